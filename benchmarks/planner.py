@@ -62,7 +62,7 @@ class Row:
         sweep: Rows of the same sweep train the same model on the same batch.
         alike: Rows that are calibrated together.
         cluster: The name of a cluster's file.
-        works: The layers' work.
+        layers: The layers' work.
         layout: The layout.
         seconds: The step as measured.
         state: GiB of weights, gradients and optimizer state as published; None where they are not.
@@ -75,7 +75,7 @@ class Row:
     sweep: tuple
     alike: tuple
     cluster: str
-    works: list[LayerWork]
+    layers: list[LayerWork]
     layout: PlannedLayout
     seconds: float
     state: float | None = None
@@ -145,7 +145,7 @@ def _published(row: dict[str, str]) -> Row:
         shard=n["shards"], reshard=True, tp=n["tp"], samples=n["samples"], recompute=recompute,
         scattered=recompute == "selective", overlaps=not megatron, ends_on_top=megatron,
     )  # fmt: skip
-    works = decoder(
+    layers = decoder(
         n["hidden"], n["layers"], n["heads"], n["sequence"], n["vocabulary"], n.get("kv_heads", 0), n.get("mlp", 0),
         scores={"full": "kept", "selective": "again"}[recompute] if megatron else "fused", tied=megatron,
         alternate=not megatron,
@@ -153,7 +153,7 @@ def _published(row: dict[str, str]) -> Row:
     gib = [float(row[key]) if row[key] else None for key in ("state_gib", "kept_gib")]
     sweep = row["table"], row["model"]
     name, own = ("a100x512", _selene) if megatron else (row["cluster"], partial(replace, memory=96e9))
-    return Row(row["table"], sweep, (*sweep, n["tp"], n["samples"]), name, works, layout, float(row["seconds"]), *gib,
+    return Row(row["table"], sweep, (*sweep, n["tp"], n["samples"]), name, layers, layout, float(row["seconds"]), *gib,
                own)  # fmt: skip
 
 
@@ -171,8 +171,8 @@ def _vtrain(row: dict[str, str]) -> Row:
         "pipe_ddp", int(dp), int(pp), int(batch / dp / samples), "1f1b", order="pp_dp", tp=int(tp),
         samples=int(samples), recompute="full", scattered=False, overlaps=False, ends_on_top=True,
     )  # fmt: skip
-    works = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, scores="kept")
-    return Row("vTrain", ("vTrain", size), ("vTrain", size, tp, samples), "a100x512", works, layout, ms / 1e3)
+    layers = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, scores="kept")
+    return Row("vTrain", ("vTrain", size), ("vTrain", size, tp, samples), "a100x512", layers, layout, ms / 1e3)
 
 
 _SMALL = partial(replace, device="A100 40 GB", memory=42.3e9, memory_bandwidth=1.555e12)
@@ -189,8 +189,8 @@ def _foundry(row: dict[str, str]) -> Row:
                            recompute="full" if row["activation_checkpointing"] == "True" else "none")  # fmt: skip
     key = "llm-foundry", row["model"], sequence, row["global_batch"]
     seconds = float(row["global_batch"]) * sequence / float(row["tokens_per_s"])
-    works, small = decoder(*_MPT[row["model"]], sequence, 50368), row["gpu"] == "a100_40gb"
-    return Row("llm-foundry", key, (*key, samples), "a100x64", works, layout, seconds,
+    layers, small = decoder(*_MPT[row["model"]], sequence, 50368), row["gpu"] == "a100_40gb"
+    return Row("llm-foundry", key, (*key, samples), "a100x64", layers, layout, seconds,
                own=_SMALL if small else Row.own)  # fmt: skip
 
 
@@ -201,11 +201,11 @@ def _kempner(row: dict[str, str]) -> Row:
         tp=n["tp"], samples=n["micro_batch"], recompute="full",
     )  # fmt: skip
     mlp = 14336 if row["model"] == "7B" else 28672
-    works = decoder(n["dim"], n["layers"], n["heads"], n["seq_len"], 128256, n["kv_heads"], mlp, tied=False)
+    layers = decoder(n["dim"], n["layers"], n["heads"], n["seq_len"], 128256, n["kv_heads"], mlp, tied=False)
     key = "KempnerForge", row["model"]
     sweep = *key, n["gpus"], n["dp_shard"] * n["micro_batch"] * n["grad_accum"]
     group = n["tp"] if n["tp"] > 1 else n["dp_shard"]
-    return Row("KempnerForge", sweep, (*key, n["tp"]), "h200x8", works, layout, float(row["step_time_s"]),
+    return Row("KempnerForge", sweep, (*key, n["tp"]), "h200x8", layers, layout, float(row["step_time_s"]),
                own=partial(_of_four, group=min(group, 4)), number=2)  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def costs_of(row: Row, cluster: Cluster | None = None) -> PaperCosts:
 
 def predicted(measured: Sequence[Row], cluster: Cluster | None = None) -> np.ndarray:
     """Return the seconds of each row, by its own cluster's file or by ``cluster``."""
-    return np.array([seconds_of(row.works, row.layout, costs_of(row, cluster)).total for row in measured])
+    return np.array([seconds_of(row.layers, row.layout, costs_of(row, cluster)).total for row in measured])
 
 
 _SPREADS = {
@@ -362,12 +362,12 @@ def _fits(table: str, measured: Sequence[Row]) -> dict[str, object]:
 
 def _is_said_to_fit(row: Row) -> bool:
     cluster = row.own(cluster_of(row.cluster))
-    needed = fullest(row.works, row.layout, Allocation(gathered=2, process=cluster.reserved))
+    needed = fullest(row.layers, row.layout, Allocation(gathered=2, process=cluster.reserved))
     return needed.total - needed.state * (1 - row.number / 4) <= cluster.memory
 
 
 def _memory(row: Row) -> Iterator[dict[str, object]]:
-    held = fullest(row.works, row.layout, Allocation(gathered=2, process=0.0))
+    held = fullest(row.layers, row.layout, Allocation(gathered=2, process=0.0))
     of_weights, of_samples = held.state + held.gathered + held.cast, held.activations + held.recomputed
     state, kept = of_weights / 2**30, of_samples / 2**30
     for what, wanted, gib in (("weights, gradients, optimizer", row.state, state), ("activations", row.kept, kept)):

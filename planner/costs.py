@@ -113,11 +113,11 @@ class MeasuredCosts:
 
     def backward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
         """See PaperCosts."""
-        return self._in_turn * max(0.0, self._layers[work.name].backward(samples) - self.here.apart)
+        return self._in_turn * max(0.0, self._layers[work.name].backward(samples) - self.here.overhead)
 
     def begin(self, work: LayerWork, samples: int) -> float:
         """Seconds that the first micro-batch of a step takes more: weights are cast, and gradients are not added up."""
-        first = self._in_turn * max(0.0, self._layers[work.name].first(samples) - self.here.apart)
+        first = self._in_turn * max(0.0, self._layers[work.name].first(samples) - self.here.overhead)
         return first - self.forward(work, samples) - self.backward(work, samples)
 
     def slowed(self, busy: float, samples: int) -> float:

@@ -29,6 +29,7 @@ from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.devices import keep_freed_memory, local_device, peak_memory_bytes, share_cores, synchronize
 from parallel.host_group import init_process_group
+from parallel.layout import Layout
 from parallel.plan import make_plan
 from parallel.schedules import borders
 from parallel.strategy import Options, Strategy, build_strategy
@@ -106,7 +107,7 @@ class Here:
         at_once: How many of them can compute at the same time.
         layers: Of the chain, in order.
         step: Seconds of a step that are in no other part, without replicas.
-        apart: Seconds of a micro-batch that a layer takes more where it is measured by itself.
+        overhead: Extra seconds per micro-batch when a layer is timed in isolation.
         update: By parameters: clipping, and the optimizer.
         process: Bytes of a process with its data, and with a model of next to no size.
         replicas: What ddp adds to a step, by bytes of gradients.
@@ -121,7 +122,7 @@ class Here:
     layers: tuple[LayerSeconds, ...]
     step: float
     update: Line
-    apart: float = 0.0
+    overhead: float = 0.0
     process: int = 0
     replicas: Line = Line()
     shards: Line = Line()
@@ -277,17 +278,17 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
 
     def shared(**more: Any) -> tuple[float, float]:
         """Return what fsdp adds to a layer of few numbers and a micro-batch, and to each of its tensors."""
-        one, several = ((each("fsdp", few, tensors=n, **more)[1] - computed[0]) / layers for n in (1, _TENSORS))
-        piece = max(0.0, (several - one) / (_TENSORS - 1))
-        return max(0.0, one - piece), piece
+        in_one, several = ((each("fsdp", few, tensors=n, **more)[1] - computed[0]) / layers for n in (1, _TENSORS))
+        piece = max(0.0, (several - in_one) / (_TENSORS - 1))
+        return max(0.0, in_one - piece), piece
 
     times = time_layers(subject.precision, chain, sample.to(ranks.device), subject.seed, _LEAST_S)
     one_by_one = float(ranks.slowest([sum(median(map(sum, layer[1:])) for layer in times)]))
     single, computed = zip(*(each("single", n) for n in _NUMBERS), strict=True)
-    lines = {"update": Line.through([layers * n for n in _NUMBERS], [float(one[1]) for one in single])}
+    lines = {"update": Line.through([layers * n for n in _NUMBERS], [float(update) for _, update in single])}
     messages: dict[str, Line] = {}
     if ranks.size > 1:
-        replicas = [float(step("ddp", n)[0] - one[0]) for n, one in zip(_NUMBERS, single, strict=True)]
+        replicas = [float(step("ddp", n)[0] - alone) for n, (alone, _) in zip(_NUMBERS, single, strict=True)]
         lines["replicas"] = Line.through([layers * size for size in bytes_of], replicas)
         fixed, piece = shared()
         large = (each("fsdp", _NUMBERS[1])[1] - computed[1]) / layers - piece
@@ -298,10 +299,15 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
             more = [each("pipelined", n, ranks.size if filled else 1, schedule=schedule)[1] for n in _NUMBERS]
             # Of the busiest rank, which has a half of each message that it sends or receives.
             sent = sum(borders(stages * ranks.size)[min(1, ranks.size - 2) :: ranks.size])
-            added = [(one - own / ranks.size) / sent for one, own in zip(more, computed, strict=True)]
+            added = [(piped - alone / ranks.size) / sent for piped, alone in zip(more, computed, strict=True)]
             messages[schedule] = Line.through(bytes_of, added)
-    apart = (one_by_one - computed[0]) / layers * ranks.at_once / ranks.size  # here all ranks computed at once
-    return {"step": max(0.0, float(single[0][0]) - computed[0]), "apart": apart, "lines": lines, "messages": messages}
+    overhead = (one_by_one - computed[0]) / layers * ranks.at_once / ranks.size  # here all ranks computed at once
+    return {
+        "step": max(0.0, float(single[0][0]) - computed[0]),
+        "overhead": overhead,
+        "lines": lines,
+        "messages": messages,
+    }
 
 
 def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> tuple[Chain, Batch]:
@@ -314,22 +320,21 @@ def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> tuple[Chain, Batch]
 def _step(
     ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int = 1, tensors: int = 1, **keys: Any
 ) -> Tensor:
-    """Measure a step of the small model, and its update, with some ``keys`` of the section ``parallel``."""
+    """Measure a step of the small model, and its update, with some ``keys`` of the layout."""
     chain, sample = _small(ranks, numbers, tensors)
-    parallel, alone, pipelined = copy.deepcopy(subject.parallel), name == "single", name == "pipelined"
-    parallel.update(
-        {"name": name, "dp": None, "pp": ranks.size if pipelined else 1, "chunks": chunks, "schedule": "gpipe",
-         "stages_per_rank": None, "balance": "uniform", "reshard": None, **keys}
-    )  # fmt: skip
+    alone, size = name == "single", ranks.size
+    dp, pp = (1, 1) if alone else (1, size) if name == "pipelined" else (size, 1)
+    layout = Layout(name, dp, pp, chunks, **keys)
+    parallel = layout.into(copy.deepcopy(subject.parallel))
     plan = make_plan(
-        parallel, chain, global_batch_size=chunks * (1 if alone or pipelined else ranks.size), device=subject.device,
-        precision=subject.precision, world_size=1 if alone else ranks.size,
+        parallel, chain, global_batch_size=chunks * dp, device=subject.device, precision=subject.precision,
+        world_size=layout.processes,
     )  # fmt: skip
     mesh = plan.mesh(0) if alone else plan.mesh(ranks.rank).connect(parallel.timeout_s)
     strategy = build_strategy(plan, chain, mesh, Options(subject.seed), sample, ranks.rank)
     optimizer, batch = subject.optimizer(strategy), sample.map(lambda tensor: tensor.expand(chunks, -1))
 
-    def one(step: int) -> tuple[float, float]:
+    def timed(step: int) -> tuple[float, float]:
         start = time.perf_counter()
         norm = strategy.train_step(batch, step).grad_norm
         synchronize(ranks.device)
@@ -340,9 +345,9 @@ def _step(
         return middle - start, time.perf_counter() - middle
 
     ranks.wait()
-    first = ranks.slowest([one(step) for step in (1, 2)])
+    first = ranks.slowest([timed(step) for step in (1, 2)])
     count = int(min(_MOST_STEPS, max(_FEWEST_STEPS, _STEPS_S / float(first.sum()))))
-    found = ranks.slowest([one(step) for step in range(3, 3 + count)])
+    found = ranks.slowest([timed(step) for step in range(3, 3 + count)])
     strategy.close()
     mesh.disconnect()
     return found

@@ -73,12 +73,12 @@ class PlannedLayout(Layout):
         return super().name + " recompute" * (self.recompute == "full")
 
 
-def cut(works: Works, layout: PlannedLayout) -> list[Works]:
+def cut(layers: Works, layout: PlannedLayout) -> list[Works]:
     """Cut the layers into stages."""
     stages = layout.pp * layout.per_rank
-    counts = list(layout.counts) or even_split(len(works) - 2 * layout.ends_on_top, stages)
+    counts = list(layout.counts) or even_split(len(layers) - 2 * layout.ends_on_top, stages)
     if layout.ends_on_top:
         counts[0] += 1
         counts[-1] += 1
     starts = [sum(counts[:i]) for i in range(stages)]
-    return [works[start : start + count] for start, count in zip(starts, counts, strict=True)]
+    return [layers[start : start + count] for start, count in zip(starts, counts, strict=True)]

@@ -102,87 +102,91 @@ class Memory:
         return self.used + self.allocator
 
 
-def fullest(works: Works, layout: PlannedLayout, allocation: Allocation, states: int | None = 2) -> Memory:
+def fullest(layers: Works, layout: PlannedLayout, allocation: Allocation, states: int | None = 2) -> Memory:
     """Predict the memory of the rank that needs most.
 
     Args:
-        works: The layers' work.
+        layers: The layers' work.
         layout: The layout.
         allocation: Where it runs.
         states: How many tensors of each trained parameter's size the optimizer keeps (Adam: 2); None where nothing is
             trained.
     """
-    return max(_Rank(works, layout, allocation, states).positions(), key=lambda memory: memory.total)
+    return max(_Rank(layers, layout, allocation, states).positions(), key=lambda memory: memory.total)
 
 
-def memory_of_ranks(plan: Plan, works: Works, states: int | None, recompute: bool = False) -> list[Memory]:
+def memory_of_ranks(plan: Plan, layers: Works, states: int | None, recompute: bool = False) -> list[Memory]:
     """Predict the memory of each rank of a run, whose layers' work, or only their weights, were counted."""
-    positions = _Rank.of_plan(plan, works, states, recompute).positions()
+    positions = _Rank.of_plan(plan, layers, states, recompute).positions()
     return [positions[plan.mesh(rank).position] for rank in range(plan.processes)]
 
 
-def memory_of_stages(plan: Plan, works: Works, recompute: bool = False) -> list[Memory]:
+def memory_of_stages(plan: Plan, layers: Works, recompute: bool = False) -> list[Memory]:
     """Predict what each stage of a run holds, as if its rank had no other."""
-    rank = _Rank.of_plan(plan, works, 2, recompute)
-    return [rank.holding([stage], index % plan.pp) for index, stage in enumerate(cut(works, rank.layout))]
+    rank = _Rank.of_plan(plan, layers, 2, recompute)
+    return [rank.holding([stage], index % plan.pp) for index, stage in enumerate(cut(layers, rank.layout))]
 
 
-def bytes_per_layer(plan: Plan, works: Works, states: int, recompute: bool = False) -> list[float]:
+def bytes_per_layer(plan: Plan, layers: Works, states: int, recompute: bool = False) -> list[float]:
     """Predict the bytes that each layer adds to what the first rank of a run holds."""
-    rank = _Rank.of_plan(plan, works, states, recompute)
-    return [rank.holding([[work]], 0).of_layers for work in works]
+    rank = _Rank.of_plan(plan, layers, states, recompute)
+    return [rank.holding([[work]], 0).of_layers for work in layers]
 
 
 @dataclass(frozen=True)
 class _Rank:
     """A rank of a layout; the attributes are the arguments of ``fullest``."""
 
-    works: Works
+    layers: Works
     layout: PlannedLayout
     allocation: Allocation
     states: int | None
 
     @classmethod
-    def of_plan(cls, plan: Plan, works: Works, states: int | None, recompute: bool) -> _Rank:
+    def of_plan(cls, plan: Plan, layers: Works, states: int | None, recompute: bool) -> _Rank:
         allocation = Allocation.here(plan.precision, plan.device_type)
-        return cls(works, PlannedLayout.of_plan(plan, recompute), allocation, states)
+        return cls(layers, PlannedLayout.of_plan(plan, recompute), allocation, states)
 
     @cached_property
     def largest(self) -> float:
         """The parameters of the largest layer."""
-        return max(work.parameters for work in self.works) / self.layout.tp
+        return max(work.parameters for work in self.layers) / self.layout.tp
 
     def positions(self) -> list[Memory]:
         """Return the memory of the rank at each position of the pipeline."""
-        stages, count = cut(self.works, self.layout), self.layout.pp if self.layout.pipelined else 1
+        stages, count = cut(self.layers, self.layout), self.layout.pp if self.layout.pipelined else 1
         return [self.holding(stages[position::count], position) for position in range(count)]
 
     def holding(self, stages: Sequence[Works], position: int) -> Memory:
         """Return the memory of the rank at a position of the pipeline, which holds some stages."""
-        layout, place = self.layout, self.allocation
+        layout, allocation = self.layout, self.allocation
         own = [work for stage in stages for work in stage]
         counted = [parameters_of(stage) for stage in stages]
         parameters, trained = (sum(some) / layout.tp for some in zip(*counted, strict=True))
         gathered = self._gathered(parameters, trained) if layout.shards > 1 else 0.0
-        weights = place.number * parameters / layout.shards
-        gradients = 0.0 if self.states is None else place.number * trained / layout.shards
+        weights = allocation.number * parameters / layout.shards
+        gradients = 0.0 if self.states is None else allocation.number * trained / layout.shards
         # What is gathered in the compute dtype is not cast.
-        cast = 0.0 if layout.shards > 1 and place.gathered < place.number else sum(w.cast for w in own) / layout.tp
+        cast = (
+            0.0
+            if layout.shards > 1 and allocation.gathered < allocation.number
+            else sum(w.cast for w in own) / layout.tp
+        )
         kept, recomputed = self._activations(own)
         if layout.pipelined:
             kept *= in_flight(layout.schedule, layout.pp, layout.chunks, layout.per_rank, position)
         tensors = weights, gradients, gradients * (self.states or 0), gathered, cast, kept, recomputed
         freed = max(0.0, self._exchanged(parameters, trained) - gathered)
-        return Memory(*tensors, place.process, freed + place.heap * (sum(tensors) + freed))
+        return Memory(*tensors, allocation.process, freed + allocation.heap * (sum(tensors) + freed))
 
     def _gathered(self, parameters: float, trained: float) -> float:
         """Return the bytes of shared parameters and gradients that are whole during a step."""
-        layout, place = self.layout, self.allocation
+        layout, allocation = self.layout, self.allocation
         # A layer at a time: one computes and the next is fetched. Its gradients lie in a buffer to be reduced, too.
         two = 2 * self.largest
         reduced_once = layout.pipelined or (not layout.resharded and layout.chunks > 1)
-        weights = place.gathered * (min(parameters, two) if layout.resharded else parameters)
-        return weights + (place.number * trained if reduced_once else place.gathered * min(trained, two))
+        weights = allocation.gathered * (min(parameters, two) if layout.resharded else parameters)
+        return weights + (allocation.number * trained if reduced_once else allocation.gathered * min(trained, two))
 
     def _exchanged(self, parameters: float, trained: float) -> float:
         """Return the bytes that an allocator keeps of what replicas exchange."""
@@ -200,7 +204,7 @@ class _Rank:
         # 10 of 34 bytes are not cut without sequence parallelism (Korthikanti et al. 2022).
         each = cut if layout.scattered else cut * (10 * layout.tp + 24) / 34
         for work in own:
-            if layout.recompute == "full" and work is not self.works[-1]:  # the last one has the loss
+            if layout.recompute == "full" and work is not self.layers[-1]:  # the last one has the loss
                 kept += work.output * (cut if layout.scattered else layout.samples)
                 recomputed = max(recomputed, work.kept * each)
             else:

@@ -38,29 +38,29 @@ class Seconds:
     @property
     def total(self) -> float:
         """The step."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
-def seconds_of(works: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
+def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     """Predict a step."""
-    one, m, stages = layout, layout.chunks, stage_seconds(works, layout, costs)
-    each = [sum(stage.forward + stage.backward for stage in stages[r :: one.pp]) for r in range(one.pp)]
-    slowest = max(range(one.pp), key=each.__getitem__)
-    own = cut(works, one)[slowest :: one.pp]
+    m, stages = layout.chunks, stage_seconds(layers, layout, costs)
+    each = [sum(stage.forward + stage.backward for stage in stages[r :: layout.pp]) for r in range(layout.pp)]
+    slowest = max(range(layout.pp), key=each.__getitem__)
+    own = cut(layers, layout)[slowest :: layout.pp]
     held = [work for stage in own for work in stage]
-    parameters, trained = (sum(some) / one.tp for some in zip(*map(parameters_of, own), strict=True))
-    tensor = sum(_tensor(work, one, costs) for work in held)
-    passed = sum(borders(one.pp * one.per_rank)[slowest :: one.pp]) * _message(works, one, costs)
+    parameters, trained = (sum(some) / layout.tp for some in zip(*map(parameters_of, own), strict=True))
+    tensor = sum(_tensor(work, layout, costs) for work in held)
+    passed = sum(borders(layout.pp * layout.per_rank)[slowest :: layout.pp]) * _message(layers, layout, costs)
     compute = each[slowest] - tensor - passed
-    gradients, shards = _replicas(held, parameters, trained, compute, one, costs)
-    whole = duration(stages, one.pp, m, one.schedule) if one.pp > 1 else m * each[slowest]
-    if one.pp > 1:  # what the first and the last stage share
-        tied = sum(work.tied_trained for work in works)
-        gradients += costs.reduce(4 * tied / one.tp, 2, 2 if one.processes <= costs.devices else 1)
-    part = slowed(stages, whole, one, costs)
-    reduced = one.per_rank if one.shards == 1 else 1  # DDP reduces each stage's gradients apart
+    gradients, shards = _replicas(held, parameters, trained, compute, layout, costs)
+    whole = duration(stages, layout.pp, m, layout.schedule) if layout.pp > 1 else m * each[slowest]
+    if layout.pp > 1:  # what the first and the last stage share
+        tied = sum(work.tied_trained for work in layers)
+        gradients += costs.reduce(4 * tied / layout.tp, 2, 2 if layout.processes <= costs.devices else 1)
+    part = slowed(stages, whole, layout, costs)
+    reduced = layout.per_rank if layout.shards == 1 else 1  # DDP reduces each stage's gradients apart
     # The first micro-batch passes through all stages in turn.
-    first, ours = (sum(costs.begin(work, one.samples) for work in some) for some in (works, held))
+    first, ours = (sum(costs.begin(work, layout.samples) for work in some) for some in (layers, held))
     return Seconds(
         compute=part * (m * compute + ours),
         bubble=part * (whole - m * each[slowest] + first - ours),
@@ -68,68 +68,68 @@ def seconds_of(works: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
         stages=m * passed,
         gradients=gradients,
         shards=shards,
-        optimizer=costs.optimizer(trained / one.shards) + costs.fixed(one.dp, reduced),
+        optimizer=costs.optimizer(trained / layout.shards) + costs.fixed(layout.dp, reduced),
     )
 
 
-def slowed(stages: Sequence[StageSeconds], whole: float, one: PlannedLayout, costs: Costs) -> float:
+def slowed(stages: Sequence[StageSeconds], whole: float, layout: PlannedLayout, costs: Costs) -> float:
     """Return how many times as long computing takes, where in ``whole`` seconds ranks wait for each other."""
-    work = one.dp * one.chunks * sum(stage.forward + stage.backward for stage in stages)
-    return costs.slowed(work / whole, one.samples)
+    work = layout.dp * layout.chunks * sum(stage.forward + stage.backward for stage in stages)
+    return costs.slowed(work / whole, layout.samples)
 
 
-def stage_seconds(works: Works, layout: PlannedLayout, costs: Costs) -> list[StageSeconds]:
+def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[StageSeconds]:
     """Return how long each stage takes for a micro-batch, its messages, which a rank waits for, included."""
-    one, seconds, message = layout, [], _message(works, layout, costs)
-    for stage, beside in zip(cut(works, one), borders(one.pp * one.per_rank), strict=True):
-        forward = sum(costs.forward(work, one.samples, one.tp) for work in stage)
-        both = sum(_computed(work, one, costs, work is not works[-1]) for work in stage)
-        tensor = sum(_tensor(work, one, costs) for work in stage)
+    seconds, message = [], _message(layers, layout, costs)
+    for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
+        forward = sum(costs.forward(work, layout.samples, layout.tp) for work in stage)
+        both = sum(_computed(work, layout, costs, work is not layers[-1]) for work in stage)
+        tensor = sum(_tensor(work, layout, costs) for work in stage)
         passed = beside / 2 * message  # half of a message is its sender's, half its receiver's
-        ahead = forward + tensor / (3 if one.recompute == "full" else 2) + passed
+        ahead = forward + tensor / (3 if layout.recompute == "full" else 2) + passed
         behind = both + tensor + 2 * passed - ahead
         seconds.append(StageSeconds(ahead, behind, behind / 2, behind / 2 * (UNMEASURED.weights / UNMEASURED.inputs)))
     return seconds
 
 
-def _computed(work: LayerWork, one: PlannedLayout, costs: Costs, again: bool) -> float:
+def _computed(work: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
     """Seconds of a micro-batch in a layer; the last one, which has the loss, is not computed ``again``."""
-    forward, backward = (of(work, one.samples, one.tp) for of in (costs.forward, costs.backward))
-    more = {"none": 0.0, "full": forward, "selective": costs.attention(work, one.samples, one.tp)}
-    return forward + backward + again * more[one.recompute]
+    forward, backward = (of(work, layout.samples, layout.tp) for of in (costs.forward, costs.backward))
+    more = {"none": 0.0, "full": forward, "selective": costs.attention(work, layout.samples, layout.tp)}
+    return forward + backward + again * more[layout.recompute]
 
 
-def _tensor(work: LayerWork, one: PlannedLayout, costs: Costs) -> float:
+def _tensor(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     """Two all-reduces of a block's forward, two of its backward, and two where the forward is computed again."""
-    times = (6 if one.recompute == "full" else 4) if work.attention else 0
-    return times * costs.reduce(work.output * one.samples, one.tp, min(one.tp, costs.devices))
+    times = (6 if layout.recompute == "full" else 4) if work.attention else 0
+    return times * costs.reduce(work.output * layout.samples, layout.tp, min(layout.tp, costs.devices))
 
 
-def _message(works: Works, one: PlannedLayout, costs: Costs) -> float:
+def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:
     """Seconds of a micro-batch's message between two stages, one way."""
-    if one.pp == 1:
+    if layout.pp == 1:
         return 0.0
-    apart = one.tp * (one.dp if one.order == "pp_dp" else 1)  # how far the next stage's rank is
-    size = max(work.output for work in works[:-1]) * one.samples / one.tp
-    return costs.message(size, one.pp * apart <= costs.devices, one.schedule)
+    apart = layout.tp * (layout.dp if layout.order == "pp_dp" else 1)  # how far the next stage's rank is
+    size = max(work.output for work in layers[:-1]) * layout.samples / layout.tp
+    return costs.message(size, layout.pp * apart <= costs.devices, layout.schedule)
 
 
 def _replicas(
-    held: Works, parameters: float, trained: float, compute: float, one: PlannedLayout, costs: Costs
+    held: Works, parameters: float, trained: float, compute: float, layout: PlannedLayout, costs: Costs
 ) -> tuple[float, float]:
     """Seconds for gradients, and for shared parameters, that the ``compute`` of a micro-batch does not hide."""
-    if one.dp == 1:
+    if layout.dp == 1:
         return 0.0, 0.0
-    per_node = max(1, costs.devices // (one.tp * (1 if one.order == "pp_dp" else one.pp)))
-    if one.shards == 1:
-        reduced = costs.reduce(4 * trained, one.dp, min(one.dp, per_node))
-        hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if one.overlaps else 0.0
+    per_node = max(1, costs.devices // (layout.tp * (1 if layout.order == "pp_dp" else layout.pp)))
+    if layout.shards == 1:
+        reduced = costs.reduce(4 * trained, layout.dp, min(layout.dp, per_node))
+        hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if layout.overlaps else 0.0
         return reduced - hidden, 0.0
     size = costs.gathered * parameters
-    whole = costs.gather(size, one.shards, min(one.shards, per_node), held)
-    groups = one.dp // one.shards
-    outer = costs.reduce(costs.gathered * trained / one.shards, groups, max(1, per_node // one.shards))
-    each = 3 * whole if one.resharded else 2 * whole / one.chunks + costs.hooks(held)  # with the gradients
-    each += outer / one.chunks
+    whole = costs.gather(size, layout.shards, min(layout.shards, per_node), held)
+    groups = layout.dp // layout.shards
+    outer = costs.reduce(costs.gathered * trained / layout.shards, groups, max(1, per_node // layout.shards))
+    each = 3 * whole if layout.resharded else 2 * whole / layout.chunks + costs.hooks(held)  # with the gradients
+    each += outer / layout.chunks
     hidden = costs.hides[1] * min(each, compute)
-    return 0.0, one.chunks * (each - hidden)
+    return 0.0, layout.chunks * (each - hidden)

@@ -112,7 +112,7 @@ def parameters_of(stage: Works) -> tuple[int, int]:
 
 def weights_of(chain: Chain) -> list[LayerWork]:
     """Count the parameters of every layer, and nothing else: no layer is run."""
-    skeleton, works = chain.skeleton(), []
+    skeleton, layers = chain.skeleton(), []
     owners = {key: name for name, layer in skeleton.items() for key in dict(layer.named_parameters(name))}
     for name, layer in skeleton.items():
         ties = [
@@ -122,8 +122,8 @@ def weights_of(chain: Chain) -> list[LayerWork]:
         ]
         parameters = list(layer.parameters())
         sizes = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad)
-        works.append(LayerWork(name, 0, 0, 0, 0, sizes[0], 0, 0, tuple(ties), len(parameters), sizes[1]))
-    return works
+        layers.append(LayerWork(name, 0, 0, 0, 0, sizes[0], 0, 0, tuple(ties), len(parameters), sizes[1]))
+    return layers
 
 
 def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork], int]:

@@ -25,7 +25,7 @@ from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
 from planner.layout import PlannedLayout, cut
 from planner.memory import Allocation, fullest
-from planner.search import Place, allowed, layouts, search
+from planner.search import Devices, allowed, layouts, search
 from planner.step import Seconds, seconds_of
 from planner.work import LayerWork, Tie, work_of
 from training.reporting.run_directory import release
@@ -43,7 +43,7 @@ WORKS = [ENDS[0], *[BLOCK] * 8, ENDS[1]]
 pipelined = partial(PlannedLayout, "pipelined", schedule="1f1b")
 COSTS = PaperCosts(PLAIN, "bf16")
 PAPER = Allocation(gathered=2, process=0.0)
-PLACE = Place(COSTS, devices=8, memory=PLAIN.memory, allocation=PAPER)
+DEVICES = Devices(COSTS, count=8, memory=PLAIN.memory, allocation=PAPER)
 
 
 def section(name, **changes):
@@ -105,8 +105,8 @@ def test_a_ring_is_as_fast_as_its_slowest_link_and_all_devices_of_a_node_serve_i
 
 
 def test_gradients_hide_behind_the_backward_and_shards_behind_computing():
-    apart, hidden = (seconds_of(WORKS, PlannedLayout("ddp", dp=8, overlaps=on), COSTS) for on in (False, True))
-    assert 0 < hidden.gradients < apart.gradients and apart.gradients == pytest.approx(COSTS.reduce(3.2e7, 8, 4))
+    overhead, hidden = (seconds_of(WORKS, PlannedLayout("ddp", dp=8, overlaps=on), COSTS) for on in (False, True))
+    assert 0 < hidden.gradients < overhead.gradients and overhead.gradients == pytest.approx(COSTS.reduce(3.2e7, 8, 4))
     shared = seconds_of(WORKS, PlannedLayout("fsdp", dp=8), COSTS)
     assert shared.gradients == 0.0 and 0 < shared.shards
 
@@ -136,7 +136,7 @@ def test_frozen_parameters_have_no_gradients_no_states_and_no_update():
     frozen = [replace(work, frozen=work.parameters) for work in WORKS[:-2]]
     half = [*frozen, *WORKS[-2:]]
     assert fullest(half, PlannedLayout(), PAPER).state == 4 * 8_000_000 + 12 * 1_000_000
-    some, whole = (seconds_of(works, PlannedLayout("ddp", dp=8, overlaps=False), COSTS) for works in (half, WORKS))
+    some, whole = (seconds_of(layers, PlannedLayout("ddp", dp=8, overlaps=False), COSTS) for layers in (half, WORKS))
     assert some.gradients == pytest.approx(whole.gradients / 8)
     assert some.optimizer == pytest.approx(whole.optimizer / 8)
 
@@ -159,15 +159,15 @@ def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two
     ]
     assert fullest(tied, PlannedLayout(), PAPER).state == 16 * 2_000_000
     assert seconds_of(tied, PlannedLayout(), COSTS).gradients == 0.0
-    apart = seconds_of(tied, pipelined(pp=2, chunks=2), COSTS)
-    assert apart.gradients == pytest.approx(COSTS.reduce(4 * 3e6, 2, 2))
+    overhead = seconds_of(tied, pipelined(pp=2, chunks=2), COSTS)
+    assert overhead.gradients == pytest.approx(COSTS.reduce(4 * 3e6, 2, 2))
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
 def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
-    found = search(WORKS, 16, [PLACE], tensor=True)
+    found = search(WORKS, 16, [DEVICES], tensor=True)
     everything = list(layouts(WORKS, 4, 16, 8, True, {}))
     assert found.tried == len(everything) and {one.processes for one in everything} <= {1, 2, 4, 8}
     fastest = min(seconds_of(WORKS, one, COSTS).total for one in everything)
@@ -181,16 +181,16 @@ def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
 
 
 def test_what_is_typed_is_kept():
-    found = search(WORKS, 16, [PLACE], fixed={"pp": 4, "schedule": "1f1b"})
+    found = search(WORKS, 16, [DEVICES], fixed={"pp": 4, "schedule": "1f1b"})
     assert {(one.layout.pp, one.layout.schedule) for one in found.best} == {(4, "1f1b")}
-    found = search(WORKS, 16, [PLACE], fixed={"strategy": "pipelined", "schedule": "planned", "stages_per_rank": 1})
+    found = search(WORKS, 16, [DEVICES], fixed={"strategy": "pipelined", "schedule": "planned", "stages_per_rank": 1})
     assert {(one.layout.schedule, one.layout.per_rank) for one in found.best} == {("planned", 1)}
-    found = search(WORKS, 16, [PLACE], fixed={"strategy": "model_parallel", "dp": 1, "pp": 1})
+    found = search(WORKS, 16, [DEVICES], fixed={"strategy": "model_parallel", "dp": 1, "pp": 1})
     assert found.best[0].layout.words()[0] == "parallel=model_parallel"
 
 
 def test_no_micro_batch_is_smaller_than_the_layers_take():
-    assert min(one.layout.samples for one in search(WORKS, 16, [PLACE], least=2).best) == 2
+    assert min(one.layout.samples for one in search(WORKS, 16, [DEVICES], least=2).best) == 2
 
 
 @pytest.mark.parametrize("size, least", [(64, 1), (32, 2)])
@@ -203,25 +203,25 @@ def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, le
 
 
 def test_of_several_places_each_has_the_layouts_that_need_all_of_its_devices():
-    found = search(WORKS, 16, [replace(PLACE, devices=n, whole=True) for n in (1, 2, 4)])
+    found = search(WORKS, 16, [replace(DEVICES, count=n, whole=True) for n in (1, 2, 4)])
     assert {one.layout.processes for one in found.best} == {1, 2, 4}
-    assert all(one.layout.processes == one.place.devices for one in found.best)
+    assert all(one.layout.processes == one.devices.count for one in found.best)
 
 
 def test_where_nothing_fits_the_nearest_is_named_with_what_it_misses():
     with pytest.raises(PlanError, match=r"none of \d+ layouts fits into 0.0 GiB; .*parallel=.* needs .* GiB, .* more"):
-        search(WORKS, 16, [replace(PLACE, memory=1e6)])
-    found = search(WORKS, 16, [replace(PLACE, memory=1.3e8)])
+        search(WORKS, 16, [replace(DEVICES, memory=1e6)])
+    found = search(WORKS, 16, [replace(DEVICES, memory=1.3e8)])
     assert "single" in found.nearest and found.nearest["single"].memory.total > 1.3e8
     with pytest.raises(PlanError, match="train.global_batch_size=16 allow no layout here with pp=9"):
-        search(WORKS, 16, [PLACE], fixed={"pp": 9})
+        search(WORKS, 16, [DEVICES], fixed={"pp": 9})
 
 
 def test_typed_numbers_may_leave_devices_free_and_a_batch_may_fill_most_of_them():
-    found = search(WORKS, 16, [PLACE], fixed={"pp": 3, "dp": 2})
+    found = search(WORKS, 16, [DEVICES], fixed={"pp": 3, "dp": 2})
     assert {one.layout.processes for one in found.best} == {6}
-    assert {one.layout.dp for one in search(WORKS, 15, [PLACE]).best if one.layout.strategy == "ddp"} == {5}
-    assert {one.layout.strategy for one in search(WORKS, 16, [PLACE], fixed={"schedule": "1f1b"}).best} == {
+    assert {one.layout.dp for one in search(WORKS, 15, [DEVICES]).best if one.layout.strategy == "ddp"} == {5}
+    assert {one.layout.strategy for one in search(WORKS, 16, [DEVICES], fixed={"schedule": "1f1b"}).best} == {
         "pipelined", "pipe_ddp", "pipe_fsdp",
     }  # fmt: skip
 
@@ -239,8 +239,8 @@ def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
 def test_a_thousand_devices_take_seconds():
     began = time.process_time()
     large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
-    place = Place(PaperCosts(large, "bf16"), 1024, 1e12, PAPER)
-    found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [place], tensor=True)
+    devices = Devices(PaperCosts(large, "bf16"), 1024, 1e12, PAPER)
+    found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [devices], tensor=True)
     assert found.tried > 2000 and time.process_time() - began < 10
 
 

@@ -95,7 +95,7 @@ def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardwar
         apart = plan.device_type == "cuda" and world_size is None and plan.processes > 1
         costs = _seconds_in_own_process(cfg) if apart else seconds_of_layers(setup)
     else:
-        costs = bytes_per_layer(plan, setup.works, states_of(cfg.optim), cfg.train.activation_checkpointing)
+        costs = bytes_per_layer(plan, setup.layers, states_of(cfg.optim), cfg.train.activation_checkpointing)
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
     setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)

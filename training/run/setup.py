@@ -56,7 +56,7 @@ class Setup:
         return Batch(*self.data.train.read(indices, 0))
 
     @cached_property
-    def works(self) -> Works:
+    def layers(self) -> Works:
         """What each layer keeps and computes, for one sample."""
         return work_of(self.chain, self.sample, self.plan.precision)[0]
 

@@ -28,4 +28,4 @@ def run(command: Command) -> None:
 
     print(describe(setup), flush=True)
     states, recompute = states_of(cfg.optim), cfg.train.activation_checkpointing
-    print("\n" + describe_memory(memory_of_ranks(setup.plan, setup.works, states, recompute)))
+    print("\n" + describe_memory(memory_of_ranks(setup.plan, setup.layers, states, recompute)))

@@ -27,7 +27,7 @@ from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
 from planner.here import Subject, free_memory, measure
 from planner.memory import Allocation
-from planner.search import Candidate, Found, Place, divisors, search
+from planner.search import Candidate, Devices, Found, divisors, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer, states_of
 from training.reporting.metrics import SUMMARY, read_object, write_json
@@ -176,7 +176,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     alone = copy.deepcopy(cfg)
     Layout.single().into(alone.parallel)
     fixed, setup = _fixed(cfg), prepare(alone)
-    plan, places = setup.plan, []
+    plan, kinds = setup.plan, []
     model = model_of(cfg, setup.chain, setup.data, plan.precision)
     subject = Subject(
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
@@ -185,9 +185,9 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     cuda, states = plan.device_type == "cuda", states_of(cfg.optim)
     devices = torch.cuda.device_count() if cuda else 1
     memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
-    needed = max(work.kept + 2 * work.output for work in model.works)  # of a layer with its input, for a sample
+    needed = max(work.kept + 2 * work.output for work in model.layers)  # of a layer with its input, for a sample
     rooms = [(n, n, True) for n in counts or _counts(fixed, plan.device_type)]
-    rooms = possible_rooms(cfg, model.works, rooms, fixed, model.least)
+    rooms = possible_rooms(cfg, model.layers, rooms, fixed, model.least)
     sizes = " and of ".join(f"{n}" for n, *_ in rooms)
     print(f"this machine is measured, in groups of {sizes} processes", flush=True)
     for processes, *_ in rooms:
@@ -196,8 +196,8 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         here = measure(subject, processes, model.least, most)
         costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
         allocation = Allocation.here(plan.precision, plan.device_type, here.process + _RUN)
-        places.append(Place(costs, processes, each, allocation, states, True))
-    return accepted(search(model.works, model.batch, places, fixed=fixed, least=model.least), cfg), model
+        kinds.append(Devices(costs, processes, each, allocation, states, True))
+    return accepted(search(model.layers, model.batch, kinds, fixed=fixed, least=model.least), cfg), model
 
 
 def _data(tree: dict, given: bytes | None) -> Any:

@@ -22,7 +22,7 @@ from parallel.strategies import strategy_info
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
 from planner.memory import Allocation
-from planner.search import FREE, Candidate, Found, Place, search
+from planner.search import FREE, Candidate, Devices, Found, search
 from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, slowed, stage_seconds
 from planner.work import Works, work_of
@@ -58,9 +58,9 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
     began = time.perf_counter()
     found, model = predict_on_paper(cfg, tensor=True)
     cluster, precision = cluster_of(cfg)
-    twice = " (a tied one counted twice)" if any(work.ties for work in model.works) else ""
+    twice = " (a tied one counted twice)" if any(work.ties for work in model.layers) else ""
     about = [
-        f"{cfg.model.name}: {sum(work.parameters for work in model.works):,} parameters{twice}, {precision}, "
+        f"{cfg.model.name}: {sum(work.parameters for work in model.layers):,} parameters{twice}, {precision}, "
         f"global batch {model.batch:,}",
         f"cluster={cfg.cluster.name}: {cluster.size:,} x {cluster.device}, {cluster.devices} in a node; efficiencies: "
         f"{cluster.source}",
@@ -81,11 +81,11 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
     fixed, (chain, data) = fixed_of(cfg), checked_model_and_data(cfg)
     data.prepare()
     model = model_of(cfg, chain, data, precision)
-    cut = tensor and any(work.attention for work in model.works)
+    cut = tensor and any(work.attention for work in model.layers)
     room = cluster.devices, cluster.size, on_job(cfg)
-    possible_rooms(cfg, model.works, [room], fixed, model.least, cut, cluster.nodes)
+    possible_rooms(cfg, model.layers, [room], fixed, model.least, cut, cluster.nodes)
     costs, number = PaperCosts(cluster, precision), parameter_dtype(precision).itemsize
-    place = Place(
+    devices = Devices(
         costs,
         cluster.size,
         cluster.memory,
@@ -93,7 +93,7 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
         states_of(cfg.optim),
         on_job(cfg),
     )
-    found = search(model.works, model.batch, [place], cut, fixed, model.least)
+    found = search(model.layers, model.batch, [devices], cut, fixed, model.least)
     return accepted(found, cfg, cluster.nodes), model
 
 
@@ -139,14 +139,14 @@ class Model:
     """What is planned.
 
     Attributes:
-        works: The work of its layers for one sample.
+        layers: The work of its layers for one sample.
         batch: Samples of a step.
         tokens: Of a sample; None where it has none.
         has_batchnorm: Whether it has BatchNorm.
         least: Samples of the smallest micro-batch that it takes.
     """
 
-    works: Works
+    layers: Works
     batch: int
     tokens: int | None
     has_batchnorm: bool
@@ -170,7 +170,7 @@ class Model:
         yield columns([head + ["MFU"] * (peak is not None), *rows])
         yield ""
         for name, candidate in found.nearest.items():
-            needed, there = (size / 2**30 for size in (candidate.memory.total, candidate.place.memory))
+            needed, there = (size / 2**30 for size in (candidate.memory.total, candidate.devices.memory))
             yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({candidate.name})"
         if found.best[0].layout.tp > 1:
             yield "tp, tensor parallelism, is planned on paper only: nothing here trains with it"
@@ -195,12 +195,12 @@ class Model:
             candidate.name,
             f"{total:.3g}",
             *shown,
-            *(f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.place.memory)),
+            *(f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.devices.memory)),
             speed,
         ]
         if peak is None:
             return row
-        flops = 3 * self.batch * sum(work.flops + work.attention for work in self.works)
+        flops = 3 * self.batch * sum(work.flops + work.attention for work in self.layers)
         return [*row, f"{flops / total / (candidate.layout.processes * peak):.0%}"]
 
 
@@ -208,8 +208,8 @@ def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
     """Return what is known of a configuration's model without memory for it; the data is prepared."""
     has_batchnorm = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
     sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
-    works, least = work_of(chain, sample, precision)
-    return Model(works, cfg.train.global_batch_size, data.seq_len, has_batchnorm, least)
+    layers, least = work_of(chain, sample, precision)
+    return Model(layers, cfg.train.global_batch_size, data.seq_len, has_batchnorm, least)
 
 
 def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
@@ -255,8 +255,8 @@ def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:
 
 def timeline_of(candidate: Candidate) -> Intervals:
     """Return what each rank of a pipeline is predicted to do in a step, and when."""
-    layout, costs = candidate.layout, candidate.place.costs
-    stages = stage_seconds(candidate.works, layout, costs)
+    layout, costs = candidate.layout, candidate.devices.costs
+    stages = stage_seconds(candidate.layers, layout, costs)
     whole = duration(stages, layout.pp, layout.chunks, layout.schedule)
     part = slowed(stages, whole, layout, costs)
     stages = [StageSeconds(*(part * seconds for seconds in stage)) for stage in stages]

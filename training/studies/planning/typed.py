@@ -50,7 +50,7 @@ def fixed_of(cfg: Any) -> dict[str, Any]:
 
 
 def possible_rooms(
-    cfg: Any, works: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: bool = False,
+    cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: bool = False,
     nodes: int = 1,
 ) -> list[Room]:  # fmt: skip
     """Return the rooms that have a layout; ``fixed``, ``least`` and ``tensor`` are those of ``search``.
@@ -62,7 +62,7 @@ def possible_rooms(
 
     def having(given: Mapping[str, Any], some: Sequence[Room] = rooms) -> Iterator[PlannedLayout]:
         for per_node, devices, whole in some:
-            yield from layouts(works, per_node, batch, devices, tensor, given, least, whole)
+            yield from layouts(layers, per_node, batch, devices, tensor, given, least, whole)
 
     found, problems = [], {}
     for room in rooms:
@@ -76,8 +76,8 @@ def possible_rooms(
     if problems:  # what a strategy that shares parameters has to say is nearer to what was meant
         raise PlanError(problems.get(True) or problems[False])
     counts, typed = fixed.get("balance", ()), [key for key in FREE if key in fixed]
-    if counts and sum(counts) != len(works):
-        raise PlanError(f"parallel.balance={[*counts]} has {sum(counts)} layers, and the model {len(works)}")
+    if counts and sum(counts) != len(layers):
+        raise PlanError(f"parallel.balance={[*counts]} has {sum(counts)} layers, and the model {len(layers)}")
     possible = {}
     for key in typed:
         without = having({other: value for other, value in fixed.items() if other != key})
@@ -86,7 +86,7 @@ def possible_rooms(
     said = " ".join(f"parallel.{key}={fixed[key]}" for key in typed)
     devices = " or ".join(str(devices) for _, devices, _ in rooms)
     raise PlanError(
-        f"train.global_batch_size={batch} and {len(works)} layers on {devices} devices allow no layout"
+        f"train.global_batch_size={batch} and {len(layers)} layers on {devices} devices allow no layout"
         + (f" with {said}" if said else "; choose a batch that more numbers divide")
         + "".join(f"; possible are, for example, parallel.{key}={values}" for key, values in possible.items())
         + ("; leave some of that out" if said and not possible else "")
