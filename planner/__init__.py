@@ -1,15 +1,15 @@
-"""Which layout: what a step of one would take, and the search for the best.
+"""Predicts the seconds and the memory of a training step in a layout, and searches for the fastest layout.
 
     work.py        what each layer computes, keeps and passes on, counted on tensors without memory
     layout.py      a layout as it is planned, and how it cuts the layers into stages
     memory.py      the memory of a rank, by part
     cluster.py     a cluster, as conf/cluster/NAME.yaml describes it
-    here.py        what a step is made of on this machine, measured
+    here.py        measurements of this machine: layers, strategies, messages
     costs.py       the seconds of products, collectives and the optimizer, on paper and here
-    simulation.py  when a pipeline's work runs: replayed in the order of a real run, and in a formula
+    simulation.py  the timeline of a pipeline: a replay in the order of a real run, and a formula
     step.py        the seconds of a whole step, by part
     balance.py     the seconds of each layer, measured, and stages of equal cost
     search.py      all layouts that a model and a cluster allow, and the best of them
 
-Nothing here knows of configurations and run directories.
+No module here reads configurations or run directories.
 """

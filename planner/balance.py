@@ -39,11 +39,11 @@ Cost = Callable[[Sequence[int]], float]  # of a step, given how many layers each
 
 
 def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, threads: int | None) -> list[float]:
-    """Measure the seconds of forward plus backward of each layer on one micro-batch; the last one's include the loss.
+    """Measure the seconds of forward plus backward of each layer on one micro-batch. The last layer includes the loss.
 
-    The fastest of some rounds counts. A round goes through the whole chain, so that a machine that is slow for a while
-    is slow for all layers alike. One layer is built at a time, as a stage of its own, on the run's device with the
-    threads that a rank will have.
+    The result is the fastest of several rounds. Each round runs the whole chain, so a temporary slowdown of the machine
+    affects all layers alike. Layers are built one at a time, each as a stage, on the run's device and with as many
+    threads as a rank will have.
     """
     device = local_device(plan.device_type, 0)
     share_cores(plan.processes, threads)
@@ -61,16 +61,16 @@ def time_layers(
 ) -> list[Times]:
     """Return, for each layer, the seconds of forward and backward of each micro-batch, at least two.
 
-    The first one casts the weights and makes their gradients. Layers that are built alike and get alike tensors are
-    measured once. No random state outside of the layers is changed.
+    The first micro-batch also casts the weights and allocates their gradients. Layers with the same builder and the
+    same input shapes are measured once. No random state outside the layers is changed.
 
     Args:
         precision: The plan's.
         chain: The model.
-        sample: A micro-batch, on the device that is to compute.
+        sample: A micro-batch on the device that computes.
         seed: For weights and dropout.
-        least_s: So many seconds go to a layer, unless it has had 32 micro-batches.
-        wait: Called before a layer's first micro-batch, where other processes are to compute at the same time.
+        least_s: The seconds for which each layer is repeated, up to 32 micro-batches.
+        wait: Called before a layer's first micro-batch, to start at the same time as other processes.
     """
     dtype = parameter_dtype(precision)
     tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample.input_tensors)
@@ -96,7 +96,7 @@ def time_layers(
 def _time_stage(
     stage: Stage, tensors: tuple[Tensor, ...], sample: Batch, fewest: int, least_s: float = 0.0
 ) -> tuple[Times, tuple[Tensor, ...]]:
-    """Return the seconds of each micro-batch, and what the stage gives."""
+    """Return the seconds of each micro-batch, and the stage's output."""
     device, count, times, begun = stage.device, len(sample), [], time.perf_counter()
     stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
     while len(times) < fewest or (len(times) < _MOST_MICROBATCHES and time.perf_counter() - begun < least_s):
@@ -119,11 +119,11 @@ def _time_stage(
 def equal_stages(
     costs: Sequence[float], stages: int, ranks: int | None = None, chunks: int = 1, schedule: str | None = None
 ) -> list[int]:
-    """Find the number of layers of each stage with which a step costs least.
+    """Find the numbers of layers per stage that minimize the cost of a step.
 
-    The uniform partition is taken where it is nearly as good as the best. Where there are too many to try, the best is
-    sought by moving layers between two stages. Stage i runs on rank i % ``ranks``; None: each stage has its own rank.
-    With the schedule "planned" the simulated makespan decides.
+    The uniform partition is returned if it is nearly as good as the best one. If there are too many partitions to try,
+    the search moves layers between pairs of stages. Stage i runs on rank i % ``ranks``, or on rank i if ``ranks`` is
+    None. The schedule "planned" is judged by its simulated makespan.
     """
     ranks = ranks or stages
 
@@ -146,7 +146,7 @@ def equal_stages(
 
 
 def _cheapest(cost: Cost, counts: list[int], chunks: int) -> list[int]:
-    """Return the cheapest split of all; where they are too many, one that moves from ``counts`` lead to."""
+    """Return the cheapest split. If there are too many to try, return the best that moves from ``counts`` reach."""
     layers, stages = sum(counts), len(counts)
     if math.comb(layers - 1, stages - 1) * stages * chunks <= _MOST_PIECES:
         cuts = combinations(range(1, layers), stages - 1)
@@ -159,7 +159,7 @@ def _cheapest(cost: Cost, counts: list[int], chunks: int) -> list[int]:
 
 
 def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
-    """Yield every split in which one stage has some layers fewer and another as many more."""
+    """Yield every split that moves some layers from one stage to another."""
     for giver, taker in permutations(range(len(counts)), 2):
         for moved in range(1, counts[giver]):
             yield [n - moved * (i == giver) + moved * (i == taker) for i, n in enumerate(counts)]
@@ -172,5 +172,5 @@ def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
 
 
 def stage_shares(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Return each stage's fraction of all costs, from 0 to 1. The arguments are those of ``stage_costs``."""
+    """Return each stage's fraction of the total cost, from 0 to 1. See ``stage_costs`` for the arguments."""
     return [cost / sum(costs) for cost in stage_costs(costs, counts)]

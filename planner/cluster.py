@@ -1,4 +1,4 @@
-"""A cluster on paper: nodes, devices, links, and how near to their peaks computations come."""
+"""The description of a cluster: nodes, devices, links, and the fraction of their peaks that computations reach."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST = 1_000_000  # devices in all nodes: a search goes through what divides th
 
 @dataclass(frozen=True)
 class Link:
-    """What joins devices.
+    """A link between devices.
 
     Attributes:
-        bandwidth: Bytes per second that a device sends while it receives as many.
-        latency: Seconds of a message, however short.
+        bandwidth: Bytes per second in each direction, both directions at once.
+        latency: Seconds of an empty message.
     """
 
     bandwidth: float
@@ -34,25 +34,25 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What ``conf/cluster/NAME.yaml`` describes.
+    """A cluster, as ``conf/cluster/NAME.yaml`` describes it.
 
     Attributes:
         nodes: The number of machines.
-        devices: Devices of each.
+        devices: The number of devices per machine.
         device: The kind of device, in words.
         peak: FLOP/s of dense products by precision.
-        memory: Bytes of a device.
-        memory_bandwidth: Bytes per second to and from it.
+        memory: Bytes per device.
+        memory_bandwidth: Bytes per second, read and written.
         inside: The link between devices of a node.
         between: The link of a device to other nodes: its share of the node's.
-        product: The part of ``peak`` that large products reach.
-        attention: The same of attention's products.
-        traffic: The part of ``memory_bandwidth`` that other operators reach; above 1 where they are fused.
-        launch: Seconds until a product has begun.
-        message: The part of ``between.bandwidth`` that a single message reaches.
-        step: Seconds of a step that are in no other part.
-        reserved: Bytes of a device that no tensor gets: the context, and what the allocator cannot use.
-        source: Where the efficiencies come from.
+        product: The fraction of ``peak`` that large matrix products reach.
+        attention: The fraction of ``peak`` that attention's products reach.
+        traffic: The fraction of ``memory_bandwidth`` that other operators reach; above 1 if they are fused.
+        launch: Seconds to launch a product.
+        message: The fraction of ``between.bandwidth`` that a single message reaches.
+        step: Seconds per step that no other part accounts for.
+        reserved: Bytes per device that tensors cannot use: the context and fragmentation.
+        source: The origin of the efficiencies.
     """
 
     nodes: int

@@ -1,4 +1,4 @@
-"""The seconds of a layer, of a collective and of the optimizer: of a cluster on paper, and of this machine."""
+"""The seconds of layers, collectives and the optimizer, on a described cluster and on this machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NOT_CUT = 0.4  # the part of a layer's traffic outside its products that tensor
 
 
 class PaperCosts:
-    """The seconds of one kind of work, by its size.
+    """The seconds of each kind of work on a described cluster.
 
     Attributes:
         devices: Devices of a node.
-        itemsize: Bytes of a number as products read it.
-        gathered: Bytes of a number of shared parameters, as ranks send it.
-        hides: The part of communication that computing at the same time hides: of gradients, and of shards.
+        itemsize: Bytes per number in matrix products.
+        gathered: Bytes per number of a shared parameter when ranks gather it.
+        hides: The fractions of gradients' and of shards' communication that can overlap with computing.
     """
 
     hides = 0.9, 0.5
@@ -35,7 +35,7 @@ class PaperCosts:
         self._known: dict[tuple[LayerWork, int, int], float] = {}
 
     def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
-        """Seconds of a layer's forward on some samples, with its products and its parameters cut in ``tp``."""
+        """Seconds of a layer's forward on some samples, its products and parameters split over ``tp`` ranks."""
         if (known := self._known.get((work, samples, tp))) is None:
             known = self._known[work, samples, tp] = self._forward(work, samples, tp)
         return known
@@ -52,7 +52,7 @@ class PaperCosts:
         return 2 * self.forward(work, samples, tp)
 
     def begin(self, work: LayerWork, samples: int) -> float:
-        """Seconds that the first micro-batch of a step takes more."""
+        """Extra seconds of the first micro-batch of a step."""
         return 0.0
 
     def slowed(self, busy: float, samples: int) -> float:
@@ -64,15 +64,15 @@ class PaperCosts:
         return work.attention * samples / tp / (self.peak * self.cluster.attention)
 
     def message(self, size: float, inside: bool, schedule: str) -> float:
-        """Seconds of ``size`` bytes from a stage to the next, in the same node or not."""
+        """Seconds to send ``size`` bytes to the next stage, within a node or between nodes."""
         link = self.cluster.inside if inside else self.cluster.between
         return link.latency + size / (link.bandwidth * (1.0 if inside else self.cluster.message))
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
-        """Seconds until each of some ranks has all ``size`` bytes, of which each had a part; or the reverse, with sums.
+        """Seconds of an all-gather of ``size`` bytes in total, or of the reduce-scatter that reverses it.
 
-        ``per_node`` of the ranks are on each node. A ring crosses each border between nodes once, and the links of all
-        its devices on a node serve it.
+        Each node has ``per_node`` of the ranks. The ring crosses each border between nodes once, and uses the links of
+        all its devices on a node.
         """
         if ranks == 1:
             return 0.0
@@ -82,7 +82,7 @@ class PaperCosts:
         return (ranks - 1) / ranks * size / bandwidth + ceil(log2(ranks)) * link.latency
 
     def hooks(self, held: Sequence[LayerWork]) -> float:
-        """Seconds that shared parameters cost a micro-batch for which none are gathered and no gradients reduced."""
+        """Seconds that sharding adds to a micro-batch in which nothing is gathered or reduced."""
         return 0.0
 
     def reduce(self, size: float, ranks: int, per_node: int) -> float:
@@ -90,7 +90,7 @@ class PaperCosts:
         return 2 * self.gather(size, ranks, per_node)
 
     def fixed(self, dp: int, reduced: int) -> float:
-        """Seconds of a step that are in no other part, where gradients of ``reduced`` stages are."""
+        """Seconds per step that no other part accounts for, if the gradients of ``reduced`` stages are reduced."""
         return self.cluster.step
 
     def optimizer(self, parameters: float) -> float:
@@ -99,7 +99,7 @@ class PaperCosts:
 
 
 class MeasuredCosts:
-    """The seconds of one kind of work on this machine, with the methods and attributes of ``PaperCosts``."""
+    """The seconds of each kind of work on this machine. It has the interface of ``PaperCosts``."""
 
     def __init__(self, here: Here, precision: str, on_gpus: bool) -> None:
         self.here, self.devices, self.itemsize, self.gathered = here, here.processes, _BYTES[precision], 4
@@ -116,14 +116,14 @@ class MeasuredCosts:
         return self._in_turn * max(0.0, self._layers[work.name].backward(samples) - self.here.overhead)
 
     def begin(self, work: LayerWork, samples: int) -> float:
-        """Seconds that the first micro-batch of a step takes more: weights are cast, and gradients are not added up."""
+        """Extra seconds of a step's first micro-batch, which casts the weights and does not accumulate gradients."""
         first = self._in_turn * max(0.0, self._layers[work.name].first(samples) - self.here.overhead)
         return first - self.forward(work, samples) - self.backward(work, samples)
 
     def slowed(self, busy: float, samples: int) -> float:
-        """Return how long work takes while ``busy`` processes compute, by what it takes while ``at_once`` do.
+        """Return the slowdown of a process while ``busy`` processes compute, relative to ``at_once`` processes.
 
-        Where they are more than the cores, they take turns.
+        If there are more processes than cores, they take turns.
         """
         most = self.here.at_once
         if busy >= most:
@@ -133,7 +133,7 @@ class MeasuredCosts:
         return alone / together + (1 - alone / together) * (max(1.0, busy) - 1) / max(1, most - 1)
 
     def attention(self, work: LayerWork, samples: int, tp: int = 1) -> float:
-        """Nothing: selective recomputation is not offered here."""
+        """Return 0: selective recomputation is not offered on this machine."""
         return 0.0
 
     def message(self, size: float, inside: bool, schedule: str) -> float:
@@ -154,7 +154,7 @@ class MeasuredCosts:
         return sum(line.fixed + line.piece * work.tensors for work in held if work.parameters)
 
     def reduce(self, size: float, ranks: int, per_node: int) -> float:
-        """See PaperCosts; what does not depend on the size is ``fixed``."""
+        """See PaperCosts; the part that does not depend on the size is ``fixed``."""
         return self.here.replicas.each * self._of_ring(size, ranks)
 
     def fixed(self, dp: int, reduced: int) -> float:
@@ -162,7 +162,7 @@ class MeasuredCosts:
         return self.here.step + (reduced * dp / self.here.processes * self.here.replicas.fixed if dp > 1 else 0.0)
 
     def _of_ring(self, size: float, ranks: int) -> float:
-        """Return the bytes among all processes that take as long as ``size`` bytes among ``ranks`` of them."""
+        """Return the bytes whose collective over all processes takes as long as ``size`` bytes over ``ranks``."""
         most = self.here.processes
         return size * (ranks - 1) / ranks * most / (most - 1) if ranks > 1 else 0.0
 

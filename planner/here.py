@@ -1,7 +1,7 @@
-"""What a step is made of on this machine, measured in processes that compute at the same time, as a run's will.
+"""Measures on this machine what a step consists of, in processes that compute at the same time, as in a run.
 
-Layers are measured one by one, and what a strategy adds to them with a small model of its own: elementwise products,
-which compute next to nothing. All numbers are of the slowest rank.
+Layers are measured one at a time. What a strategy adds is measured with a small model of elementwise products, whose
+computing takes almost no time. Every number is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LEAST_S = 0.02  # of a layer: processes that share a core take turns of some mi
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds that grow with a size: of samples, of bytes, of parameters; and a ``piece`` for each tensor."""
+    """Seconds as a linear function of a size (samples, bytes or parameters), plus ``piece`` seconds per tensor."""
 
     fixed: float = 0.0
     each: float = 0.0
@@ -61,7 +61,7 @@ class Line:
 
     @classmethod
     def through(cls, sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-        """Return the line through two ascending sizes, neither of whose parts is below 0."""
+        """Return the line through two ascending sizes, with neither part below 0."""
         (low, high), (first, second) = sizes, (max(0.0, min(seconds)), max(0.0, seconds[1]))
         each = (second - first) / (high - low)
         return cls(first - each * low, each) if first >= each * low else cls(0.0, second / high)
@@ -69,7 +69,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds measured for some ascending sizes: between them they grow evenly, beyond them in proportion."""
+    """Seconds measured at ascending sizes: linear interpolation between them, proportional growth beyond."""
 
     sizes: Sequence[float]
     seconds: Sequence[float]
@@ -81,14 +81,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """A layer's seconds for a micro-batch, by samples.
+    """A layer's seconds per micro-batch, as functions of the number of samples.
 
     Attributes:
         name: The layer.
-        forward: Its forward, while as many ranks compute as there are cores for.
-        backward: Its backward.
-        first: Both, for the first micro-batch of a step.
-        alone: Both, while the other ranks wait.
+        forward: Of its forward, while as many ranks compute as there are cores.
+        backward: Of its backward.
+        first: Of both, for the first micro-batch of a step.
+        alone: Of both, while the other ranks wait.
     """
 
     name: str
@@ -100,21 +100,21 @@ class LayerSeconds:
 
 @dataclass(frozen=True)
 class Here:
-    """What was measured with some number of processes.
+    """The measurements with one number of processes.
 
     Attributes:
-        processes: That number.
-        at_once: How many of them can compute at the same time.
-        layers: Of the chain, in order.
-        step: Seconds of a step that are in no other part, without replicas.
+        processes: The number of processes.
+        at_once: The number of processes that can compute at the same time.
+        layers: The measurements of the chain's layers, in order.
+        step: Seconds per step that no other part accounts for, without replicas.
         overhead: Extra seconds per micro-batch when a layer is timed in isolation.
-        update: By parameters: clipping, and the optimizer.
-        process: Bytes of a process with its data, and with a model of next to no size.
-        replicas: What ddp adds to a step, by bytes of gradients.
-        shards: What fsdp adds to a layer and micro-batch, by the bytes of its parameters.
-        hooks: The same where parameters stay whole for a step and gradients are reduced once; by no size.
-        messages: Of a message from a stage to the next, by the pipeline's schedule, and by bytes; interleaved_1f1b
-            stands for all schedules with several stages on a rank.
+        update: Clipping and the optimizer, by parameters.
+        process: Bytes of a process with its data and a model of negligible size.
+        replicas: What ddp adds to a step, by the bytes of the gradients.
+        shards: What fsdp adds per layer and micro-batch, by the bytes of the parameters.
+        hooks: What fsdp adds per layer and micro-batch if parameters stay whole for a step; independent of size.
+        messages: Of a message to the next stage, by schedule and by bytes. The entry interleaved_1f1b is used for all
+            schedules with several stages per rank.
     """
 
     processes: int
@@ -132,17 +132,17 @@ class Here:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """The model and the configuration to measure.
 
     Attributes:
-        parallel: The section of the configuration.
+        parallel: The section ``parallel`` of the configuration.
         device: cpu, cuda or mps.
-        precision: Not auto.
+        precision: The precision; not auto.
         chain: The model.
-        sample: Some samples.
-        optimizer: Makes the optimizer of a strategy, with ``step(lr)``.
-        data: Loads what a run's process holds beside its model.
-        seed: For weights and dropout.
+        sample: A batch of samples.
+        optimizer: Creates an optimizer, with a method ``step(lr)``, for a strategy.
+        data: Loads the data that a process of the run holds.
+        seed: The seed of weights and dropout.
     """
 
     parallel: Any
@@ -156,13 +156,13 @@ class Subject:
 
 
 def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
-    """Measure in so many new processes; nothing is changed in this one.
+    """Measure in new processes. Nothing changes in this process.
 
     Args:
         subject: What is measured.
         processes: The number of processes.
-        least: Samples of the smallest micro-batch that the model takes.
-        most: Samples of the largest one to measure; of a slow model, fewer are.
+        least: The number of samples of the smallest micro-batch that the model accepts.
+        most: The number of samples of the largest micro-batch to measure. It is reduced for slow models.
     """
     args = cloudpickle.dumps(subject), (least, most)
     found, *_ = call_in_workers(_work, args, processes, timeout_s=subject.parallel.timeout_s)
@@ -172,7 +172,7 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
 
 
 def free_memory(timeout_s: float) -> float:
-    """Return the free bytes of the first GPU, for which a new process asks: it takes a CUDA context, some 0.5 GiB."""
+    """Return the free bytes of the first GPU. A new process asks, because a CUDA context takes about 0.5 GiB."""
     (free,) = call_in_workers(_ask_free_memory, (), 1, timeout_s=timeout_s)
     return free
 
@@ -182,7 +182,7 @@ def _ask_free_memory(_: World) -> float:
 
 
 def _work(world: World, packed: bytes, limits: tuple[int, int]) -> dict[str, Any]:
-    """Measure on one of the ranks; they return the same."""
+    """Measure on one of the ranks. All ranks return the same."""
     subject: Subject = pickle.loads(packed)
     timeout_s = subject.parallel.timeout_s
     share_cores(world.local_size, subject.parallel.threads)
@@ -223,7 +223,7 @@ class _Ranks:
             dist.barrier(group)
 
     def slowest(self, seconds: Sequence | Tensor) -> Tensor:
-        """Return what the slowest rank took, in the lower quartile of some rounds: machines are disturbed."""
+        """Return the slowest rank's seconds, as the lower quartile over rounds: some rounds are disturbed."""
         worst = torch.as_tensor(seconds, dtype=torch.float64)
         if self.size > 1:
             worst = worst.to(self.device)
@@ -232,7 +232,7 @@ class _Ranks:
 
 
 def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tuple[str, list[Curve]]]:
-    """Measure the layers with some sizes, on as many ranks at once as there are cores for, then on the first one."""
+    """Measure the layers at several sizes: on as many ranks at once as there are cores, then on rank 0 alone."""
 
     def timed(samples: int, together: bool) -> list[list[float]]:
         some = torch.arange(samples) % len(subject.sample)
@@ -242,7 +242,7 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tupl
         return [parts(layer) for layer in times]
 
     def rounds(among: int, sizes: Sequence[int], count: int) -> Tensor:
-        """Measure on the first ranks, while the others wait; [size, layer, part]."""
+        """Measure on the first ranks while the others wait. Returns a tensor [size, layer, part]."""
         seconds = torch.zeros(count, len(sizes), len(subject.chain.layers), 4)
         ranks.wait()
         if ranks.rank < among:
@@ -266,18 +266,18 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tupl
 
 
 def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
-    """Measure what strategies add to the layers' own time, on the small model."""
+    """Measure on the small model what strategies add to the time of the layers."""
     few, bytes_of = _NUMBERS[0], [4 * n for n in _NUMBERS]
     chain, sample = _small(ranks, few)
     layers, step = len(chain.layers), partial(_step, ranks, subject)  # which returns (step, update)
 
     def each(name: str, numbers: int, least: int = 1, **more: Any) -> tuple[Tensor, float]:
-        """Return (step, update) with the fewest micro-batches, and the seconds of each micro-batch more."""
+        """Return (step, update) with the fewest micro-batches, and the seconds of each additional micro-batch."""
         low, high = (step(name, numbers, chunks, **more) for chunks in (least, least + _MORE))
         return low, float(high[0] - low[0]) / _MORE
 
     def shared(**more: Any) -> tuple[float, float]:
-        """Return what fsdp adds to a layer of few numbers and a micro-batch, and to each of its tensors."""
+        """Return what fsdp adds per micro-batch to a small layer, and to each further tensor of it."""
         in_one, several = ((each("fsdp", few, tensors=n, **more)[1] - computed[0]) / layers for n in (1, _TENSORS))
         piece = max(0.0, (several - in_one) / (_TENSORS - 1))
         return max(0.0, in_one - piece), piece
@@ -311,7 +311,7 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
 
 
 def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> tuple[Chain, Batch]:
-    """Return the small model, which has layers enough for two stages on each rank, and a sample."""
+    """Return a sample and the small model, which has enough layers for two stages per rank."""
     layer = partial(_Scale, numbers, tensors)
     chain = Chain([LayerSpec(f"layer{i}", layer) for i in range(max(_LAYERS, 2 * ranks.size))], loss=SquaredError())
     return chain, Batch(torch.ones(1, numbers), torch.zeros(1, numbers))
@@ -320,7 +320,7 @@ def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> tuple[Chain, Batch]
 def _step(
     ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int = 1, tensors: int = 1, **keys: Any
 ) -> Tensor:
-    """Measure a step of the small model, and its update, with some ``keys`` of the layout."""
+    """Measure a step of the small model and its update in a layout that ``keys`` complete."""
     chain, sample = _small(ranks, numbers, tensors)
     alone, size = name == "single", ranks.size
     dp, pp = (1, 1) if alone else (1, size) if name == "pipelined" else (size, 1)
@@ -354,7 +354,7 @@ def _step(
 
 
 class _Scale(nn.Module):
-    """An elementwise product, whose factors are in some tensors."""
+    """An elementwise product whose factors are spread over several tensors."""
 
     def __init__(self, numbers: int, tensors: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A layout as it is planned, and how it cuts the layers into stages."""
+"""Layouts as the planner describes them, and how they cut layers into stages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from planner.work import Works
 
 @dataclass(frozen=True)
 class PlannedLayout(Layout):
-    """A layout, and what else decides how long a step takes; tensor parallelism is planned on paper only.
+    """A layout with everything else that decides the seconds of a step. Tensor parallelism is planned on paper only.
 
     Attributes:
         tp: Ranks that share each layer.
-        samples: Of a micro-batch.
-        recompute: "none"; "full": of each layer only the input is kept; "selective": attention is computed again.
-        scattered: Whether all that a layer's ranks hold is cut in ``tp`` (sequence parallelism).
-        overlaps: Whether gradients are reduced while the last backward computes.
-        ends_on_top: Whether equally many layers are dealt out before the first and the last one, as Megatron-LM does.
-        node: Devices of a node.
+        samples: The number of samples per micro-batch.
+        recompute: "none"; "full" keeps only each layer's input; "selective" recomputes attention.
+        scattered: Whether the activations between products are split over ``tp``, too (sequence parallelism).
+        overlaps: Whether gradients are reduced during the last backward.
+        ends_on_top: Whether stages get equally many layers besides the first and the last layer, as in Megatron-LM.
+        node: The number of devices per node.
     """
 
     AXES: ClassVar = ("dp", "tp", "pp")
@@ -37,7 +37,7 @@ class PlannedLayout(Layout):
 
     @classmethod
     def of_plan(cls, plan: Plan, recompute: bool) -> PlannedLayout:
-        """Return the layout of a run's plan; ``recompute``: whether activations are computed again in the backward."""
+        """Return the layout of a run's plan. ``recompute`` says whether the backward recomputes activations."""
         said = {key.name: getattr(plan, key.name) for key in fields(Layout)}
         said["schedule"] = plan.schedule or cls.schedule
         return cls(**said, samples=plan.microbatch_size, recompute="full" if recompute else "none")
@@ -49,13 +49,13 @@ class PlannedLayout(Layout):
 
     @property
     def group(self) -> int:
-        """How many neighbouring replicas reduce gradients among themselves first; of hsdp those of a node."""
+        """How many neighbouring replicas reduce gradients among themselves first. For hsdp, those of a node."""
         by_node = self.shard is None and self.info.shards == "node"
         return max(1, self.node // (self.tp * self.pp)) if by_node else super().group
 
     @property
     def resharded(self) -> bool:
-        """Whether shared parameters are whole one layer at a time."""
+        """Whether shared parameters are gathered one layer at a time."""
         return not self.pipelined if self.reshard is None else self.reshard
 
     def keys(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class PlannedLayout(Layout):
         return {**super().keys(), "activation_checkpointing": self.recompute == "full"}
 
     def words(self) -> list[str]:
-        """Return what is typed for it; tensor parallelism comes last."""
+        """Return the words that select it on a command line. Tensor parallelism comes last."""
         words = super().words() + ["train.activation_checkpointing=true"] * (self.recompute == "full")
         return words + [f"tp={self.tp}"] * (self.tp > 1)
 

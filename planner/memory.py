@@ -25,15 +25,15 @@ _HEAP, _COPIES = 0.25, (2, 6, 4)
 
 @dataclass(frozen=True)
 class Allocation:
-    """What memory depends on beside the layers and the layout.
+    """What memory depends on besides the layers and the layout.
 
     Attributes:
-        number: Bytes of a weight, of its gradient, and of each number of the optimizer's state.
-        gathered: Bytes of a number of shared parameters and gradients on their way.
-        process: Bytes of a rank before it has a model.
-        heap: The part of the tensors' bytes that an allocator needs on top, which keeps what is freed.
-        copies: How often such an allocator keeps what replicas exchange: gradients of ddp, and parameters of fsdp
-            where they are whole for a layer, or for a step.
+        number: Bytes per number of a weight, its gradient and the optimizer state.
+        gathered: Bytes per number of a shared parameter or gradient during communication.
+        process: Bytes of a rank without a model.
+        heap: Extra bytes of an allocator that keeps freed memory, as a fraction of the tensors' bytes.
+        copies: How many copies such an allocator keeps of what replicas exchange: gradients of ddp, and parameters of
+            fsdp if they are whole for a layer or for a step.
     """
 
     number: int = 4
@@ -44,7 +44,7 @@ class Allocation:
 
     @classmethod
     def here(cls, precision: str, device_type: str, process: float = PROCESS_BYTES) -> Allocation:
-        """Return that of a run on a kind of device: cpu, cuda or mps."""
+        """Return the allocation of a run on a kind of device: cpu, cuda or mps."""
         number = parameter_dtype(precision).itemsize
         kept = (_HEAP, _COPIES) if device_type == "cpu" else (0.0, (0, 0, 0))
         return cls(number, number, process, *kept)
@@ -52,18 +52,18 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank holds, in bytes; of what replicas share, its share.
+    """The memory of a rank in bytes. Of shared tensors, its share counts.
 
     Attributes:
         weights: All parameters.
-        gradients: Of those that are trained.
-        optimizer: Their state.
-        gathered: Shared parameters and their gradients, as far as they are whole during a step.
+        gradients: The gradients of the trained parameters.
+        optimizer: The optimizer state.
+        gathered: Shared parameters and their gradients while they are whole during a step.
         cast: Weights in the compute dtype, once for all micro-batches of a step.
-        activations: What is kept for the backwards of the micro-batches in flight.
-        recomputed: The activations of the one layer that is being computed again.
-        process: What there is before the model (in main memory, also where a GPU computes).
-        allocator: What the allocator keeps of what was freed.
+        activations: The activations of the micro-batches in flight.
+        recomputed: The activations of the layer that is being recomputed.
+        process: The process without the model. It is in main memory, even if a GPU computes.
+        allocator: Freed memory that the allocator keeps.
     """
 
     weights: float
@@ -78,22 +78,22 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """Weights, gradients and optimizer state: what is certain without a look at the activations."""
+        """Weights, gradients and optimizer state, which are known without running a layer."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def kept(self) -> float:
-        """What is held between forwards and backwards."""
+        """What is held between forward and backward."""
         return self.activations + self.recomputed + self.cast
 
     @property
     def of_layers(self) -> float:
-        """What each layer adds its own part to, so that layers can be divided by it."""
+        """The parts to which each layer adds its own, by which layers can be balanced."""
         return self.state + self.cast + self.activations
 
     @property
     def used(self) -> float:
-        """All but what the allocator keeps, which was fitted to small models on CPUs."""
+        """Everything but ``allocator``, which was fitted to small models on CPUs."""
         return self.state + self.gathered + self.kept + self.process
 
     @property
@@ -103,12 +103,12 @@ class Memory:
 
 
 def fullest(layers: Works, layout: PlannedLayout, allocation: Allocation, states: int | None = 2) -> Memory:
-    """Predict the memory of the rank that needs most.
+    """Predict the memory of the rank that needs the most.
 
     Args:
         layers: The layers' work.
         layout: The layout.
-        allocation: Where it runs.
+        allocation: What the memory depends on where it runs.
         states: How many tensors of each trained parameter's size the optimizer keeps (Adam: 2); None where nothing is
             trained.
     """
@@ -116,19 +116,19 @@ def fullest(layers: Works, layout: PlannedLayout, allocation: Allocation, states
 
 
 def memory_of_ranks(plan: Plan, layers: Works, states: int | None, recompute: bool = False) -> list[Memory]:
-    """Predict the memory of each rank of a run, whose layers' work, or only their weights, were counted."""
+    """Predict the memory of each rank of a run from its layers' work, or from their weights alone."""
     positions = _Rank.of_plan(plan, layers, states, recompute).positions()
     return [positions[plan.mesh(rank).position] for rank in range(plan.processes)]
 
 
 def memory_of_stages(plan: Plan, layers: Works, recompute: bool = False) -> list[Memory]:
-    """Predict what each stage of a run holds, as if its rank had no other."""
+    """Predict the memory of each stage of a run as if it were the only one on its rank."""
     rank = _Rank.of_plan(plan, layers, 2, recompute)
     return [rank.holding([stage], index % plan.pp) for index, stage in enumerate(cut(layers, rank.layout))]
 
 
 def bytes_per_layer(plan: Plan, layers: Works, states: int, recompute: bool = False) -> list[float]:
-    """Predict the bytes that each layer adds to what the first rank of a run holds."""
+    """Predict the bytes that each layer adds to the first rank of a run."""
     rank = _Rank.of_plan(plan, layers, states, recompute)
     return [rank.holding([[work]], 0).of_layers for work in layers]
 
@@ -189,7 +189,7 @@ class _Rank:
         return weights + (allocation.number * trained if reduced_once else allocation.gathered * min(trained, two))
 
     def _exchanged(self, parameters: float, trained: float) -> float:
-        """Return the bytes that an allocator keeps of what replicas exchange."""
+        """Return the bytes of exchanged tensors that the allocator keeps."""
         layout, (replicas, layerwise, stepwise) = self.layout, self.allocation.copies
         if layout.dp == 1:
             return 0.0
@@ -198,7 +198,7 @@ class _Rank:
         return self.allocation.number * parameters * (layerwise if layout.resharded else stepwise)
 
     def _activations(self, own: Works) -> tuple[float, float]:
-        """Return the bytes kept for a micro-batch's backward, and those of the layer that is computed again."""
+        """Return the bytes kept for a micro-batch's backward, and those of the layer being recomputed."""
         layout, kept, recomputed = self.layout, 0.0, 0.0
         cut = layout.samples / layout.tp
         # 10 of 34 bytes are not cut without sequence parallelism (Korthikanti et al. 2022).
@@ -213,12 +213,12 @@ class _Rank:
 
 
 def check_gpus(plan: Plan, ranks: Sequence[Memory], memory: Callable[[int], int]) -> None:
-    """Check that what ranks hold for certain fits into the GPUs to which they are dealt, in turn.
+    """Check that the GPUs, to which ranks are assigned in turn, hold what the ranks certainly need.
 
     Args:
         plan: The plan of a run that is started here.
-        ranks: What each of them holds.
-        memory: Gives the bytes of the GPU with an index.
+        ranks: The memory of each rank.
+        memory: Returns the bytes of the GPU with an index.
 
     Raises:
         PlanError: It does not fit.

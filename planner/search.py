@@ -1,4 +1,4 @@
-"""Every layout that a model, a batch and a number of devices allow, and the best of them."""
+"""Enumerates the layouts that a model, a batch and devices allow, and finds the fastest that fits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Devices:
     """The devices on which layouts may run.
 
     Attributes:
-        costs: What it takes there.
-        count: How many there are.
-        memory: Bytes of each.
-        allocation: What it takes of them beside tensors.
-        states: Tensors that the optimizer keeps for each parameter.
-        whole: Whether a layout must take all devices; else it may leave some to others where its strategy takes fewer.
+        costs: The seconds of each kind of work on them.
+        count: The number of devices.
+        memory: Bytes per device.
+        allocation: What memory depends on there.
+        states: The number of tensors that the optimizer keeps per parameter.
+        whole: Whether a layout must use all devices. Otherwise it may use fewer.
     """
 
     costs: Costs
@@ -45,7 +45,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout of some layers on some devices, and what is predicted of it."""
+    """A layout with its predicted seconds and memory."""
 
     layers: Works
     layout: PlannedLayout
@@ -53,17 +53,17 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """What its fullest rank holds."""
+        """The memory of its fullest rank."""
         return fullest(self.layers, self.layout, self.devices.allocation, self.devices.states)
 
     @cached_property
     def seconds(self) -> Seconds:
-        """What a step takes."""
+        """The seconds of a step."""
         return seconds_of(self.layers, self.layout, self.devices.costs)
 
     @property
     def missing(self) -> float:
-        """The bytes that a device lacks for it; at most 0 where it fits."""
+        """The bytes by which it exceeds a device's memory; at most 0 if it fits."""
         return self.memory.total - self.devices.memory
 
     @property
@@ -74,12 +74,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         best: The candidates that fit, the fastest first.
-        tried: How many layouts there were.
-        nearest: For each strategy of which none fits, the one that needs least.
+        tried: The number of layouts.
+        nearest: For each strategy without a candidate that fits, the candidate that needs the least memory.
     """
 
     best: list[Candidate]
@@ -95,18 +95,18 @@ def search(
     fixed: Mapping[str, Any] | None = None,
     least: int = 1,
 ) -> Found:
-    """Predict every layout on some devices.
+    """Predict every layout, and sort those that fit by their seconds.
 
     Args:
         layers: The layers' work.
-        batch: Samples of a step.
-        kinds: The devices of each kind of layout: some numbers of processes of this machine, or a cluster.
-        tensor: Whether layers may be cut (tensor parallelism).
-        fixed: What is given of ``FREE``; and "strategy", "shard", "balance" and "recompute", as in ``PlannedLayout``.
-        least: Samples of the smallest micro-batch that the layers take.
+        batch: The number of samples per step.
+        kinds: The sets of devices to consider: several numbers of processes of this machine, or a cluster.
+        tensor: Whether to consider tensor parallelism.
+        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, balance and recompute.
+        least: The number of samples of the smallest micro-batch that the layers accept.
 
     Raises:
-        PlanError: There is no layout at all, or none fits: it says what comes nearest and by how much it misses.
+        PlanError: There is no layout, or none fits. The message names the nearest one and how much it lacks.
     """
     fit, nearest, tried, fixed = [], {}, 0, fixed or {}
     for devices in kinds:
@@ -136,7 +136,7 @@ def layouts(
     layers: Works, per_node: int, batch: int, devices: int, tensor: bool, fixed: Mapping[str, Any], least: int = 1,
     whole: bool = False,
 ) -> Iterator[PlannedLayout]:  # fmt: skip
-    """Yield the layouts of ``search``; ``per_node`` devices are in each node, and ``whole`` is as in ``Devices``."""
+    """Yield the layouts of ``search``. Each node has ``per_node`` devices; ``whole`` is that of ``Devices``."""
 
     def numbers(key: str, usual: Sequence[int], possible: Sequence[int]) -> Sequence[int]:
         return [n for n in possible if n == fixed[key]] if key in fixed else usual
@@ -173,7 +173,7 @@ def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) 
 
 
 def allowed(layers: Works, layout: PlannedLayout) -> bool:
-    """Return whether there are layers and micro-batches enough for the pipeline."""
+    """Return whether there are enough layers and micro-batches for the pipeline."""
     if layout.counts and (len(layout.counts) != layout.pp * layout.per_rank or sum(layout.counts) != len(layers)):
         return False
     if layout.pp == 1:
@@ -185,5 +185,5 @@ def allowed(layers: Works, layout: PlannedLayout) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides a number, ascending."""
+    """Return the divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]

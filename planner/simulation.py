@@ -1,4 +1,4 @@
-"""When each piece of a pipeline's work runs, given how long each stage takes: replayed, and in a formula."""
+"""The timeline of a pipeline from the seconds of its stages, by a replay and by a formula."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Intervals = dict[int, list[Interval]]  # rank -> its work and its receives, in o
 
 
 def simulate(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> Intervals:
-    """Return what each rank does in a step, and when, if stage i runs on rank i % ``ranks``.
+    """Return the timeline of each rank in a step. Stage i runs on rank i % ``ranks``.
 
-    Messages are part of the stages' seconds.
+    The stages' seconds include messages.
     """
     seconds = _as_run(seconds, schedule)
     return replay(order(seconds, ranks, chunks, schedule), seconds)
 
 
 def order(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> Orders:
-    """Return what each rank computes, in the order in which a run does it."""
+    """Return the work of each rank in the order of a run."""
     if schedule == "planned":
         return best_order(seconds, ranks, chunks)
     if SCHEDULES[schedule].looped:
@@ -50,9 +50,9 @@ def _plain_order(stage: int, chunks: int, ahead: int) -> list[Action]:
 
 
 def _order_of_torch(schedule: str, ranks: int, chunks: int, stages: int) -> Orders:
-    """Return the order that torch's class makes as it is constructed, which reads only three numbers of its stages.
+    """Return the order that torch's schedule class computes at its construction, from three numbers of its stages.
 
-    As of torch 2.13: those below, and ``pipeline_order`` and ``_Action``, are no public interface.
+    These numbers, ``pipeline_order`` and ``_Action`` are no public interface of torch 2.13.
     """
     stage = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, submod=None)
     made = resolve_name(SCHEDULES[schedule].class_name)([stage] * (stages // ranks), chunks)
@@ -63,9 +63,9 @@ def _order_of_torch(schedule: str, ranks: int, chunks: int, stages: int) -> Orde
 
 
 def _as_run(seconds: Sequence[StageSeconds], schedule: str) -> Sequence[StageSeconds]:
-    """Return the seconds as they are spent: the first stage's input needs no gradient, so its backward has one part.
+    """Return the seconds that a run spends: the first stage's backward has one part, as its input needs no gradient.
 
-    torch does all of it in what it calls the second part, and a planned order never takes it apart.
+    torch runs all of it as the second part, and a planned order never splits it.
     """
     first, *others = seconds
     if schedule == "interleaved_zero_bubble":
@@ -76,7 +76,7 @@ def _as_run(seconds: Sequence[StageSeconds], schedule: str) -> Sequence[StageSec
 
 
 def replay(orders: Orders, seconds: Sequence[StageSeconds]) -> Intervals:
-    """Return when all ranks do what is in their orders, each as early as it can."""
+    """Return the times at which ranks do the work of their orders, each as early as possible."""
     done: Intervals = {rank: [] for rank in orders}
     free, ended = dict.fromkeys(orders, 0.0), {}
     left = {rank: deque(actions) for rank, actions in orders.items()}
@@ -106,14 +106,14 @@ def replay(orders: Orders, seconds: Sequence[StageSeconds]) -> Intervals:
 
 
 def duration(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> float:
-    """Return how long a step takes: replayed, or by the formula where that would take more than milliseconds."""
+    """Return the seconds of a step, by the replay if that takes only milliseconds, otherwise by the formula."""
     if len(seconds) * chunks > _REPLAYED:
         return makespan(seconds, ranks, chunks, schedule)
     return max(done[-1].end for done in simulate(seconds, ranks, chunks, schedule).values())
 
 
 class _Parts(NamedTuple):
-    """The seconds of each stage: forwards, the backwards that the stage before waits for, and what remains of them."""
+    """The seconds of each stage: forward, the backward for inputs, and the rest of the backward."""
 
     forward: list[float]
     backward: list[float]
@@ -121,7 +121,7 @@ class _Parts(NamedTuple):
 
 
 def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> float:
-    """Return about how long ``simulate`` says that a step takes, in a time that does not depend on ``chunks``.
+    """Approximate the duration of ``simulate`` in a time that does not depend on ``chunks``.
 
     It is exact for gpipe and looped_bfs, and for interleaved_1f1b with equal stages. In 4,100 random cases (2 to 8
     ranks, 1 to 3 stages on each that differ by a factor of two) it was off by 3 % at most for 1f1b. For the other
@@ -142,9 +142,9 @@ def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule:
 
 
 def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last: int) -> float:
-    """Return when the last stage is done with ``last`` micro-batches.
+    """Return the time at which the last stage has finished ``last`` micro-batches.
 
-    A rank does ``chunks`` in one stage before its next stage starts, and ``more`` after each, for which no rank waits.
+    A rank processes ``chunks`` in a stage before its next stage starts, and then spends ``more``, for which none waits.
     """
     ends = [0.0] * len(times)
     for first in (0, *range(ranks, len(times))):
@@ -160,9 +160,9 @@ def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last
 def _alternating(parts: _Parts, ranks: int, chunks: int, ahead: int, spare: int = 0) -> float:
     """Return the makespan of an order that alternates between forwards and backwards.
 
-    It is the longest of some paths: for each rank, until its first backward, then what it does until its last forward,
-    then until the end. Before its first backward a rank does ``ahead`` forwards more than the next rank, and all do
-    ``spare`` more than they must.
+    It is the longest path over the ranks: until the rank's first backward, then its work until its last forward, then
+    until the end. Before its first backward a rank runs ``ahead`` more forwards than the next rank, and all ranks run
+    ``spare`` more than necessary.
     """
     forward, backward, weights = parts
     last, per_rank = len(forward) - 1, len(forward) // ranks
@@ -171,7 +171,7 @@ def _alternating(parts: _Parts, ranks: int, chunks: int, ahead: int, spare: int 
     end = _passes(backward[::-1], weights[::-1], ranks, size, 1) + weights[0]
 
     def some(times: list[float], count: int) -> float:
-        """Return the seconds of ``count`` pieces of work of a rank, which go in rounds over its stages."""
+        """Return the seconds of ``count`` pieces of a rank's work, which cycle through its stages."""
         rounds, rest = divmod(max(0, count), size * per_rank)
         return sum((rounds * size + min(size, max(0, rest - size * i))) * one for i, one in enumerate(times))
 

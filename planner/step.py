@@ -15,16 +15,16 @@ from planner.work import LayerWork, Works, parameters_of
 
 @dataclass(frozen=True)
 class Seconds:
-    """The parts of a step on its slowest rank; those of communication are what no computation hides.
+    """The parts of a step on its slowest rank. Communication counts as far as no computation hides it.
 
     Attributes:
-        compute: Forwards, backwards, and what is computed again.
+        compute: Forward, backward and recomputation.
         bubble: Waiting for other stages.
         tensor: Collectives of tensor parallelism.
         stages: Messages between stages.
         gradients: Their reduction over replicas and, of tied parameters, between stages.
         shards: Gathering shared parameters and scattering their gradients.
-        optimizer: The update, and what is in no other part.
+        optimizer: The update, and what no other part accounts for.
     """
 
     compute: float
@@ -37,12 +37,12 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The step."""
+        """The seconds of the step."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
 def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
-    """Predict a step."""
+    """Predict the seconds of a step."""
     m, stages = layout.chunks, stage_seconds(layers, layout, costs)
     each = [sum(stage.forward + stage.backward for stage in stages[r :: layout.pp]) for r in range(layout.pp)]
     slowest = max(range(layout.pp), key=each.__getitem__)
@@ -73,13 +73,13 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
 
 
 def slowed(stages: Sequence[StageSeconds], whole: float, layout: PlannedLayout, costs: Costs) -> float:
-    """Return how many times as long computing takes, where in ``whole`` seconds ranks wait for each other."""
+    """Return the slowdown of computing in a step of ``whole`` seconds, in which ranks also wait for each other."""
     work = layout.dp * layout.chunks * sum(stage.forward + stage.backward for stage in stages)
     return costs.slowed(work / whole, layout.samples)
 
 
 def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[StageSeconds]:
-    """Return how long each stage takes for a micro-batch, its messages, which a rank waits for, included."""
+    """Return the seconds of each stage per micro-batch, including messages, for which ranks wait."""
     seconds, message = [], _message(layers, layout, costs)
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
         forward = sum(costs.forward(work, layout.samples, layout.tp) for work in stage)
@@ -93,20 +93,20 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
 
 
 def _computed(work: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
-    """Seconds of a micro-batch in a layer; the last one, which has the loss, is not computed ``again``."""
+    """Seconds of a layer per micro-batch. ``again`` is false for the last layer, whose loss is not recomputed."""
     forward, backward = (of(work, layout.samples, layout.tp) for of in (costs.forward, costs.backward))
     more = {"none": 0.0, "full": forward, "selective": costs.attention(work, layout.samples, layout.tp)}
     return forward + backward + again * more[layout.recompute]
 
 
 def _tensor(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
-    """Two all-reduces of a block's forward, two of its backward, and two where the forward is computed again."""
+    """Seconds of two all-reduces in a block's forward, two in its backward, and two if the forward is recomputed."""
     times = (6 if layout.recompute == "full" else 4) if work.attention else 0
     return times * costs.reduce(work.output * layout.samples, layout.tp, min(layout.tp, costs.devices))
 
 
 def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:
-    """Seconds of a micro-batch's message between two stages, one way."""
+    """Seconds of one message of a micro-batch between two stages."""
     if layout.pp == 1:
         return 0.0
     apart = layout.tp * (layout.dp if layout.order == "pp_dp" else 1)  # how far the next stage's rank is
@@ -117,7 +117,7 @@ def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:
 def _replicas(
     held: Works, parameters: float, trained: float, compute: float, layout: PlannedLayout, costs: Costs
 ) -> tuple[float, float]:
-    """Seconds for gradients, and for shared parameters, that the ``compute`` of a micro-batch does not hide."""
+    """Seconds for gradients and for shared parameters that ``compute``, of a micro-batch, does not hide."""
     if layout.dp == 1:
         return 0.0, 0.0
     per_node = max(1, costs.devices // (layout.tp * (1 if layout.order == "pp_dp" else layout.pp)))

@@ -1,4 +1,4 @@
-"""What each layer of a chain computes, moves, keeps and passes on for one sample, counted on tensors without memory."""
+"""Counts the work of each layer of a chain for one sample, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Tie(NamedTuple):
-    """Parameters of a layer that are those of another one, the ``owner``, of which some are frozen."""
+    """Parameters of a layer that belong to another layer, the ``owner``; some are frozen."""
 
     owner: str
     parameters: int
@@ -30,21 +30,21 @@ class Tie(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a layer for one sample, forward; a backward is twice as much.
+    """The work of a layer's forward for one sample. A backward is twice as much.
 
     Attributes:
         name: The layer.
-        flops: Of products with weights.
+        flops: FLOPs of products with weights.
         attention: FLOPs of attention, the masked half included.
-        products: How many products there are.
-        moved: Bytes that the other operators read and write.
+        products: The number of products.
+        moved: Bytes that other operators read and write.
         parameters: The number of its own parameters.
         output: Bytes passed to the next layer.
         kept: Bytes that autograd holds until the backward.
-        ties: Those of its parameters that another layer has too, whose gradients are added up.
-        tensors: How many tensors its parameters are.
-        frozen: How many of its parameters are not trained.
-        cast: Bytes of its weights in the compute dtype, once for all samples.
+        ties: Its parameters that another layer has, too. Their gradients are added up.
+        tensors: The number of parameter tensors.
+        frozen: The number of parameters that are not trained.
+        cast: Bytes of its weights in the compute dtype; independent of samples.
     """
 
     name: str = field(compare=False)  # layers that are alike are equal
@@ -62,12 +62,12 @@ class LayerWork:
 
     @property
     def trained(self) -> int:
-        """How many of its own parameters get gradients."""
+        """The number of its own parameters that get gradients."""
         return self.parameters - self.frozen
 
     @property
     def tied_trained(self) -> int:
-        """How many of those that another layer has too get gradients."""
+        """The number of tied parameters that get gradients."""
         return sum(tie.parameters - tie.frozen for tie in self.ties)
 
 
@@ -75,7 +75,7 @@ Works = Sequence[LayerWork]
 
 
 class Counted(TorchDispatchMode):
-    """Adds up the work of the operators inside the block."""
+    """Adds up the work of the operators that run in the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Counted(TorchDispatchMode):
 
 
 def parameters_of(stage: Works) -> tuple[int, int]:
-    """Return how many parameters a stage has and how many of them are trained, tied ones once if it has the owner."""
+    """Return the numbers of all and of trained parameters of a stage. A tied one counts once if its owner is there."""
     parameters, trained = sum(work.parameters for work in stage), sum(work.trained for work in stage)
     if any(work.ties for work in stage):
         names = {work.name for work in stage}
@@ -111,7 +111,7 @@ def parameters_of(stage: Works) -> tuple[int, int]:
 
 
 def weights_of(chain: Chain) -> list[LayerWork]:
-    """Count the parameters of every layer, and nothing else: no layer is run."""
+    """Count the parameters of every layer. No layer is run."""
     skeleton, layers = chain.skeleton(), []
     owners = {key: name for name, layer in skeleton.items() for key in dict(layer.named_parameters(name))}
     for name, layer in skeleton.items():
@@ -129,11 +129,11 @@ def weights_of(chain: Chain) -> list[LayerWork]:
 def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork], int]:
     """Count the work of every layer for a sample of a batch.
 
-    It is counted as on a CPU, whose operators have the same sizes; what a device fuses is for its efficiency to say.
+    The count is that of a CPU's operators, which have the same sizes. Fusion is part of a device's efficiency.
 
     Returns:
-        The work, and the samples of the smallest micro-batch that the layers take: two where BatchNorm takes no single
-        number.
+        The work, and the number of samples of the smallest micro-batch that the layers accept: two if BatchNorm gets
+        single numbers.
     """
     for least in (1, 2):
         some = torch.arange(least) % len(batch)
