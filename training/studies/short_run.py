@@ -1,4 +1,4 @@
-"""A run inside another command: the same training for some steps, which reports to nobody."""
+"""A run inside another command: the same training for a few steps, without loggers and callbacks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from training.run.rank import run
 
 
 def short_run(cfg: Any, layout: Layout, **train: Any) -> Any:
-    """Return the configuration of such a run.
+    """Return a configuration that trains for a few steps and reports nothing.
 
     Args:
-        cfg: What is trained.
-        layout: How.
+        cfg: The configuration of the training.
+        layout: The layout to train in.
         **train: Keys of the section ``train``; ``steps`` at least.
     """
     tree = to_dict(cfg)
@@ -29,6 +29,6 @@ def short_run(cfg: Any, layout: Layout, **train: Any) -> Any:
 
 
 def run_on_rank(world: World, tree: dict, run_dir: str, given: bytes | None) -> dict[str, Any]:
-    """What a worker does of it; see ``launchers.call_in_workers``. Returns the summary."""
+    """Run it on one rank, for ``launchers.call_in_workers``. Returns the summary."""
     unpack_given(given)
     return run(to_config(tree), Path(run_dir), world)

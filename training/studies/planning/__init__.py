@@ -1,10 +1,10 @@
-"""Which layout: predicted on paper or for this machine, chosen for a run, and held to short runs.
+"""Which layout is fastest: predictions for a described cluster or for this machine, and short runs that check them.
 
-paper.py       the best layouts of a cluster that is described; the tables of any search
-typed.py       what is typed of a layout: checked, and kept
-choice.py      parallel=auto: this machine measured, the fastest layout put into the configuration
-trial.py       a run of some steps, of which only the measurements stay
-comparison.py  mode=compare: each strategy's best, predicted beside measured
+paper.py       predictions for a described cluster; the tables of any search
+typed.py       the parts of a layout that the user has typed: checks, and what they fix
+choice.py      parallel=auto: measures this machine and writes the fastest layout into the configuration
+trial.py       a run of a few steps that leaves only its measurements
+comparison.py  mode=compare: runs each strategy's best layout, and shows predicted beside measured
 """
 
 from typing import Any
@@ -13,5 +13,5 @@ AUTO = "auto"
 
 
 def is_automatic(cfg: Any) -> bool:
-    """Return whether a configuration leaves its layout, or the number of micro-batches, to a choice."""
+    """Return whether the layout, or its number of micro-batches, is to be chosen automatically."""
     return AUTO in (cfg.parallel.name, cfg.parallel.chunks)

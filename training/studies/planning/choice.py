@@ -1,8 +1,7 @@
-"""``parallel=auto`` and ``parallel.chunks=auto``: the layout that is predicted to be fastest on this machine.
+"""``parallel=auto`` and ``parallel.chunks=auto``: chooses the layout that is predicted to be fastest on this machine.
 
-It is chosen once, before the run's processes start: from then on the configuration holds it, so that all ranks and a
-resumed run have the same. What is measured for it runs in processes of its own, so nothing that the run will use is
-touched.
+The choice is made once, before the run's processes start, and written into the configuration, so all ranks and a
+resumed run use the same layout. Measurements run in separate processes and leave nothing behind in this one.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _RUN = 16 * 2**20  # bytes of a process for the loop and its threads
 
 
 def recall(cfg: Any, run_dir: Path) -> None:
-    """Replace what was measured or chosen before by what the checkpoint to resume or to evaluate was trained with.
+    """Set what was chosen automatically to the values that the checkpoint to resume or evaluate was trained with.
 
-    That is ``parallel=auto`` and, in the same layout, ``chunks=auto`` and ``balance=time|size``; for training,
-    ``train.precision=auto`` too.
+    This applies to ``parallel=auto``; in the same layout also to ``chunks=auto`` and ``balance=time|size``; and for
+    training to ``train.precision=auto``.
 
     Args:
         cfg: The configuration, which is changed.
@@ -127,10 +126,9 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
 
 
 def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
-    """Return the fastest of some layouts that run here, which come in the order of what is predicted.
+    """Return the fastest of some layouts, which are sorted by their predicted seconds.
 
-    Where several are predicted to be close, a short run of each decides: their seconds of a step are returned too, by
-    name.
+    If several predictions are close, a short run of each decides. Also returns their seconds per step, by name.
     """
     if len(few := nearest(candidates)) == 1:
         return few[0], {}
@@ -147,14 +145,14 @@ def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str
 
 
 def nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Return the first candidate, and the next few that are predicted to be close and recompute as much."""
+    """Return the first candidate and the next few with close predictions and the same recomputation."""
     first = candidates[0]
     alike = (candidate for candidate in candidates if candidate.layout.recompute == first.layout.recompute)
     return [candidate for candidate in alike if candidate.seconds.total <= _NEAR * first.seconds.total][:_MOST_TRIED]
 
 
 def compared_with_prediction(run_dir: Path) -> str:
-    """Return what was predicted beside what was measured, in a line; empty for a run whose layout was not chosen."""
+    """Return a line with predicted and measured numbers; empty if the layout was not chosen automatically."""
     chosen, summary = read_object(run_dir / CHOICES), read_object(run_dir / SUMMARY)
     if "seconds" not in chosen or not summary.get("step_time_s"):
         return ""
@@ -171,7 +169,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
 
     Args:
         cfg: The configuration.
-        counts: The numbers of processes; empty: those that may be fast.
+        counts: The numbers of processes to measure; if empty, those that may be fast.
     """
     alone = copy.deepcopy(cfg)
     Layout.single().into(alone.parallel)
@@ -209,7 +207,7 @@ def _data(tree: dict, given: bytes | None) -> Any:
 
 
 def _fixed(cfg: Any) -> dict[str, Any]:
-    """Return what is not to be chosen: what was typed beside parallel=auto; beside chunks=auto, all but the chunks."""
+    """Return the fixed keys: those typed beside parallel=auto; beside chunks=auto, all but the chunks."""
     if cfg.parallel.name == AUTO:
         return fixed_of(cfg)
     info = strategy_info(cfg.parallel.name)
@@ -225,7 +223,7 @@ def _fixed(cfg: Any) -> dict[str, Any]:
 
 
 def _first_plan(cfg: Any) -> Plan:
-    """Return the layout with the fewest micro-batches with which it can run."""
+    """Return the plan with the fewest micro-batches that can run."""
     trial = copy.deepcopy(cfg)
     if trial.parallel.balance in BALANCES:
         trial.parallel.balance = "uniform"
@@ -239,7 +237,7 @@ def _first_plan(cfg: Any) -> Plan:
 
 
 def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:
-    """Return the numbers of processes to measure with: one, one for each device, and on a CPU two."""
+    """Return the numbers of processes to measure: one, one per device, and on a CPU two."""
     least = fixed.get("dp", 1) * fixed.get("pp", 1)
     if {"dp", "pp"} <= fixed.keys():
         return [least]

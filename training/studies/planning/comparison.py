@@ -1,4 +1,4 @@
-"""``mode=compare``: the best layout of each strategy, run for some steps on this machine beside what is predicted."""
+"""``mode=compare``: runs the best layout of each strategy on this machine, and compares it with its prediction."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Row:
     """A strategy's best layout.
 
     Attributes:
-        best: It, and what is predicted of it.
-        trial: What was measured.
+        best: The layout, with its predictions.
+        trial: Its measurements.
     """
 
     best: Candidate
@@ -42,14 +42,14 @@ class Row:
 
     @property
     def predicted(self) -> dict[str, float]:
-        """The seconds of a step by ``PARTS``; the optimizer computes too."""
+        """The predicted seconds of a step by ``PARTS``. The optimizer is part of compute."""
         one = self.best.seconds
         compute = one.compute + one.optimizer
         return dict(zip(PARTS, (compute, one.bubble, max(0.0, one.total - compute - one.bubble)), strict=True))
 
     @property
     def measured(self) -> dict[str, float]:
-        """The same of the run, in which communication is all that is neither computing nor a bubble."""
+        """The measured seconds of a step by ``PARTS``. Communication is what is neither computing nor bubble."""
         trial = self.trial
         compute = min(trial.busy if trial.busy is not None else trial.seconds, trial.seconds)
         bubble = min(trial.idle or 0.0, trial.seconds - compute)
@@ -114,7 +114,7 @@ def cells(row: Row) -> list[str]:
 
 
 def sentence(rows: Sequence[Row]) -> str:
-    """Say which layout to take, for how much."""
+    """Say which layout is best, and by how much."""
     best, *others = rows
     off = sum(abs(row.off) for row in rows) / len(rows)
     small = min(rows, key=lambda row: row.trial.peak)
@@ -133,7 +133,7 @@ def write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: Se
     Args:
         rows: The fastest first.
         title: The model and the batch.
-        commands: What to type for each row.
+        commands: The command of each row.
         problems: Why other strategies have no row.
         run_dir: Where they are written.
     """

@@ -1,4 +1,4 @@
-"""``parallel=auto`` on paper: the best layouts of a cluster that is only described; and the tables of any search."""
+"""``parallel=auto`` on paper: the best layouts of a described cluster, and the tables of any search."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _PAPER = "bf16"  # the precision on paper of train.precision=auto
 
 
 def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
-    """Return the text that shows which layouts are best, and why others are not; draw the best pipeline's timeline.
+    """Return the tables of the best layouts and of those that do not fit, and draw the best pipeline's timeline.
 
     Args:
         cfg: The configuration.
-        run_dir: Where the picture goes.
+        run_dir: Where the picture is written.
         words: The command line, for the commands to copy.
 
     Raises:
@@ -72,7 +72,7 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
 
 
 def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
-    """Predict every layout on the cluster that a configuration names; ``tensor``: of models with attention, cut layers.
+    """Predict every layout on the configuration's cluster. ``tensor`` adds tensor parallelism where there is attention.
 
     Raises:
         PlanError: See ``plan_on_paper``.
@@ -98,7 +98,7 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
 
 
 def on_paper(cfg: Any) -> bool:
-    """Return whether a configuration names a cluster that is described."""
+    """Return whether a configuration names a described cluster."""
     return cfg.cluster is not None and cfg.cluster.name != HERE
 
 
@@ -108,7 +108,7 @@ def on_job(cfg: Any) -> bool:
 
 
 def cluster_of(cfg: Any) -> tuple[Cluster, str]:
-    """Return the cluster that a configuration names, of which a job has its nodes, and the precision on it.
+    """Return the configuration's cluster, with the number of nodes of a job, and the precision on it.
 
     Raises:
         PlanError: A number of it is impossible, or it has no peak for the precision.
@@ -126,7 +126,7 @@ def cluster_of(cfg: Any) -> tuple[Cluster, str]:
 
 
 def check_cluster(cfg: Any) -> None:
-    """Check that a cluster that is described is not typed where nothing is planned on paper. Raises PlanError."""
+    """Check that a described cluster is typed only where something is planned on paper. Raises PlanError."""
     if on_paper(cfg) and not (cfg.parallel.name == AUTO and (cfg.mode == "plan" or on_job(cfg))):
         raise PlanError(
             f"cluster={cfg.cluster.name} is for parallel=auto on paper and in a job of a queue: leave cluster= out, or "
@@ -136,14 +136,14 @@ def check_cluster(cfg: Any) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned.
+    """The model and the batch to plan for.
 
     Attributes:
         layers: The work of its layers for one sample.
-        batch: Samples of a step.
-        tokens: Of a sample; None where it has none.
-        has_batchnorm: Whether it has BatchNorm.
-        least: Samples of the smallest micro-batch that it takes.
+        batch: The number of samples per step.
+        tokens: The number of tokens per sample; None if samples are not tokens.
+        has_batchnorm: Whether the model has BatchNorm.
+        least: The number of samples of the smallest micro-batch that the model accepts.
     """
 
     layers: Works
@@ -153,12 +153,12 @@ class Model:
     least: int
 
     def tables(self, found: Found, words: Sequence[str], peak: float | None = None) -> Iterator[str]:
-        """Yield the best ten, each strategy's best, what does not fit and why, and the commands to copy.
+        """Yield the best ten layouts, each strategy's best, why others do not fit, and the commands to copy.
 
         Args:
             found: The result of a search.
             words: The command line.
-            peak: FLOP/s of a device, where it is known.
+            peak: FLOP/s of a device, if known.
         """
         parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
         head = ["", "layout", "total", *parts, "GiB", "of", "tokens/s" if self.tokens else "samples/s"]
@@ -180,7 +180,7 @@ class Model:
             yield f"  {command(words, candidate)}"
 
     def batchnorm_of(self, candidate: Candidate, cfg: Any) -> list[str]:
-        """Return a line that says which layout of one process has the same micro-batches; none without BatchNorm."""
+        """Return a line that names the layout of one process with the same micro-batches; none without BatchNorm."""
         layout, together = candidate.layout, candidate.layout.dp if cfg.parallel.sync_batchnorm else 1
         samples, chunks = layout.samples * together, layout.chunks * layout.dp // together
         return [
@@ -205,7 +205,7 @@ class Model:
 
 
 def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
-    """Return what is known of a configuration's model without memory for it; the data is prepared."""
+    """Count the work of a configuration's model without allocating it. The data is prepared."""
     has_batchnorm = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
     sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
     layers, least = work_of(chain, sample, precision)
@@ -213,7 +213,7 @@ def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
 
 
 def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
-    """Return the fastest layout of each strategy, the fastest first; with ``tensor``, also of tensor parallelism."""
+    """Return the fastest layout of each strategy, sorted; with ``tensor``, including tensor parallelism."""
     best = {}
     for candidate in found.best:
         if tensor or candidate.layout.tp == 1:
@@ -222,7 +222,7 @@ def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
 
 
 def command(words: Sequence[str], candidate: Candidate) -> str:
-    """Return the command that trains in a layout, from the one that was typed."""
+    """Return the typed command, changed to train in a candidate's layout."""
     # The stages of one process are typed, and no part of what is predicted.
     said = [
         key
@@ -239,7 +239,7 @@ def command(words: Sequence[str], candidate: Candidate) -> str:
 
 
 def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:
-    """Draw when each rank of the best pipeline works, where it is small enough to be seen."""
+    """Draw the timeline of the best pipeline, if it is small enough to be readable."""
     for candidate in found.best:
         if (
             1 < candidate.layout.pp <= _DRAWN_RANKS
@@ -254,7 +254,7 @@ def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:
 
 
 def timeline_of(candidate: Candidate) -> Intervals:
-    """Return what each rank of a pipeline is predicted to do in a step, and when."""
+    """Return the predicted timeline of a pipeline's step."""
     layout, costs = candidate.layout, candidate.devices.costs
     stages = stage_seconds(candidate.layers, layout, costs)
     whole = duration(stages, layout.pp, layout.chunks, layout.schedule)

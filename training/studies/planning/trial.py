@@ -1,4 +1,4 @@
-"""A run of some steps in processes of its own, of which only the measurements stay."""
+"""A run of a few steps in separate processes, which leaves only its measurements."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _FEWEST_STEPS, _MOST_STEPS = 8, 200
 
 @dataclass(frozen=True)
 class Trial:
-    """What was measured.
+    """The measurements of a short run.
 
     Attributes:
-        seconds: The lower quartile of steps after the warm-up: machines are disturbed.
-        peak: Bytes of the fullest rank.
-        busy: Seconds of a step in which the busiest rank computed; None on a GPU, whose work it does not see.
-        idle: Seconds of a step in which a pipeline's busiest rank waits for others; None without a pipeline.
-        steps: Of a pipeline's ranks: what each did in its newest steps, and when.
-        problem: Why there are no measurements; empty where there are.
+        seconds: Per step; the lower quartile after the warm-up, because some steps are disturbed.
+        peak: The peak memory of the fullest rank, in bytes.
+        busy: Seconds per step in which the busiest rank computed; None on a GPU, where it cannot be measured.
+        idle: Seconds per step in which a pipeline's busiest rank waits; None without a pipeline.
+        steps: The timelines of the newest steps of a pipeline's ranks.
+        problem: The reason why there are no measurements; empty if there are some.
     """
 
     seconds: float = 0.0
@@ -52,14 +52,14 @@ class Trial:
 
 
 def lay_out(cfg: Any, layout: PlannedLayout) -> None:
-    """Put what was chosen of a layout into a configuration."""
+    """Write a chosen layout into a configuration."""
     keys = layout.keys()
     cfg.train.activation_checkpointing = keys.pop("activation_checkpointing")
     cfg.parallel.update(keys)
 
 
 def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
-    """Train in a layout for as many steps as are predicted to take some seconds."""
+    """Train in a candidate's layout for about ``seconds`` seconds."""
     steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, seconds / candidate.seconds.total)))
     trial = short_run(cfg, Layout.of(cfg.parallel), steps=steps, eval_every=None, checkpoint_every=None)
     lay_out(trial, candidate.layout)
@@ -90,7 +90,7 @@ def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
 
 
 def _idle(ranks: Sequence[Steps]) -> float:
-    """Return the seconds of a step in which the busiest rank does not work, until the last has done so."""
+    """Return the seconds per step in which the busiest rank is idle until the last rank has finished."""
     steps, span, busy = steady_steps(ranks), 0.0, np.zeros(len(ranks))
     for index in steps:
         first, last = work_span([i for own in ranks for i in own[index]])
@@ -100,18 +100,18 @@ def _idle(ranks: Sequence[Steps]) -> float:
 
 
 class Watch(Callback):
-    """Writes what a rank did: the time that its thread computed, and a pipeline's newest steps."""
+    """Records the time that a rank's thread computed, and the newest steps of a pipeline."""
 
     def __init__(self) -> None:
         self._clock, self._busy = time.thread_time(), []
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
-        """Take the time since the last step."""
+        """Record the computing time since the last step."""
         self._busy.append(-self._clock + (now := time.thread_time()))
         self._clock = now
 
     def on_end(self, run: TrainingRun, summary: Mapping[str, Any]) -> None:
-        """Write it into the run directory."""
+        """Write the records into the run directory."""
         timeline = run.strategy.timeline
         steps = list(timeline.steps) if timeline is not None else []
         found = {"busy": float(np.quantile(after_warmup(self._busy), 0.25)), "steps": steps}
@@ -119,5 +119,5 @@ class Watch(Callback):
 
 
 def _reason(failure: WorkerFailed) -> str:
-    """The last line of the error; a killed worker means that memory ran out."""
+    """Return the last line of the error. A worker that was killed ran out of memory."""
     return "out of memory" if failure.kind == "signal" else failure.text.strip().splitlines()[-1][:200]

@@ -1,4 +1,4 @@
-"""What the user has typed of a layout that is chosen: checked before anything is measured, and kept."""
+"""The keys of ``parallel`` that the user has typed beside ``parallel=auto``: checked before measuring, and kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_SOME = ("shard", "reshard", "comm_hook")  # keys that some strategies take
 
 
 def fixed_of(cfg: Any) -> dict[str, Any]:
-    """Return what the user has set of a layout, as ``planner.search.search`` takes it.
+    """Return the keys of the layout that the user has set, for ``planner.search.search``.
 
     Raises:
         PlanError: A number is impossible.
@@ -53,10 +53,10 @@ def possible_rooms(
     cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: bool = False,
     nodes: int = 1,
 ) -> list[Room]:  # fmt: skip
-    """Return the rooms that have a layout; ``fixed``, ``least`` and ``tensor`` are those of ``search``.
+    """Return the rooms that allow a layout. See ``search`` for ``fixed``, ``least`` and ``tensor``.
 
     Raises:
-        PlanError: There is none; it says which numbers would be possible.
+        PlanError: There is none. The message says which numbers would be possible.
     """
     batch = cfg.train.global_batch_size
 
@@ -94,10 +94,10 @@ def possible_rooms(
 
 
 def check_kept(saved: Layout, cfg: Any) -> None:
-    """Check that what is typed beside parallel=auto is the layout of the checkpoint.
+    """Check that the keys typed beside parallel=auto agree with the checkpoint's layout.
 
     Raises:
-        PlanError: It is not.
+        PlanError: They do not.
     """
     keys = {key: getattr(saved, key) for key in FREE}
     if wrong := [f"parallel.{key}={value}" for key, value in fixed_of(cfg).items() if keys.get(key, value) != value]:
@@ -109,10 +109,10 @@ def check_kept(saved: Layout, cfg: Any) -> None:
 
 
 def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
-    """Leave out the layouts that do not take what is typed: shard, reshard and comm_hook, and the optimizer.
+    """Remove the layouts that do not support the typed shard, reshard or comm_hook, or the optimizer.
 
     Raises:
-        PlanError: None of them does.
+        PlanError: No layout is left.
     """
     best = [candidate for candidate in found.best if not _problem(cfg, candidate.layout, nodes)]
     if not best:
@@ -121,7 +121,7 @@ def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
 
 
 def _problem(cfg: Any, layout: PlannedLayout, nodes: int) -> str:
-    """Return why a layout does not take the optimizer, or what is typed of ``_OF_SOME``; empty where it does."""
+    """Return why a layout does not support the optimizer or a typed key of ``_OF_SOME``; empty if it does."""
     try:
         if layout.pp > 1 or layout.shards > 1:
             check_apart(to_dict(cfg.optim), layout.strategy)

@@ -1,4 +1,4 @@
-"""The promise, proved for a model: its layers are probed, and every layout is compared with one process.
+"""Proves for a model that every layout trains as one process does: probes its layers, and compares the layouts.
 
 ``python train.py mode=verify model=NAME``, or from Python::
 

@@ -1,4 +1,4 @@
-"""The first number of a step that differs between a layout and one process, in the order of computation."""
+"""Finds the first number of a step, in the order of computation, that differs between a layout and one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.studies.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT
 
 
 def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) -> str:
-    """Run the first step that differs once more with every layer recorded, and say in a sentence where it begins."""
+    """Run the first differing step again, record every layer, and say in a sentence where the difference begins."""
     tolerance, names = runs.limits["gradients"], runs.chain.names
     for step in range(1, runs.steps + 1):
         of_step, what = _of_step(runs, layout, step)

@@ -1,4 +1,4 @@
-"""Running layouts, and comparing what a run of each has left with what one process has."""
+"""Runs layouts, and compares the results of each with those of one process."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ COMPARED = (
 
 @dataclass
 class Compared:
-    """A layout that has run, and how it compares with one process.
+    """The comparison of a layout with one process.
 
     Attributes:
-        name: As it is typed.
-        layout: The layout; None before there is one.
-        precision: The one that it was trained in, where that is not the run's.
-        optimizer: The name of the user's.
-        holds: Whether it trains as one process does; None where the model cannot be cut like that.
-        reason: Why it was not run, why it failed, or where it first differs.
-        differences: What was compared: its largest relative difference and where that is.
-        losses: Of each step with the user's optimizer.
-        seconds: How long it took.
+        name: The layout as it is typed.
+        layout: The layout; None for the placeholder before the first run.
+        precision: The precision of its training, if it is not the run's.
+        optimizer: The name of the user's optimizer.
+        holds: Whether it trains as one process does; None if the model cannot be trained in this layout.
+        reason: The reason why it was not run or failed, or where it first differs.
+        differences: The largest relative difference of each kind of result, and where it occurs.
+        losses: The loss of each step with the user's optimizer.
+        seconds: The duration of its runs.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Compared:
 
     @property
     def largest(self) -> tuple[str, float, str]:
-        """What differs most, by how much and where, your optimizer aside."""
+        """The kind of result that differs most, by how much and where, without the user's optimizer."""
         return max(((k, d, at) for k, (d, at) in self.differences.items() if k != OWN), key=lambda one: one[1])
 
     def record(self) -> dict[str, Any]:
-        """Return it as the certificate's JSON has it: the layout under "place", as keys of the section ``parallel``."""
+        """Return the entry of the certificate's JSON, with the keys of the section ``parallel`` under "place"."""
         place = {} if self.layout is None else self.layout.into({})
         place |= {} if self.precision is None else {"precision": self.precision}
         return {"place": place, **{k: v for k, v in asdict(self).items() if k not in ("layout", "precision")}}
@@ -105,7 +105,7 @@ def layouts(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator
 
 
 def typed_name(layout: Layout, precision: str | None = None) -> str:
-    """Return a layout as it is typed, and a precision that is not the run's."""
+    """Return a layout as it is typed, with its precision if that is not the run's."""
     words = [f"parallel={layout.strategy}"]
     words += [f"{key}={value}" for key in ("dp", "pp", "shard") if (value := getattr(layout, key)) not in (1, None)]
     words += [f"chunks={layout.chunks}"] if layout.strategy == "single" else []
@@ -120,13 +120,13 @@ class Runs:
         cfg: The configuration to verify.
         folder: Where runs write.
         chain: The model.
-        microbatches: Of a step, in all replicas.
-        limits: The largest difference of each thing compared that is none.
-        first: The layout that the others are compared with, once it has run.
+        microbatches: The number of micro-batches per step in all replicas.
+        limits: For each kind of result, the largest difference that counts as equal.
+        first: The comparison of the reference layout, after it has run.
     """
 
     def __init__(self, cfg: Any, folder: Path, chain: Chain, microbatches: int) -> None:
-        """Take what is compared with what."""
+        """Set up the comparisons. No layout is run."""
         self.cfg, self.folder, self.chain, self.microbatches = cfg, folder, chain, microbatches
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
@@ -134,7 +134,7 @@ class Runs:
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
     def compare(self, layout: Layout, precision: str | None = None) -> Compared:
-        """Run a layout, with one step more from the checkpoint of the layout before it, and compare."""
+        """Run a layout, and one more step from the previous layout's checkpoint, and compare the results."""
         optimizer = self.cfg.optim._target_.rpartition(".")[2]
         began, result = time.monotonic(), Compared(typed_name(layout, precision), layout, precision, optimizer)
         try:
@@ -165,7 +165,7 @@ class Runs:
         return result
 
     def tolerate(self, layout: Compared) -> None:
-        """Take for rounding what is not far beyond the differences of this layout, which shows how much that is."""
+        """Raise the limits to three times the differences of this layout, which differs by rounding only."""
         self.limits |= {kind: max(_SPREADS * d, self.limits[kind]) for kind, (d, _) in layout.differences.items()}
         self.limits["next step"] = max(d for kind, d in self.limits.items() if kind != OWN)
         layout.holds = True
@@ -180,7 +180,7 @@ class Runs:
         With ``record``, every layer of that step is recorded.
 
         Raises:
-            UserError: One has failed, with its reason.
+            UserError: A job has failed.
         """
         shutil.rmtree(folder, ignore_errors=True)
         trees = []
@@ -209,7 +209,7 @@ class Runs:
     # -- what it has left --------------------------------------------------------------------------------------------
 
     def results(self, layout: Compared, kind: str) -> dict[str, Tensor]:
-        """Return what a layout has left of a kind in ``COMPARED``, by name."""
+        """Return a layout's results of a kind in ``COMPARED``, by name."""
         plain = self.path(layout) / "plain"
         if kind == "gradients":
             return self.gradients(layout, 1)
@@ -227,7 +227,7 @@ class Runs:
         return "optimizer" if "/" in name else "weights" if name in self._parameters else "buffers"
 
     def gradients(self, layout: Compared, step: int, part: str = "plain") -> dict[str, Tensor]:
-        """Return the gradients of a step, from the momentum after it and before it."""
+        """Return the gradients of a step, computed from the momentum before and after it."""
         before, now = (_tensors(self.path(layout) / part, n) for n in (step - 1, step))
         found = {}
         for name in now:
@@ -238,19 +238,19 @@ class Runs:
 
 
 def layout_of(result: Compared) -> Layout:
-    """Return the layout of one that was run."""
+    """Return the layout of a result whose layout was run."""
     assert result.layout is not None
     return result.layout
 
 
 def _tensors(run: Path, step: int) -> Mapping[str, Any]:
-    """Return the tensors of a run's checkpoint, to be read by ``[...]``; none where it has not saved that step."""
+    """Return the tensors of a run's checkpoint, to be read by ``[...]``; empty if the step was not saved."""
     folder = run / "checkpoints" / step_name(step)
     return Tensors(Checkpoint(folder)) if folder.exists() else {}
 
 
 def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
-    """Return the numbers of one kind that a run has reported."""
+    """Return the numbers of a kind that a run has recorded."""
     found = {}
     for record in read_records(run / METRICS):
         for key, value in record.items():
@@ -262,7 +262,7 @@ def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
 
 
 def _run_jobs(world: World, jobs: list[tuple[dict, str]], given: bytes | None, record: int | None) -> None:
-    """What each worker runs: the jobs one after the other."""
+    """Run the jobs one after the other on a rank."""
     folder = Path(jobs[0][1]).parent
     with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext():
         for tree, run_dir in jobs:

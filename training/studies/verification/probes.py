@@ -1,6 +1,6 @@
-"""What in a model would make its results depend on the layout: each layer is run on real samples and measured.
+"""Finds what would make a model's results depend on the layout, by running each layer on real samples.
 
-Each layer is a stage of its own and gets what the layer before it gave. Nothing here reads source code.
+Each layer is built as a separate stage and gets the output of the layer before it. No source code is inspected.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Tensors = dict[Any, Tensor | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe has found.
+    """The result of a probe.
 
     Attributes:
-        probe: Its name.
+        probe: The name of the probe.
         layer: The layer; empty for the whole model.
-        text: What was found, in a sentence; empty where nothing was.
-        holds: Whether all layouts train alike nevertheless: it is a rule of this project, and worth knowing.
+        text: The finding in a sentence; empty if nothing was found.
+        holds: Whether all layouts train alike nevertheless, because this project has a rule for the case.
     """
 
     probe: str
@@ -62,14 +62,14 @@ class Finding:
 
 
 class Layer:
-    """One layer, as a stage of its own, and what it gets.
+    """A layer, built as a separate stage, with its inputs.
 
     What it does is kept by kind and name. What it has "given" are "outputs" or, without a dimension of samples,
     "numbers"; "sums" are the loss with its count and metrics.
     """
 
     def __init__(self, setup: Setup, name: str, inputs: tuple[Tensor, ...], samples: Batch, drawing: bool) -> None:
-        """Build the layer, and see what it does with the first of ``samples``, which ``inputs`` were computed from."""
+        """Build the layer and run it on the first of ``samples``, from which ``inputs`` were computed."""
         self.chain, self.name, self.inputs, self.samples, self.drawing = setup.chain, name, inputs, samples, drawing
         self.seed, self.dtype = setup.cfg.seed, parameter_dtype(setup.plan.precision)
         self.stage = Stage(self.chain, [name], seed=self.seed, device=CPU, dtype=self.dtype)
@@ -129,12 +129,12 @@ class Layer:
 
     @cached_property
     def halves(self) -> dict[bool, list[dict]]:
-        """What it does with each half of the samples, in training and in evaluation."""
+        """The results for each half of the samples, in training and in evaluation."""
         rows = slice(0, _SAMPLES // 2), slice(_SAMPLES // 2, _SAMPLES)
         return {training: [self.run(training, half) for half in rows] for training in (True, False)}
 
     def joined(self, training: bool, kind: str) -> tuple[Tensors, Tensors]:
-        """Return what both halves give together, and what all samples give."""
+        """Return the joined results of both halves, and the results of all samples."""
         (first, second), whole = (half[kind] for half in self.halves[training]), self.seen[training][kind]
         return {i: first[i] + second[i] if kind == "sums" else torch.cat([first[i], second[i]]) for i in first}, whole
 
@@ -144,7 +144,7 @@ class Layer:
         return tuple(p.requires_grad_(t.requires_grad) for p, t in zip(parts, self.inputs, strict=True))
 
     def in_batch(self, training: bool, count: int) -> tuple[Tensors, Tensors]:
-        """Return what the first samples, in a batch of ``count``, and alone give, with the sums of the whole batch."""
+        """Return the results of the first samples in a batch of ``count`` and alone, with the whole batch's sums."""
         batch, few = self.run(training, slice(0, count)), self.seen[training]
         whole = {**batch["outputs"], **_gradients_by_sample(batch, count)}
         alone = {**few["outputs"], **_gradients_by_sample(few, _SAMPLES)}
@@ -164,13 +164,13 @@ class Layer:
         return {name: t.detach().clone() for name, t in tensors.items()}
 
     def parameters(self, *names: str) -> Tensors:
-        """Return the layer's parameters where these layers are built, at another place in torch's sequence."""
+        """Return the layer's parameters when these layers are built, at another position of torch's random sequence."""
         torch.rand(7)
         parameters = self.chain.build(names, self.seed, CPU, self.dtype).named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in parameters if is_within(name, [self.name])}
 
     def rule(self) -> str | None:
-        """Return by which rule of this project its results depend on the micro-batch in training."""
+        """Return the rule of this project by which its results depend on the micro-batch in training."""
         if self.norms:
             return (
                 "BatchNorm normalizes by the micro-batch: compare with parallel=single in micro-batches of the same "
@@ -180,27 +180,27 @@ class Layer:
 
 
 def _weighed(output: Tensor, count: int) -> Tensor:
-    """Return a sum over an output in which each number of a sample has a weight of its own."""
+    """Return a sum over an output in which each number of a sample has a different weight."""
     rows = output.reshape(count if output.numel() % count == 0 else 1, -1)
     return (rows * torch.linspace(1, 2, rows.shape[1])).sum().double()
 
 
 def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
-    """Return what belongs to some of ``count`` samples; all of it, where it has no dimension of samples."""
+    """Return the part of a tensor for some of ``count`` samples, or all of it if it has no sample dimension."""
     each = len(tensor) // count if tensor.dim() > 0 and len(tensor) % count == 0 else 0
     first, last, _ = rows.indices(count)
     return tensor[first * each : last * each] if each else tensor
 
 
 def _gradients_by_sample(seen: dict, count: int) -> dict[str, Tensor]:
-    """Return the gradients of the inputs that have a dimension of samples: others add up over the batch."""
+    """Return the gradients of the inputs with a sample dimension. Those of other inputs add up over the batch."""
     gradients = ((name, g) for name, g in seen["gradients"].items() if name.startswith("input ") and g is not None)
     return {name: g for name, g in gradients if g.dim() and len(g) % count == 0}
 
 
 @contextmanager
 def _generators(state: int, drawn: set[str]) -> Iterator[None]:
-    """Give Python's and numpy's generators a state, note in ``drawn`` which have left it, and undo that."""
+    """Set the state of Python's and numpy's generators, note in ``drawn`` which were used, and restore them."""
     kept = random.getstate(), np.random.get_state()
     random.seed(state)
     np.random.seed(state)
@@ -231,7 +231,7 @@ def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -
 
 
 def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
-    """Return the largest relative difference, and of what."""
+    """Return the largest relative difference, and the name of its tensor."""
     tensors = [t.detach().double().abs() for t in theirs.values() if t is not None and t.numel() > 1]
     floor = _FLOOR * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
     found = [(difference(ours.get(name), theirs.get(name), floor), name) for name in dict.fromkeys([*ours, *theirs])]
@@ -240,13 +240,13 @@ def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
 
 @dataclass(frozen=True)
 class Same:
-    """A probe: two ways to compute what must be the same in training and in evaluation.
+    """A probe: two ways to compute the same result, in training and in evaluation.
 
     Attributes:
         text: What a difference means.
-        pair: Gives both.
-        rule: Gives the rule of this project by which it differs in training, if there is one.
-        modes: In which it is compared.
+        pair: Computes both results.
+        rule: Returns the rule of this project by which they differ in training, if there is one.
+        modes: The modes in which they are compared.
     """
 
     text: str
@@ -270,7 +270,7 @@ class Same:
 
 
 def _outputs(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
-    """Probe dtypes, and which gradients there are."""
+    """Probe dtypes, and which gradients exist."""
     seen = layer.seen[True]
     outputs = seen["given"].values()
     if half := [t.dtype for t in outputs if t.is_floating_point() and t.dtype.itemsize < 4]:
@@ -351,11 +351,11 @@ PROBES: dict[str, list[Callable[[Layer, float], Iterator[tuple[str, bool]]]]] = 
 
 
 def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
-    """Yield what each probe has found in each layer; for one that has found nothing, a finding without text.
+    """Yield the findings of each probe in each layer; for a probe without findings, a finding without text.
 
-    A layer in which "unchanged" or "repeats" has found something is not probed on: what else differs would follow; nor
-    is one for "sizes" after "halves" or "loss". ``own`` is the number of samples in a micro-batch of the run to verify:
-    "sizes" computes as many at once, and those of a step.
+    A layer with a finding of "unchanged" or "repeats" is not probed further, because other differences would follow.
+    "sizes" also skips the layers with a finding of "halves" or "loss". ``own`` is the number of samples per
+    micro-batch of the run to verify: "sizes" computes as many at once, and as many as a step has.
 
     Raises:
         Interrupted: This process was told to stop.
@@ -393,7 +393,7 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
 def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Layer], list[Finding]]:
     """Build every layer with its input, and find which batches are too large for this machine.
 
-    ``kept`` are the bytes that each layer keeps of a sample for the backward; None where that is not known.
+    ``kept`` lists the bytes that each layer keeps per sample for the backward; None if they are unknown.
     """
     chain, dtype, step = setup.chain, parameter_dtype(setup.plan.precision), setup.plan.microbatch_size
     drawing = drawing_by_microbatch(chain, setup.sample)

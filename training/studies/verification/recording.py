@@ -1,4 +1,4 @@
-"""What each layer of a step gets and gives, forward and backward, written by every rank."""
+"""Records the inputs and outputs of every layer in a step, forward and backward, on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[str, int, str, int]  # layer, first sample of the micro-batch, kind,
 
 @contextmanager
 def recorded(step: int, path: Path) -> Iterator[None]:
-    """Write what each layer gets and gives in a step, with the gradients, to ``path``."""
+    """Write the inputs, outputs and gradients of every layer in a step to ``path``."""
     records: dict[tuple, Tensor] = {}
 
     def note(key: tuple, tensor: Tensor, scale: float = 1.0) -> None:

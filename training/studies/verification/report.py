@@ -1,4 +1,4 @@
-"""Probing a model and comparing its layouts, with a line for each, and the certificate, which is left at any time."""
+"""Probes a model, compares its layouts, and writes the certificate, which has all results so far at any time."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ JSON, PAGE = "certificate.json", "certificate.html"
 
 @dataclass
 class Report:
-    """What was found.
+    """The results of a verification.
 
     Attributes:
         about: Model, parameters, data, seed, configuration, commit, versions, machine, and the command.
-        limits: The largest difference of each thing compared that is no difference.
-        probes: The findings, at least one of each probe.
-        layouts: The layouts, the one that the others are compared with first; those that cannot be cut too.
-        planned: How many layouts there are to be; None until all layers are probed.
-        complete: Whether nothing is left to do.
-        seconds: How long it took.
+        limits: For each kind of result, the largest difference that counts as equal.
+        probes: The findings, at least one per probe.
+        layouts: The comparisons, the reference layout first, including layouts that cannot be run.
+        planned: The number of layouts to compare; None until all layers are probed.
+        complete: Whether the verification ran to its end.
+        seconds: The duration.
     """
 
     about: dict[str, Any]
@@ -67,21 +67,21 @@ class Report:
 
     @property
     def failed(self) -> list[Finding | Compared]:
-        """What does not hold."""
+        """The findings and comparisons that do not hold."""
         return [result for result in [*self.probes, *self.layouts] if result.holds is False]
 
     @property
     def ok(self) -> bool:
-        """Whether no probe has found what changes results, and all layouts that can be cut hold, at least one."""
+        """Whether the verification is complete, nothing failed, and at least one layout was compared."""
         return self.complete and bool(self.compared) and not self.failed
 
     @property
     def reached(self) -> str:
-        """How far it is."""
+        """How far the verification has come."""
         return f"{len(self.layouts)} of {self.planned} layouts" if self.planned else "the probes of layers"
 
     def table(self) -> str:
-        """Return the largest differences of each layout, by what was compared."""
+        """Return a table of the largest differences of each layout, by kind of result."""
         lines = [["", *COMPARED]]
         for layout in self.layouts:
             sizes = {kind: f"{size:.0e}" if size else "0" for kind, (size, _) in layout.differences.items()}
@@ -89,7 +89,7 @@ class Report:
         return columns(lines)
 
     def __str__(self) -> str:
-        """Say what does not hold, and how much does."""
+        """Return what does not hold, and how many layouts hold."""
         held = sum(layout.holds is True for layout in self.compared)
         lines = [*map(str, self.failed), f"{held} of {len(self.compared)} layouts hold"]
         partly = f"partial: it ended after {self.reached}, and says nothing of those that are left"
@@ -99,8 +99,8 @@ class Report:
 def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     """Probe the model, compare its layouts, print a line for each, and write the certificate into the run directory.
 
-    It is written after each line: one that was stopped, by SIGKILL too, leaves what it has. ``typed`` are the keys that
-    the user has set: precision, batch and layout are his then.
+    The certificate is written after each line, so a verification that is stopped, even by SIGKILL, leaves its results.
+    ``typed`` are the keys that the user has set. A typed precision, batch or layout is kept.
 
     Raises:
         UserError: The configuration cannot run in one process either.
@@ -149,13 +149,13 @@ def _mark(result: Finding | Compared) -> str:
 
 
 def _own_microbatch(cfg: Any) -> int:
-    """Return how many samples a micro-batch of the run to verify has; the most it can have, where it is to choose."""
+    """Return the number of samples per micro-batch of the run to verify, or the largest possible if it is chosen."""
     pieces = (n for n in (cfg.parallel.dp, cfg.parallel.chunks) if isinstance(n, int) and n > 0)
     return cfg.train.global_batch_size // math.prod(pieces)
 
 
 def _settled(cfg: Any, typed: Collection[str]) -> Any:
-    """Return the configuration with what was not typed chosen for a proof: precision, batch, processes."""
+    """Return the configuration with precision, batch and processes set for a proof, unless they were typed."""
     tree = to_dict(cfg)
     train, gpus = tree["train"], torch.cuda.device_count() if tree["device"] in ("auto", "cuda") else 0
     if train["precision"] == "auto" or "train.precision" not in typed:
@@ -167,14 +167,14 @@ def _settled(cfg: Any, typed: Collection[str]) -> Any:
 
 
 def _single(cfg: Any, chunks: int) -> Layout:
-    """Return the layout of one process; a typed order of the ranks stays."""
+    """Return the layout of one process. A typed order of the ranks is kept."""
     return replace(Layout.single(chunks), order=cfg.parallel.order)
 
 
 def _layouts(
     report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collection[str], own: int
 ) -> Iterator[Compared]:
-    """Yield the layout of one process, and the one that was typed or all others, each as it ends."""
+    """Yield the comparison of one process, then of the typed layout or of all layouts, each when it has ended."""
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
     count = next(n for n in (4, 2, 1) if batch % n == 0)
