@@ -18,6 +18,8 @@ OWN_KEYS = {
     "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer", "lora"},
     "optim": {"decay_vectors", "rates", "update", "others"},
 }
+# What a command does: ``mode=NAME`` is training/command/modes/NAME.py.
+MODES = ("train", "eval", "plan", "export", "sample", "verify", "compare")
 # The key of a plain configuration under which it says how it was composed (conf.composition.composed_by).
 COMMAND = "command"
 
@@ -31,7 +33,7 @@ def help_page() -> str:
     """Return the page that ``python train.py --help`` prints: conf/help.txt with the options of each group."""
     groups = [path.name for path in FOLDER.iterdir() if path.is_dir() and path.name != "hydra"]
     page = Template((FOLDER / "help.txt").read_text(encoding="utf-8"))
-    return page.substitute({group: _in_lines(options(group)) for group in groups})
+    return page.substitute({group: _in_lines(options(group)) for group in groups}, mode="|".join(MODES))
 
 
 def _in_lines(names: list[str], width: int = 105) -> str:

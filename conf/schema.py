@@ -15,6 +15,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from conf import MODES
 from models.resolvers import RESOLVERS
 
 
@@ -25,7 +26,7 @@ class _Choice(Enum):
 
 
 Device = _Choice("Device", "auto cpu cuda mps")
-Mode = _Choice("Mode", "train eval plan export sample verify compare")
+Mode = _Choice("Mode", " ".join(MODES))
 Precision = _Choice("Precision", "auto fp64 fp32 bf16 bf16_residual fp16")
 Format = _Choice("Format", "safetensors torch_export onnx triton peft")
 Positions = _Choice("Positions", "all last")

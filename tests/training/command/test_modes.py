@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from composed import config, execute, records, run, run_layout, saved
 from safetensors.torch import load_file
 
 from common.errors import TrainingError
+from conf import MODES
 from data.images import load_torchvision
+from training.command import modes
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +202,9 @@ def test_extra_tokens_and_a_prompt_as_a_shell_gives_them(model, trained, tmp_pat
     sampled = train([*model, *shlex.split(line)], tmp_path / "sample")
     assert sampled.code == 0, sampled.console
     assert sampled.stdout.startswith("if (x, [<a>]): it's")
+
+
+def test_each_mode_is_a_file_with_a_function_run_and_nothing_else_is():
+    files = {path.stem for path in Path(modes.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == set(MODES)
+    assert all(callable(import_module(f"{modes.__name__}.{name}").run) for name in MODES)

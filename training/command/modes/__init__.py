@@ -1,1 +1,1 @@
-"""What ``mode=NAME`` does: the function ``run(command)`` of NAME.py. ``conf.schema.Mode`` lists the names."""
+"""What ``mode=NAME`` does: the function ``run(command)`` of NAME.py. ``conf.MODES`` lists the names."""
