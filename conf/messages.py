@@ -14,7 +14,7 @@ from yaml import YAMLError
 from common.errors import UserError, message_for_user
 
 
-def explain(error: Exception) -> str | None:
+def explain(error: BaseException) -> str | None:
     """Return the message about an error that the user can act on; None for one of the program's own.
 
     It is what ``message_for_user`` says. An exception of Hydra's or OmegaConf's becomes one line: the key, what it

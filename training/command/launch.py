@@ -114,7 +114,7 @@ def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] 
         choose(cfg, run_dir, world, words)
     if is_queued(cfg, world):
         return prepare_here(cfg)
-    return prepare(cfg, *((world.size, world.nodes) if world else ()))
+    return prepare(cfg) if world is None else prepare(cfg, world.size, world.nodes)
 
 
 def preload(command: Command, workers: bool) -> None:

@@ -281,8 +281,8 @@ def launch_array(
         cfg = hydra_context.config_loader.load_sweep_config(config, list(overrides))
         with open_dict(cfg):
             cfg.hydra.job.id, cfg.hydra.job.num = str(num), num
-        folders = {"job_dir_key": "hydra.sweep.dir", "job_subdir_key": "hydra.sweep.subdir"}
-        returned.append(run_hydra_job(hydra_context=hydra_context, task_function=task, config=cfg, **folders))
+        folders = "hydra.sweep.dir", "hydra.sweep.subdir"
+        returned.append(run_hydra_job(task, cfg, *folders, hydra_context=hydra_context))
     ready = [job for job in returned if job.return_value is not None]
     _run_all([job.return_value for job in ready])
     for job in ready:

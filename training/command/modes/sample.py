@@ -9,6 +9,7 @@ from typing import Any
 from common.errors import TrainingError, UserError
 from conf.instantiate import to_config, to_dict
 from data.dataset import DataSet
+from data.vocabulary import Vocabulary
 from data.words import WordVocabulary, basic_english
 from launchers import stopping
 from models.generate import Draws, generate
@@ -50,16 +51,18 @@ def sample(cfg: Any) -> str:
         )
     if isinstance(vocabulary, WordVocabulary):
         restored.data.prepare()  # which reads the words
+    assert vocabulary.size is not None
     settings, chain = cfg.sample, strategy.chain
     seed = cfg.seed if settings.seed is None else settings.seed
     prompts = [settings.prompt] if settings.prompts is None else settings.prompts
-    encoded = [_encode(restored.data, prompt) for prompt in prompts]
+    encoded = [_encode(restored.data, vocabulary, prompt) for prompt in prompts]
+    start = [] if vocabulary.start is None else [vocabulary.start]  # without one, _encode refuses an empty prompt
     (stage,) = strategy.stages
     stage.eval()
     with autocast(strategy.plan.precision, strategy.device.type):
         drawn = generate(
             stage.layers,
-            [tokens or [vocabulary.start] for tokens in encoded],
+            [tokens or start for tokens in encoded],
             settings.tokens,
             Draws(settings.temperature, settings.top_k, settings.top_p, seed),
             positions=chain.limits.get("positions"),
@@ -124,8 +127,8 @@ def _check_sample(cfg: Any) -> None:
             ) from None
 
 
-def _encode(data: DataSet, prompt: str) -> list[int]:
-    vocabulary, (tokens,) = data.vocabulary, data.encode_prompts([prompt])
+def _encode(data: DataSet, vocabulary: Vocabulary | WordVocabulary, prompt: str) -> list[int]:
+    (tokens,) = data.encode_prompts([prompt])
     if not tokens and vocabulary.start is None:
         raise TrainingError('a model of words needs some to continue: sample.prompt="def the"')
     if vocabulary.words is not None:
