@@ -48,6 +48,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
             if stops:
                 raise Stopped(f"stopped in an evaluation, after batch {done} of {len(batches)}")
             asked += max(1, int(_ASK_EVERY_S * done / max(seconds, 1e-6)))
+    assert total is not None  # EvalBatches refuses a source without samples
     loss, count, *metrics = strategy.all_sum(total)
     named = {"loss": loss, **dict(zip(strategy.chain.loss.metrics, metrics, strict=True))}
     return {name: value / count for name, value in named.items()} if count else {}

@@ -167,8 +167,8 @@ class Loop:
         """Do what was still to be done after step ``done``, which is saved."""
         self.outcome.steps = self.skipping.counted = self._begun = done
         heartbeat.note(done, "meeting the other ranks")
-        stops, unevaluated = self.strategy.sum_of(stopping.wanted(), unevaluated)
-        due = unevaluated and done > 0 and is_due(self.config.eval_every, done, self._is_last(done))
+        stops, lacks = self.strategy.sum_of(stopping.wanted(), unevaluated)
+        due = lacks > 0 and done > 0 and is_due(self.config.eval_every, done, self._is_last(done))
         if stops:
             self.stop(done)
         if due:
@@ -239,15 +239,15 @@ class Loop:
         except Stopped:
             self.stop(step)
         warning = problem(record, self.setup.plan.global_batch_size)
-        if not record:
-            self.say(warning)
-            return False
-        if record["val_loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
-            self.outcome.best_val_loss, self.outcome.best_step = record["val_loss"], self.skipping.counted
-        self.recorder.record({"step": step, **record})
-        self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
+        if record:
+            if record["val_loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
+                self.outcome.best_val_loss, self.outcome.best_step = record["val_loss"], self.skipping.counted
+            self.recorder.record({"step": step, **record})
+            self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
         if warning is not None:
             self.say(warning)
+        if not record:
+            return False
         self.callbacks.call("on_evaluation", {"step": step, **record})
         return True
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
 from common.files import jsonable
@@ -52,7 +53,7 @@ def run(
     cfg: Any,
     run_dir: Path,
     world: World | None = None,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     setup: Setup | None = None,
 ) -> dict[str, Any]:
     """Train, or evaluate a checkpoint, as the configuration says.
@@ -129,6 +130,7 @@ def run(
         finally:
             checkpoints.close()
             recorder.close(summary)
+        assert summary is not None  # as nothing was raised
         if world.rank == 0:
             _report(setup, world, run_dir, loop.outcome, summary, ranks)
         return summary
@@ -152,9 +154,9 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
                     recorder.say(warning)
         outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
         summary = _summary(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
+        return summary
     finally:
         recorder.close(summary)
-    return summary
 
 
 def strategy_options(cfg: Any) -> Options:
@@ -174,7 +176,7 @@ def strategy_options(cfg: Any) -> Options:
 
 
 @contextmanager
-def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[Strategy]:
+def _strategy(setup: Setup, world: World, store: Store | None) -> Iterator[Strategy]:
     """Connect the ranks and build this rank's part of the model."""
     if setup.plan.device_type == "cpu":
         keep_freed_memory(_weight_bytes(setup.plan, world.rank))
@@ -195,7 +197,7 @@ def _strategy(setup: Setup, world: World, store: dist.Store | None) -> Iterator[
 
 
 @contextmanager
-def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iterator[None]:
+def _process_group(world: World, setup: Setup, store: Store | None) -> Iterator[None]:
     if world.size == 1:
         yield
         return
@@ -203,6 +205,7 @@ def _process_group(world: World, setup: Setup, store: dist.Store | None) -> Iter
     with ExitStack() as stack:
         if store is None:
             store, _ = stack.enter_context(rendezvous(world, timeout_s))
+        assert store is not None  # as there are several ranks
         device = setup.plan.device_type
         backend = init_process_group(device, world.rank, world.size, world.local_rank, store, timeout_s)
 

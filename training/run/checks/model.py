@@ -40,7 +40,7 @@ def check_kind(data: DataSet, model: Any) -> None:
 def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
     """Check that a sample is no longer than the model's positions. Raises TrainingError."""
     positions = chain.limits.get("positions")
-    if positions is not None and data.seq_len > positions:
+    if positions is not None and data.seq_len is not None and data.seq_len > positions:
         raise TrainingError(
             f"data.seq_len={data.seq_len} is longer than the model's {positions} positions; set "
             f"data.seq_len={positions} or less, or give the model more (model.block_size={data.seq_len} of gpt2, "
@@ -74,7 +74,7 @@ def check_fit(setup: Setup) -> None:
     """Check that the model has room for the data's words or classes. Raises TrainingError."""
     for limit, things, key in (("vocabulary", "tokens", "vocab_size"), ("classes", "classes", "num_classes")):
         most, given = setup.chain.limits.get(limit), getattr(setup.data, key, None)
-        if None not in (most, given) and given > most:
+        if most is not None and given is not None and given > most:
             said = f"the data has {given} {things}, model.{key}={most} is too few; set model.{key}={given} or more"
             raise TrainingError(said)
 

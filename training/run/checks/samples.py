@@ -91,7 +91,8 @@ class RealKinds(TorchDispatchMode):
 def known_samples(data: DataSet, sample: Batch) -> list[Batch]:
     """All samples where they are tensors in memory, split by split, the training's first; else those read already."""
     splits = (data.train, data.valid, data.test)
-    held = [split for split in splits if getattr(type(split), "read", None) is InMemory.read and len(split) > 0]
+    memories = [split for split in splits if isinstance(split, InMemory)]
+    held = [split for split in memories if type(split).read is InMemory.read and len(split) > 0]
     return [Batch(split.inputs, split.targets) for split in held] if held and held[0] is data.train else [sample]
 
 
