@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -227,13 +228,13 @@ def _first_plan(cfg: Any) -> Plan:
     trial = copy.deepcopy(cfg)
     if trial.parallel.balance in BALANCES:
         trial.parallel.balance = "uniform"
-    for chunks in (choices := divisors(cfg.train.global_batch_size)):
+    *fewer, most = divisors(cfg.train.global_batch_size)
+    for chunks in fewer:
         trial.parallel.chunks = chunks
-        try:
+        with suppress(PlanError):
             return prepare(trial).plan
-        except PlanError:
-            if chunks == choices[-1]:
-                raise
+    trial.parallel.chunks = most
+    return prepare(trial).plan
 
 
 def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:

@@ -178,7 +178,7 @@ def _bars(rows: Sequence[Row], title: str) -> Any:
 
     from training.reporting import plot
 
-    colours = dict(zip(PARTS, (plot.BLUE, plot.PALE, plot.ORANGE), strict=True))
+    colours: dict[str, str] = dict(zip(PARTS, (plot.BLUE, plot.PALE, plot.ORANGE), strict=True))
     with plot.style():
         figure = Figure(figsize=(plot.NARROW, 1.4 + 0.6 * len(rows)))
         axes = figure.add_subplot()

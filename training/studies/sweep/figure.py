@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from training.reporting import plot
 from training.reporting.job_record import label
-from training.studies.sweep.table import TIME, Row, Table
+from training.studies.sweep.table import TIME, Row, Table, score_of
 
 CHUNKS = "parallel.chunks"
 _HEIGHT = 3.8  # inches
@@ -35,7 +35,7 @@ def score_figure(table: Table) -> Figure:
         _curves(axes, table, axis)
         axes.set(xlabel=axis, ylabel=table.objective.title)
     subjects = [{row.summary.get(key) for row in table.scored} - {None} for key in ("model", "parallel", "device")]
-    title = ", ".join(subject.pop() for subject in subjects if len(subject) == 1)  # what all jobs have in common
+    title = ", ".join(str(subject.pop()) for subject in subjects if len(subject) == 1)  # what all jobs have in common
     axes.set_title(title)
     _add_legend(figure, axes)
     return figure
@@ -52,7 +52,7 @@ def loss_figure(table: Table) -> Figure | None:
         axes.plot(*zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True), style, c=colour, label=row.label)
     # One that diverges would flatten all others.
     axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(abs(row.curve[0][1]) for row in rows) or 1))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params("x", integer=True)
     axes.set(xlabel="step", ylabel="training loss")
     _add_legend(figure, axes)
     return figure
@@ -63,12 +63,12 @@ def numeric_axis(table: Table) -> str | None:
 
     Seeds only tell repetitions apart and are no axis. None if there is no numeric override.
     """
-    counts = {}
+    counts: dict[str, int] = {}
     for key in table.keys:
         numbers = {_number(row, key) for row in table.scored}
         if key != "seed" and None not in numbers and len(numbers) > 1:
             counts[key] = len(numbers)
-    return CHUNKS if CHUNKS in counts else max(counts, key=counts.get, default=None)
+    return CHUNKS if CHUNKS in counts else max(counts, key=lambda key: counts[key], default=None)
 
 
 def ideal_times(rows: list[Row]) -> list[float] | None:
@@ -78,10 +78,11 @@ def ideal_times(rows: list[Row]) -> list[float] | None:
     one stage, is the smallest time x (1 - ideal bubble): the curve touches the row that comes nearest to its own ideal,
     and no row lies below it. None if a row has no pipeline.
     """
-    bubbles = [row.summary.get("ideal_bubble_fraction") for row in rows]
-    if None in bubbles:
+    known = [row.summary.get("ideal_bubble_fraction") for row in rows]
+    bubbles = [bubble for bubble in known if bubble is not None]
+    if len(bubbles) < len(rows):
         return None
-    work = min(row.score * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
+    work = min(score_of(row) * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
     return [work / (1 - bubble) for bubble in bubbles]
 
 
@@ -91,23 +92,26 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
 
 
 def _curves(axes: Axes, table: Table, axis: str) -> None:
+    def place(row: Row) -> float:
+        return float(row.values[axis])
+
     others = [key for key in table.keys if key != axis]
     groups: dict[str, list[Row]] = {}
-    for row in sorted(table.scored, key=lambda row: _number(row, axis)):
+    for row in sorted(table.scored, key=place):
         groups.setdefault(label(row.job, others) if others else "measured", []).append(row)
     for (name, rows), colour in zip(groups.items(), cycle(plot.COLOURS), strict=False):
-        x = [_number(row, axis) for row in rows]
-        y = [row.score for row in rows]
+        x = [place(row) for row in rows]
+        y = [score_of(row) for row in rows]
         axes.errorbar(x, y, _spread(table, rows), marker="o", color=colour, label=name)
         ideal = ideal_times(rows) if table.objective.name == TIME and axis == CHUNKS and len(rows) > 1 else None
         if ideal is not None:
             axes.plot(x, ideal, "--", color=colour, alpha=0.6, label=f"{name}, ideal" if others else "ideal")
     for row in table.best:
         name = f"best: {row.label}, {table.show_score(row)}"
-        axes.plot(_number(row, axis), row.score, "*", color=plot.GREEN, ms=17, mec="white", zorder=4, label=name)
+        axes.plot(place(row), score_of(row), "*", color=plot.GREEN, ms=17, mec="white", zorder=4, label=name)
     if table.objective.name == TIME:
         axes.set_ylim(bottom=0)
-    ticks = sorted({_number(row, axis) for row in table.scored})
+    ticks = sorted({place(row) for row in table.scored})
     if ticks[0] > 0 and ticks[-1] / ticks[0] >= 8:
         axes.set_xscale("log")
     if len(ticks) <= 12:
@@ -119,7 +123,7 @@ def _bars(axes: Axes, table: Table) -> None:
     rows = table.scored[::-1]
     colours = [plot.GREEN if row in table.best else plot.BLUE for row in rows]
     names = [row.label.replace(" ", "\n") for row in rows]
-    bars = axes.barh(range(len(rows)), [row.score for row in rows], xerr=_spread(table, rows), color=colours)
+    bars = axes.barh(range(len(rows)), [score_of(row) for row in rows], xerr=_spread(table, rows), color=colours)
     axes.set_yticks(range(len(rows)), names)
     axes.bar_label(bars, [table.show_score(row) + " (best)" * (row in table.best) for row in rows], padding=5)
     axes.margins(x=0.35)
@@ -128,9 +132,8 @@ def _bars(axes: Axes, table: Table) -> None:
 
 def _spread(table: Table, rows: list[Row]) -> np.ndarray | None:
     """Distances from the median down to the 10th and up to the 90th percentile, [2, rows]; None unless of times."""
-    if table.objective.name != TIME or any(row.times is None for row in rows):
-        return None
-    return np.diff([row.times for row in rows]).T
+    times = [row.times for row in rows if row.times is not None]
+    return np.diff(times).T if table.objective.name == TIME and len(times) == len(rows) else None
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:

@@ -82,10 +82,12 @@ def describe(table: Table) -> str:
 
 def results(table: Table) -> Iterator[str]:
     """The best job of each model in a sentence, the command that runs it again, and what its loss is compared with."""
+    from training.studies.sweep.table import score_of
+
     sign = -1 if table.objective.larger_is_better else 1
     for row in table.best:
         whose = f" of {row.summary['model']}" if len(table.best) > 1 else ""
-        worst = max(table.rivals(row), key=lambda rival: sign * rival.score)
+        worst = max(table.rivals(row), key=lambda rival: sign * score_of(rival))
         doubt = _doubt(table, row) if table.objective.is_speed else ""
         kind = "Best median" if doubt else "Fastest" if table.objective.is_speed else "Best"
         yield (
@@ -101,11 +103,11 @@ def _doubt(table: Table, row: Row) -> str:
     """Why a row with the best speed need not be the fastest: too few steps, or spreads that overlap its own."""
     from training.studies.sweep.table import ENOUGH_STEPS
 
-    rivals = [other for other in table.rivals(row) if other.times is not None]
-    steps = min((rival.timed for rival in rivals), default=0)
+    times = {other: other.times for other in table.rivals(row) if other.times is not None}
+    steps = min(other.timed for other in [row, *times])
     if steps < ENOUGH_STEPS:
         return f" {steps} steps after the warm-up are too few to compare speeds; train for {ENOUGH_STEPS + 2} or more."
-    close = [other.label for other in rivals if other is not row and other.times[0] <= row.times[2]]
+    close = [other.label for other in times if other is not row and times[other][0] <= times[row][2]]
     if not close:
         return ""
     listed = ", ".join([*close[:4], *[f"{len(close) - 4} more"] * (len(close) > 4)])

@@ -175,7 +175,7 @@ class Table:
         """The best job of each model of which several jobs have a score."""
         choose = max if self.objective.larger_is_better else min
         groups = {row.summary["model"]: self.rivals(row) for row in self.scored}
-        return [choose(rivals, key=lambda row: row.score) for rivals in groups.values() if len(rivals) > 1]
+        return [choose(rivals, key=score_of) for rivals in groups.values() if len(rivals) > 1]
 
     def rivals(self, row: Row) -> list[Row]:
         """Return the scored rows of the same model as ``row``, itself included."""
@@ -212,7 +212,8 @@ class Table:
 
     def show_score(self, row: Row) -> str:
         """Format the score of a row that has one."""
-        return seconds(row.score) if self.objective.name == TIME else f"{row.score:.4g}"
+        score = score_of(row)
+        return seconds(score) if self.objective.name == TIME else f"{score:.4g}"
 
     @cached_property
     def cells(self) -> dict[Row, dict[str, str]]:
@@ -244,6 +245,12 @@ class Table:
         if self.objective.name not in _SHOWN:
             results[self.objective.name] = "" if row.score is None else self.show_score(row)
         return results
+
+
+def score_of(row: Row) -> float:
+    """Return the score of a row that has one."""
+    assert row.score is not None
+    return row.score
 
 
 def read_table(folder: Path, objective_name: str | None = None, direction: str | None = None) -> Table:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +37,7 @@ _PATIENCE_S = 60.0  # what batches above the verified one may take
 _MODES = TRAINING, EVALUATION = "training", "evaluation"
 _FLOOR = 1e-3  # what is below this part of the largest of all tensors may be rounding alone
 _LAST_IGNORED = torch.tensor([1.0, 1.0, 1.0, 0.0])
-Tensors = dict[Any, Tensor | None]
+Tensors = Mapping[Any, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class Layer:
         seen["outputs"] = {i: t for i, t in enumerate(outputs) if t.dim() and len(t) % (last - first) == 0}
         seen["numbers"] = {i: t for i, t in enumerate(outputs) if i not in seen["outputs"]}
         seen["sums"] = {"sums": stage.take_sums()} if stage.ends_chain else {}
-        seen["gradients"] = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
-        seen["gradients"] |= {n: p.grad for n, p in self.module.named_parameters() if p.requires_grad and p.numel()}
-        return seen
+        gradients = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
+        gradients |= {n: p.grad for n, p in self.module.named_parameters() if p.requires_grad and p.numel()}
+        return {**seen, "gradients": gradients}
 
     @cached_property
     def halves(self) -> dict[bool, list[dict]]:
@@ -215,8 +215,12 @@ def _generators(state: int, drawn: set[str]) -> Iterator[None]:
 
 
 def _states() -> dict[str, tuple]:
-    kind, key, *rest = np.random.get_state()
-    return {"Python's generator": random.getstate(), "numpy's generator": (kind, key.tobytes(), *rest)}
+    numpys = np.random.get_state(legacy=False)
+    key, place = numpys["state"]["key"].tobytes(), numpys["state"]["pos"]
+    return {
+        "Python's generator": random.getstate(),
+        "numpy's generator": (key, place, numpys["has_gauss"], numpys["gauss"]),
+    }
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:
