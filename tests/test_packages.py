@@ -62,7 +62,10 @@ def test_forbidden_imports_are_named_even_inside_functions(lint, tmp_path):
 
 TYPES = ("-c", "import sys; from basedpyright.pyright import main; sys.exit(main())", "--pythonpath", sys.executable)
 TYPED = [f"{room}/__init__.py" for room in ("common", "launchers", "models", "data", "conf", "planner", "parallel")]
-TYPED += [f"training/{room}/__init__.py" for room in ("checkpoint", "callbacks", "command", "export", "run", "studies")]
+TYPED += [
+    f"training/{room}/__init__.py"
+    for room in ("checkpoint", "callbacks", "command", "export", "reporting", "run", "studies")
+]
 TYPED += ["train.py", "training/optimizer.py"]
 
 

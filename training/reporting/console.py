@@ -100,7 +100,7 @@ def describe_plan(
         f"global batch {plan.global_batch_size}{shape} = {plan.dp} replica{'s' * (plan.dp > 1)} x {plan.chunks} "
         f"micro-batch{'es' * (plan.chunks > 1)} of {plan.microbatch_size}"
     )
-    if plan.shares_gpus:
+    if plan.gpus is not None and plan.shares_gpus:
         lines.append(
             f"{plan.processes} processes share {plan.gpus} GPU{'s' * (plan.gpus > 1)}: tensors between them go through "
             "main memory and do not overlap with computation, which is slower than a GPU for each"

@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +163,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
     A missing file has none. A line that a killed run has left half written ends the list.
     """
+    records = []
     with suppress(OSError):
-        return list(takewhile(lambda record: record is not None, map(_parse, path.read_bytes().splitlines())))
-    return []
+        for line in path.read_bytes().splitlines():
+            if (record := _parse(line)) is None:
+                break
+            records.append(record)
+    return records
 
 
 def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
@@ -198,7 +201,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
     return isinstance(number, int) and number <= step
 
 
-def _parse(text: bytes) -> dict | None:
+def _parse(text: bytes) -> dict[str, Any] | None:
     """Return the JSON object that a text is, or None where it is none."""
     with suppress(ValueError):
         found = parse_json(text)

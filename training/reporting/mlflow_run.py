@@ -27,7 +27,7 @@ class MlflowRun:
         experiment: str = "one-word-parallel",
     ) -> None:
         """Start the run, by the options of conf/logger/mlflow.yaml; ``run_config`` is stored with secrets masked."""
-        import mlflow
+        import mlflow  # pyright: ignore[reportMissingImports]  # only logger=mlflow needs it
 
         self._run_dir = Path(run_dir).absolute()
         uri = tracking_uri or mlflow.environment_variables.MLFLOW_TRACKING_URI.get()

@@ -6,8 +6,9 @@ from base64 import b64encode
 from functools import partial
 from io import BytesIO
 
-from matplotlib import cycler, rc_context
+from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 BLUE, GREEN, ORANGE, GREY, PALE = "#0072b2", "#009e73", "#e69f00", "#8a8a8a", "#c8c8c8"
 # Of curves. The first six are those of Okabe and Ito, which colour-blind readers can tell apart.

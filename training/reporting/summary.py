@@ -80,7 +80,10 @@ def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lam
     own = sum(map(peak_memory_bytes, strategy.devices)), state_bytes(strategy, state_of), outcome.step_time_s
     gathered = strategy.mesh.gather((*own, recording))
     intervals = on_one_clock([Recording.parse(received) for *_, received in gathered])
-    return [RankResult(*numbers, steps) for (*numbers, _), steps in zip(gathered, intervals, strict=True)]
+    return [
+        RankResult(memory, state, step_time, steps)
+        for (memory, state, step_time, _), steps in zip(gathered, intervals, strict=True)
+    ]
 
 
 def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
@@ -156,7 +159,7 @@ def check_objective(name: str, metrics: Sequence[str], language: bool) -> None:
         raise TrainingError(f"sweep.objective={name} is not a number of this run, which has {', '.join(known)}")
 
 
-def _activations(plan: Plan, strategy: Strategy, sample: Batch) -> list[int | None]:
+def _activations(plan: Plan, strategy: Strategy, sample: Batch) -> Sequence[int | None]:
     try:
         works, _ = work_of(strategy.chain, sample, plan.precision)
     except PlanError:  # a layer's shapes depend on numbers

@@ -146,7 +146,7 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
     points = 72 * 0.9 * plot.WIDE / span  # per millisecond
     digits = len(str(max(i.microbatch for i in everything)))
-    legend: dict[tuple[int, int], tuple[str, str]] = {}
+    legend: dict[tuple[int, int], tuple[str, Colour]] = {}
 
     for row, (own, step) in enumerate(zip(stages, ranks.values(), strict=True)):
         _bar(axes, 0, span, row + _TOP, _BLOCK, color=_IDLE)
@@ -161,7 +161,7 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
                 if size >= _SMALLEST:
                     ink = "white" if sum(np.multiply(colour, (0.30, 0.59, 0.11))) < 0.5 else "black"
                     middle = (left + right) / 2, row + _TOP + _BLOCK / 2
-                    axes.text(*middle, microbatch, color=ink, fontsize=size, ha="center", va="center_baseline")
+                    axes.text(*middle, str(microbatch), color=ink, fontsize=size, ha="center", va="center_baseline")
     row_of = {stage: row for row, own in enumerate(stages) for stage in own}
     moves = transfers(everything)
     for colour, ends in ((_WAITING, lambda t: (t.posted, t.ready)), (_SENT, lambda t: (t.ready, t.used))):
@@ -208,7 +208,8 @@ def _stages_at(loop: int, stages: list[list[int]]) -> str:
 
 
 def _lighter(colour: str, share: float) -> Colour:
-    return tuple(c + (1 - c) * 0.75 * share for c in to_rgb(colour))
+    red, green, blue = (c + (1 - c) * 0.75 * share for c in to_rgb(colour))
+    return red, green, blue
 
 
 def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps], last_step: int) -> None:

@@ -49,7 +49,7 @@ class WandbRun:
         """
         self._run_dir = Path(run_dir).absolute()
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._settings = {"init_timeout": init_timeout_s, "finish_timeout": finish_timeout_s}
+        self._init_timeout_s, self._finish_timeout_s = init_timeout_s, finish_timeout_s
         self._arguments = mask_secrets(
             {
                 "project": project or None,
@@ -72,7 +72,9 @@ class WandbRun:
         import wandb
 
         with _service_ended_on_error():
-            self._run.log({name: wandb.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
+            both = list(counts), list(edges)
+            histogram = wandb.Histogram(np_histogram=both)  # pyright: ignore[reportArgumentType]  # takes lists, too
+            self._run.log({name: histogram}, step=step)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
         """Store the summary and close the run, which an exit code other than 0 marks as failed."""
@@ -100,7 +102,7 @@ class WandbRun:
         _end_service()  # it still holds the failed run, and would refuse its id to the offline one
         return None
 
-    def _start(self, mode: str) -> Any:
+    def _start(self, mode: Literal["offline", "online"]) -> Any:
         import wandb
 
         settings = wandb.Settings(
@@ -108,7 +110,8 @@ class WandbRun:
             silent=True,
             console="off",
             root_dir=str(self._run_dir),
-            **self._settings,
+            init_timeout=self._init_timeout_s,
+            finish_timeout=self._finish_timeout_s,
             resume="allow" if mode == "online" else None,  # an offline run cannot resume, and would print that
             # The commit, but not the remote's address, which may hold a key.
             git_commit=git_state()[0],
