@@ -66,7 +66,7 @@ TYPED += [
     f"training/{room}/__init__.py"
     for room in ("checkpoint", "callbacks", "command", "export", "reporting", "run", "studies")
 ]
-TYPED += ["train.py", "training/optimizer.py"]
+TYPED += ["train.py", "training/__init__.py", "training/optimizer.py"]
 
 
 def test_a_wrong_type_is_named_in_every_room_that_is_checked_and_nothing_else_is(tmp_path):

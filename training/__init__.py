@@ -22,7 +22,8 @@ def _check_packages() -> None:
     root = Path(__file__).resolve().parents[1]
     for name in ("common", "conf", "data", "launchers", "models", "parallel"):
         spec = find_spec(name)
-        places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin])
+        found = [] if spec is None else spec.submodule_search_locations or [spec.origin]
+        places = [place for place in found if place is not None]
         if root / name not in [Path(place).resolve() for place in places]:
             raise ImportError(
                 f"the package {name!r} of {root} is hidden by {places[0] if places else 'nothing'}, which comes before "
