@@ -113,7 +113,7 @@ class Root:
 
     seed: int = 1337
     device: Device = Device.auto  # where to compute; auto: the best available device
-    mode: Mode = Mode.train  # what to do
+    mode: Mode = Mode["train"]  # what to do
     checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
     export_to: str = "export"  # for mode=export: a new folder; a relative path is in the run directory
     export: Export = field(default_factory=Export)
