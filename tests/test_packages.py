@@ -69,6 +69,7 @@ TYPED += [
 TYPED += ["train.py", "training/__init__.py", "training/optimizer.py"]
 
 
+@pytest.mark.slow  # the checker takes 40 s, and CI runs it on the code as it is
 def test_a_wrong_type_is_named_in_every_room_that_is_checked_and_nothing_else_is(tmp_path):
     pytest.importorskip("basedpyright", reason="basedpyright is a test dependency (requirements-dev.txt)")
     copy = copied_to(tmp_path)

@@ -20,7 +20,7 @@ def _check_packages() -> None:
         ImportError: One is hidden; the message names the folder.
     """
     root = Path(__file__).resolve().parents[1]
-    for name in ("common", "conf", "data", "launchers", "models", "parallel"):
+    for name in ("common", "conf", "data", "launchers", "models", "parallel", "planner"):
         spec = find_spec(name)
         found = [] if spec is None else spec.submodule_search_locations or [spec.origin]
         places = [place for place in found if place is not None]

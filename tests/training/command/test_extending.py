@@ -10,7 +10,7 @@ import sys
 import pytest
 from commandline import ROOT, environment
 
-FOLDERS = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
+FOLDERS = ("planner", "common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
 SUPPORT = ("ranks", "training/commandline", "training/composed", "training/extended_runs")
 FILES = ("train.py", *(f"tests/{name}.py" for name in SUPPORT))
 LAYOUTS = {
