@@ -6,6 +6,6 @@
     checkpoints/latest -> step-00000050
     checkpoints/best   -> step-00000040                  the lowest validation loss; never removed
 
-What one layout has saved any other loads: a tied parameter is saved once, under its canonical name, and each rank
-reads what it needs from whichever file has it.
+Every layout can load a checkpoint that any other layout has saved: a tied parameter is saved once, under its canonical
+name, and each rank reads the tensors that it needs from the files that contain them.
 """

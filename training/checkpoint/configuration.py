@@ -1,13 +1,15 @@
-"""The configuration that a checkpoint keeps: a command that names the checkpoint need not repeat it.
+"""Restores the configuration that a checkpoint keeps, so that a command that names the checkpoint need not repeat it.
 
-It says what is trained, not where (see ``training.run.rank.kept``): the option of each group, and every value. The
-options stand behind what is typed when Hydra composes (``SavedConfig.words``), so that a model's file acts as it did;
-then the values are laid under what was typed (``SavedConfig.lay_under``).
+A checkpoint keeps the option of each group and every value that determine what is trained, not where it is trained
+(see ``training.run.rank.kept``). They are restored in two steps. Before Hydra composes, the options are added to the
+command line, before the typed words, which override them (``SavedConfig.words``); so the files of the same options are
+composed. After that, the checkpoint's values replace those of the files, except where a key was typed
+(``SavedConfig.lay_under``).
 
-The values of a group count where that group has the option that they were trained with; another option, typed or
-brought by an experiment, starts from its own defaults. They win over an experiment that the run had, and not over one
-that it had not. A value that the files derive from others (``${train.global_batch_size}``) is left to them, as long as
-that gives what the checkpoint has.
+The checkpoint's values of a group apply only if the group has the option that the checkpoint was trained with. Another
+option, typed or selected by an experiment, starts from its own defaults. The checkpoint's values override an
+``experiment=`` that the run was started with; an ``experiment=`` typed now overrides them. A value that the files
+derive from others (``${train.global_batch_size}``) stays derived, as long as the result is the checkpoint's value.
 """
 
 from __future__ import annotations
@@ -36,21 +38,22 @@ _SHOWN = 4
 
 
 def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
-    """Return the configuration of the checkpoint that a command line names; None where it names none.
+    """Return the configuration of the checkpoint that a command line names; None if it names none.
 
-    It may be named by ``checkpoint=``, ``train.resume=`` or, with ``train.resume=auto``, by the run directory.
+    A command line names a checkpoint by ``checkpoint=``, by ``train.resume=`` or, with ``train.resume=auto``, by the
+    run directory.
 
     Raises:
-        CheckpointError: There is no whole checkpoint where one is named.
+        CheckpointError: The named path has no complete checkpoint.
         TrainingError: Another model was typed, or several checkpoints with different configurations.
     """
     try:
         typed = _typed(filter(is_override, arguments))
     except HydraException:
-        return None  # Hydra says it better
+        return None  # Hydra raises a better message
     paths = _checkpoints(typed)
     if not paths or any(word.partition("=")[0] in ("--config-name", "-cn") for word in arguments):
-        return None  # a composed configuration of a command's own is complete
+        return None  # --config-name names a composed configuration, which is complete
     configs = [_config_of(Path(path)) for path in paths]
     if configs[0] is None:
         return None
@@ -69,20 +72,24 @@ class SavedConfig:
     """The configuration of a checkpoint that a command names.
 
     Attributes:
-        words: The options of groups that were not typed, as words of a command line.
+        words: The checkpoint's options of the groups that were not typed, as words of a command line.
     """
 
     def __init__(
         self, path: str, config: Mapping[str, Any], typed: Mapping[str, Override], own: Path | None = None
     ) -> None:
-        """Find out which options the checkpoint ``path``, which keeps ``config``, was trained with.
+        """Find out which options the run was trained with.
 
-        ``typed`` are the overrides of the command line by key, ``own`` is the folder of the user's own options.
+        Args:
+            path: The checkpoint.
+            config: The configuration that the checkpoint keeps.
+            typed: The overrides of the command line, by key.
+            own: The folder of the user's options; None if there is none.
         """
         self._path, self._config = path, config
         self._folders = [folder for folder in (FOLDER, own) if folder is not None]
         self._had = {"model": config["model"]["name"], **config.get("choices", {})}
-        for group in set(CHOSEN) - self._had.keys():  # an older checkpoint does not say it
+        for group in set(CHOSEN) - self._had.keys():  # older checkpoints do not keep the options
             target, names = config[group].get("_target_"), (*_values(typed.get(group)), *options(group))
             self._had[group] = next(
                 (option for option in names if self._read(group, option).get("_target_") == target), None
@@ -94,7 +101,12 @@ class SavedConfig:
         self.words = [f"{group}={option}" for group, option in left.items() if self._read(group, option)]
 
     def lay_under(self, cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
-        """Put the values into ``cfg``, which was composed by ``choices``, under the ``overrides`` that were typed.
+        """Set the checkpoint's values in ``cfg``, except for keys that were typed.
+
+        Args:
+            cfg: The composed configuration, which is changed.
+            choices: The option of each group that it was composed of.
+            overrides: The typed words.
 
         Raises:
             TrainingError: A value names code that is neither this project's nor torch's, nor named by the command.
@@ -112,13 +124,13 @@ class SavedConfig:
         with flag_override(cfg, ["struct", "readonly"], False):
             for group in sections[1:]:
                 same_target = raw[group].get("_target_") == config[group].get("_target_")
-                if choices.get(group) != self._had[group] or not same_target:  # its file is not there
+                if choices.get(group) != self._had[group] or not same_target:  # the option's file is missing
                     for key in raw[group].keys() - config[group].keys():
                         if f"{group}.{key}" not in winning:
                             cfg[group].pop(key)
             for key in values.keys() - winning - _derived(cfg, raw, values):
                 below = {leaf: OmegaConf.select(cfg, leaf) for leaf in winning if leaf.startswith(f"{key}.")}
-                # Evaluated is the whole split, as in conf/model.
+                # mode=eval evaluates the whole split, as in conf/model.
                 whole_split = key == "train.eval_batches" and raw["mode"] == "eval"
                 OmegaConf.update(cfg, key, None if whole_split else literal(values[key]), merge=False)
                 for leaf, value in below.items():
@@ -138,11 +150,11 @@ class SavedConfig:
                     )
 
     def _is_new(self, key: str, option: Any) -> bool:
-        """Return whether an experiment is one that the run had not."""
+        """Return whether the run was not started with this experiment."""
         return option is not None and option != self._had.get(key)
 
     def _read(self, group: str, option: Any) -> dict[str, Any]:
-        """Return what the file of an option says; empty where there is none."""
+        """Return the content of an option's file; empty if there is no file."""
         if isinstance(option, str) and re.fullmatch(r"[\w.-]+", option):
             for file in (folder / group / f"{option}.yaml" for folder in self._folders):
                 if file.is_file():
@@ -163,13 +175,13 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _groups_of(file: Mapping[str, Any]) -> set[str]:
-    """Return the groups whose option an experiment brings."""
+    """Return the groups whose option an experiment's file selects."""
     entries = [entry for entry in file.get("defaults", []) if isinstance(entry, dict)]
     return {str(key).split("/")[-1] for entry in entries for key in entry}
 
 
 def _derived(cfg: DictConfig, raw: Mapping[str, Any], values: Mapping[str, Any]) -> set[str]:
-    """Return the keys that the files derive from others, where that gives what the checkpoint has."""
+    """Return the keys that the files derive from others, if the result is the checkpoint's value."""
     trained, references = copy.deepcopy(cfg), []
     trained.mode = "train"
     for path, value in values.items():
@@ -195,7 +207,7 @@ def _config_of(path: Path) -> dict[str, Any] | None:
     except (LookupError, TypeError, AttributeError):
         usable = False
     if not usable or not all(isinstance(section, dict) for section in sections):
-        raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: config in it cannot be right")
+        raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: its config is not a configuration")
     return config
 
 
@@ -210,7 +222,7 @@ def _checkpoints(typed: Mapping[str, Override]) -> list[str]:
 
 
 def _values(override: Override | None) -> list[str]:
-    """Return the text of an override's value, or of each value of a sweep; empty for none, null and other kinds."""
+    """Return the text of an override's value, or of each value of a sweep, without null and values of other types."""
     if override is None:
         return []
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
@@ -223,14 +235,16 @@ def _resolved(cfg: DictConfig, key: str) -> Any:
         value = OmegaConf.select(cfg, key)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException:
-        return OmegaConfBaseException  # equal to nothing in a checkpoint
+        return OmegaConfBaseException  # differs from every value in a checkpoint
 
 
 def checkpoint_of(cfg: Any) -> Path:
-    """Return what ``checkpoint`` names: a checkpoint, or a run directory, whose newest one is meant.
+    """Return the path in ``checkpoint``: a checkpoint, or a run directory, which stands for its newest checkpoint.
+
+    Whether it exists and is complete is checked where it is read.
 
     Raises:
-        TrainingError: Nothing is named. Whether it exists and is complete is checked by those who read it.
+        TrainingError: ``checkpoint`` is null.
     """
     if cfg.checkpoint is None:
         raise TrainingError(f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or RUN_DIR/checkpoints/latest")
@@ -238,10 +252,12 @@ def checkpoint_of(cfg: Any) -> Path:
 
 
 def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
-    """Check that a checkpoint holds the model ``chain``, built from ``cfg``, by names and shapes: no tensor is read.
+    """Check that a checkpoint holds the model ``chain``, built from ``cfg``.
+
+    Only the names and shapes of tensors are compared; no tensor is read.
 
     Raises:
-        CheckpointError: It does not. The message names the tensor, and the keys that differ from the checkpoint's.
+        CheckpointError: A tensor does not fit. The message names it, and the keys that differ from the checkpoint's.
     """
     from safetensors import SafetensorError
 
@@ -260,7 +276,7 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
 
 
 def _differences(config: Mapping[str, Any] | None, cfg: Any) -> str:
-    """Return the end of a message: which keys of model and data are not those of the checkpoint."""
+    """Return the end of a message: the keys of model and data whose values differ from the checkpoint's."""
     differing = [
         f"{section}.{key}={value} in the checkpoint and {cfg[section].get(key)} in this command"
         for section in ("model", "data")

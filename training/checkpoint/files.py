@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: its names, its tensors, its manifest, by which every bit is verified, and what is whole."""
+"""A checkpoint on disk: the names, the tensor files, and the manifest, whose checksums verify every bit."""
 
 from __future__ import annotations
 
@@ -54,28 +54,28 @@ def step_of(folder: Path) -> int:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Return the published checkpoints in a ``checkpoints`` folder, whole or damaged, oldest first."""
+    """Return the published checkpoints in a ``checkpoints`` folder, damaged ones included, oldest first."""
     named = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(named, key=step_of)
 
 
 class Checkpoint:
-    """A published checkpoint and what its manifest says.
+    """A published checkpoint and the content of its manifest.
 
     Attributes:
-        folder: Where it is, without links.
+        folder: Its path, with links resolved.
         step: The step after which it was saved.
         optimizer: The optimizer's class, by its full name.
         layout: The run's plan: parallel, dp, pp, chunks, precision, stages …
-        loss_scale: For float16: scale, good_steps, as they were after that step.
-        progress: What the training loop needs to go on.
+        loss_scale: For float16: scale and good_steps after that step.
+        progress: The state that the training loop needs to continue.
         best_step: The step of the lowest validation loss so far; None before the first evaluation.
-        config: What the run keeps of its configuration; None in older checkpoints.
+        config: The part of the run's configuration that a checkpoint keeps; None in older checkpoints.
         files: Size in bytes and sha256 of each file, by its name.
     """
 
     def __init__(self, folder: Path, verify: bool = False) -> None:
-        """Read the manifest; with ``verify`` read every file and compare its checksum.
+        """Read the manifest. With ``verify``, read every file and compare its checksum.
 
         Raises:
             CheckpointError: The manifest or a file is missing or damaged; the message names it.
@@ -102,13 +102,14 @@ class Checkpoint:
 
     @classmethod
     def find(cls, path: Path, verify: bool = False) -> Checkpoint:
-        """Return the checkpoint that a path stands for.
+        """Return the checkpoint at a path.
 
-        That is the path itself, what it links to, or the newest one of a run directory or of its ``checkpoints``
-        folder. It may begin with ``~``. With ``verify`` every file is read and compared with its checksum.
+        The path may be a checkpoint, a link to one, or a run directory or its ``checkpoints`` folder, which stand for
+        their newest checkpoint. It may begin with ``~``. With ``verify``, every file is read and compared with its
+        checksum.
 
         Raises:
-            CheckpointError: There is none, or it is damaged; the message names another one there that is whole.
+            CheckpointError: There is none, or it is damaged; the message names the newest undamaged one beside it.
         """
         folder = _named_by(expand_home(path))
         try:
@@ -123,10 +124,12 @@ class Checkpoint:
     def newest(
         cls, folder: Path, verify: bool = False, warn: Callable[[str], None] = lambda line: None
     ) -> Checkpoint | None:
-        """Return the newest checkpoint in a ``checkpoints`` folder that is not damaged; None where there is none.
+        """Return the newest undamaged checkpoint in a ``checkpoints`` folder; None if there is none.
 
-        ``verify`` says whether files are compared with their checksums or by their sizes only. ``warn`` takes a line
-        about each newer checkpoint that is damaged.
+        Args:
+            folder: The folder.
+            verify: Whether to compare the files' checksums, or only their sizes.
+            warn: Called with a line about each newer checkpoint, which is damaged.
         """
         for candidate in reversed(step_folders(folder)):
             try:
@@ -137,7 +140,7 @@ class Checkpoint:
 
 
 def _layout(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of a manifest; raise LookupError, TypeError or ValueError if none is like that."""
+    """Return the layout of a manifest; raise LookupError, TypeError or ValueError if it is not a valid layout."""
     numbers = {key: operator.index(given[key]) for key in ("dp", "pp", "chunks")}
     if min(numbers.values()) < 1:
         raise ValueError(f"layout: {numbers}")
@@ -177,9 +180,9 @@ def _named_by(path: Path) -> Path:
 
 
 def _current(folder: Path, name: str) -> Path | None:
-    """Return the checkpoint that ``latest`` or ``best`` means in a ``checkpoints`` folder; None where there is none.
+    """Return the checkpoint that ``latest`` or ``best`` stands for in a ``checkpoints`` folder; None if there is none.
 
-    Where the folder has no links, the newest checkpoint is the latest, and says which one is the best.
+    In a folder without links, the newest checkpoint is the latest, and its manifest names the best one.
     """
     if (folder / name).is_symlink() and (folder / name).is_dir():
         return folder / name
@@ -196,10 +199,10 @@ def _current(folder: Path, name: str) -> Path | None:
 
 
 def read_manifest(path: Path) -> dict:
-    """Return the content of a manifest.json, which its checksum vouches for.
+    """Return the content of a manifest.json, after comparing its checksum.
 
     Raises:
-        CheckpointError: The file cannot be read, is damaged, or is something else.
+        CheckpointError: The file cannot be read, is damaged, or is not a manifest.
     """
     try:
         check_regular(path)
@@ -226,7 +229,7 @@ def with_checksum(manifest: dict) -> dict:
 
 def sha256(path: Path) -> str:
     """Return the checksum of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
+    digest = hashlib.sha256()  # not hashlib.file_digest, which Python 3.10 does not have
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
@@ -237,18 +240,18 @@ def sha256(path: Path) -> str:
 
 
 def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> Content:
-    """Write a safetensors file, or this rank's pieces of it, to their place, and flush it.
+    """Write a safetensors file, or this rank's pieces of it at their offsets, and flush it.
 
-    Where each tensor lies follows from the names, dtypes and shapes alone, so that every rank knows it. A rank writes
-    the pieces that it counts; the one that counts what is not cut also writes the header.
+    The offset of each tensor follows from the names, dtypes and shapes alone, so that every rank knows it. A rank
+    writes the pieces that it counts; the rank that counts uncut tensors also writes the header.
 
     Returns:
-        What was written.
+        The size and checksum of the written bytes.
 
     Raises:
-        CheckpointError: Weights are not finite: nothing could go on from them.
+        CheckpointError: A weight is not finite, so that training could not continue from this checkpoint.
     """
-    import torch  # late: reading a manifest needs none of it
+    import torch  # late: reading a manifest does not need it
 
     for name, piece in tensors.items():
         if not is_usable(name, piece.tensor):
@@ -257,8 +260,8 @@ def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> Content:
             )
     header, starts = lay_out(tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Between ranks that share tensors, borders lie anywhere in a page. Linux's NFS client may send a page as a whole,
-    # with zeros over the bytes of another machine, unless the file is opened for synchronous writes.
+    # The pieces of ranks that share tensors meet within a page. Linux's NFS client may send a page as a whole, with
+    # zeros over the bytes of another machine, unless the file is opened for synchronous writes.
     shared = any(piece.axes for piece in tensors.values())
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (getattr(os, "O_DSYNC", 0) if shared else 0), 0o666)
     written = Content()
@@ -276,9 +279,9 @@ def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> Content:
 
 
 def is_usable(name: str, tensor: Tensor) -> bool:
-    """Return whether training can go on from a tensor: a weight is finite, or the -inf of an attention mask.
+    """Return whether training can continue from a tensor: a weight must be finite, or the -inf of an attention mask.
 
-    An optimizer's tensors, which have a slash in their names, may overflow.
+    The tensors of an optimizer, which have a slash in their names, may overflow.
     """
     if "/" in name or not tensor.is_floating_point() or tensor.numel() == 0:
         return True
@@ -287,9 +290,9 @@ def is_usable(name: str, tensor: Tensor) -> bool:
 
 
 def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, and where each tensor begins, counted in bytes from its beginning.
+    """Return the header of a safetensors file, and the offset of each tensor in bytes from the beginning of the file.
 
-    Tensors lie one after the other, those with the widest numbers first, so that they stay aligned.
+    Tensors follow each other without gaps. Those of the widest dtypes come first, so that all are aligned.
     """
     entries, end = {}, 0
     for name, piece in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
@@ -305,9 +308,10 @@ def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
 
 
 def _write_box(descriptor: int, content: Any, piece: Piece, begin: int) -> Content:
-    """Write the bytes of a piece to their places in the tensor that begins at ``begin``, one write for each run."""
+    """Write the bytes of a piece into the tensor that begins at offset ``begin``, with one write per contiguous run."""
     size, shape, start = piece.tensor.shape, piece.shape, piece.start
-    # From the last dimension in which it is narrower than the tensor, its numbers follow each other in the file.
+    # In the last dimension in which the piece is narrower than the tensor, and behind it, a slice is contiguous in the
+    # file.
     last = max((dim for dim in range(len(shape)) if size[dim] < shape[dim]), default=0)
     strides = [math.prod(shape[dim + 1 :]) * piece.tensor.itemsize for dim in range(len(shape))]
     length = math.prod(size[last:]) * piece.tensor.itemsize
@@ -323,16 +327,16 @@ def _write_at(descriptor: int, content: Any, offset: int) -> Content:
     content = memoryview(content)
     written = Content.of(len(content), zlib.adler32(content), offset)
     while content:
-        count = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes 2 GiB at a time, at most
+        count = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes at most 2 GiB at a time
         content, offset = content[count:], offset + count
     return written
 
 
 def describe(path: Path, written: Content) -> dict[str, Any]:
-    """Return the size and the sha256 of a file, read again: on one machine it comes from the page cache.
+    """Read a file back and return its size and sha256. On one machine the page cache has its content.
 
     Raises:
-        CheckpointError: It does not hold what its writers have ``written``.
+        CheckpointError: The file does not contain what its writers have ``written``.
     """
     digest, size, checksum = hashlib.sha256(), 0, 1
     with open(path, "rb") as file:
@@ -342,18 +346,18 @@ def describe(path: Path, written: Content) -> dict[str, Any]:
     if Content.of(size, checksum) != written:
         raise CheckpointError(
             f"{path} of {size} bytes is not what its ranks have written ({written.size} bytes): the file system lost "
-            "some of it, or the ranks do not share the run directory"
+            "a part of it, or the ranks do not share the run directory"
         )
     return {"sha256": digest.hexdigest(), "bytes": size}
 
 
 class Content(NamedTuple):
-    """A checksum of some bytes of a file that knows their places: those of all writers add up to that of the file.
+    """A checksum of bytes of a file and their positions. The checksums of all writers add up to that of the file.
 
     Attributes:
         size: The number of bytes.
-        total: Their sum, modulo 65521 as in Adler-32.
-        weighted: The sum of each times its position in the file, modulo 65521.
+        total: The sum of the bytes, modulo 65521 as in Adler-32.
+        weighted: The sum of each byte times its position in the file, modulo 65521.
     """
 
     size: int = 0
@@ -362,9 +366,9 @@ class Content(NamedTuple):
 
     @classmethod
     def of(cls, size: int, checksum: int, offset: int = 0) -> Content:
-        """Return that of ``size`` bytes from ``offset`` on whose Adler-32 is ``checksum``."""
+        """Return the checksum of ``size`` bytes from ``offset`` on whose Adler-32 is ``checksum``."""
         total = (checksum & 0xFFFF) - 1
-        from_the_end = (checksum >> 16) - size  # each byte times how many there are from it on
+        from_the_end = (checksum >> 16) - size  # sum of each byte times its position counted from the end
         return cls(size, total % _MODULUS, ((offset + size) * total - from_the_end) % _MODULUS)
 
     def __add__(self, other: Content) -> Content:
@@ -376,7 +380,7 @@ class Content(NamedTuple):
 
 
 def publish(draft: Path, final: Path) -> None:
-    """Give a draft its name. A damaged checkpoint of that name is removed first."""
+    """Rename a draft to its final name. A damaged checkpoint of that name is removed first."""
     if final.exists():
         remove(final)
     os.replace(draft, final)
@@ -384,20 +388,20 @@ def publish(draft: Path, final: Path) -> None:
 
 
 def update_link(folder: Path, name: str, target: str) -> None:
-    """Make the relative link ``name`` lead to ``target``, in one step.
+    """Make the relative link ``name`` point to ``target``, in one atomic step.
 
-    Links are a convenience: on a file system without them a warning says so once, and ``Checkpoint.find`` needs none.
+    ``Checkpoint.find`` also works without links: on a file system that has none, this only warns, once.
     """
     link, place = folder / f".{name}.tmp", folder / name
     try:
         if place.is_dir() and not place.is_symlink():  # the folder was copied, and its links were followed
-            log.warning("%s is a folder and no link: it is kept as %s", place, set_aside(place).name)
+            log.warning("%s is a folder, not a link: it is kept as %s", place, set_aside(place).name)
         link.unlink(missing_ok=True)
         link.symlink_to(target)
         os.replace(link, place)
     except (OSError, NotImplementedError) as error:
         with suppress(OSError):
-            place.unlink(missing_ok=True)  # it would lead to an older one
+            place.unlink(missing_ok=True)  # it would point to an older checkpoint
         _tell_of_no_links(folder, getattr(error, "strerror", None) or str(error))
     flush_path(folder)
 
@@ -409,7 +413,7 @@ def _tell_of_no_links(folder: Path, why: str) -> None:
 
 
 def remove_old(folder: Path, keep: int, best: int | None = None) -> None:
-    """Remove all checkpoints but the newest ``keep``, that of the step ``best``, and those that links lead to."""
+    """Remove all checkpoints except the newest ``keep``, that of the step ``best``, and those that links point to."""
     kept = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
     if best is not None:
         kept.add(step_name(best))
@@ -419,7 +423,7 @@ def remove_old(folder: Path, keep: int, best: int | None = None) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a folder, so that it is not taken for a checkpoint of this run, and return its new path."""
+    """Rename a folder so that it no longer counts as a checkpoint of this run, and return its new path."""
     renamed = folder.with_name(UNUSED + folder.name)
     if renamed.exists():
         remove(renamed)
@@ -428,7 +432,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that half of it is never taken for one."""
+    """Remove a checkpoint. It is renamed first, so that a half-removed folder never counts as a checkpoint."""
     hidden = folder.with_name(f".{folder.name}.removed.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(folder, hidden)

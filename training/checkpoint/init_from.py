@@ -1,7 +1,7 @@
-"""``model.init_from``: weights to start from, exported by this project or published on Hugging Face.
+"""``model.init_from``: starts training from weights that this project exported or that Hugging Face publishes.
 
-They are a folder with model.safetensors (or its parts, which model.safetensors.index.json lists), or one such file.
-Each rank reads the tensors of its own layers only, and of shared ones its box. Nothing is unpickled.
+The weights are a folder with model.safetensors (or its parts, which model.safetensors.index.json lists), or one such
+file. Each rank reads only the tensors of its layers, and only its box of sharded ones. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from training.checkpoint.load import AUTO, StoredTensor
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 3
-_PADDED_TO = 128  # a vocabulary's size, a multiple of it
-_SAMPLED, _SAMPLES = 4096, 64  # of a file: bytes to a block, and blocks
+_PADDED_TO = 128  # padded vocabulary sizes are multiples of this
+_SAMPLED, _SAMPLES = 4096, 64  # a digest reads this many bytes per block, and this many blocks of a file
 _DIGITS = 12
 _BLOCK = 4096  # rows summed at a time: a float64 copy of a whole embedding would be twice its size
 
 
 def start(model: Any, chain: Chain, strategy: Strategy) -> None:
-    """Load the weights that a new run starts from: ``model.init_from``, ``model.extra_tokens`` or both are set.
+    """Load the weights that a new run starts from, for ``model.init_from``, ``model.extra_tokens`` or both.
 
     Raises:
         TrainingError: The weights do not fit; see ``check_start``.
@@ -53,10 +53,10 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
 
 
 def check_base(cfg: Any, chain: Chain) -> None:
-    """Note in ``model.lora.base`` which weights the adapters of a run are trained on.
+    """Record in ``model.lora.base`` which weights the adapters of a run are trained on.
 
     Raises:
-        TrainingError: A checkpoint's adapters were trained on others.
+        TrainingError: The adapters of a checkpoint were trained on other weights.
     """
     if chain.base is None:
         return
@@ -67,23 +67,23 @@ def check_base(cfg: Any, chain: Chain) -> None:
         base = f"weights={chain.fingerprint}" if chain.fingerprint else f"seed={cfg.seed}"
     if lora.base not in (None, base):
         raise TrainingError(
-            f"these adapters were trained on the base {lora.base}, and model.init_from={model.init_from} "
-            f"seed={cfg.seed} gives {base}; set model.init_from and seed to what they were trained with"
+            f"these adapters were trained on the base {lora.base}, but model.init_from={model.init_from} "
+            f"seed={cfg.seed} gives {base}; set model.init_from and seed to the values that they were trained with"
         )
     lora.base = base
 
 
 def read_base(model: Any, chain: Chain, strategy: Strategy) -> None:
-    """Load the base of adapters where it is not drawn: a checkpoint has none of it. The errors are ``start``'s."""
+    """Load the base of adapters from ``model.init_from``, if set: no checkpoint contains it. Errors: see ``start``."""
     if chain.base is not None and model.init_from is not None:
         start(model, chain, strategy)
 
 
 def digest_read(cfg: Any, chain: Chain) -> str | None:
-    """Return a digest of the files that ``model.init_from`` names; None where none are read, or none are there.
+    """Return a digest of the files that ``model.init_from`` names; None if the run reads none, or they are missing.
 
-    Of each it is the name, the size and blocks from all over it: a rank reads its own layers only, and to read the
-    whole of a large model on every rank may take minutes.
+    The digest covers the name and size of each file and blocks spread over it. It does not cover the whole file, since
+    a rank reads only its layers, and reading the whole of a large model on every rank may take minutes.
     """
     model = cfg.model
     if model.init_from is None or (chain.base is None and (cfg.mode == "eval" or cfg.train.resume not in (None, AUTO))):
@@ -99,16 +99,17 @@ def digest_read(cfg: Any, chain: Chain) -> str | None:
                 for start in range(0, size, max(_SAMPLED, size // _SAMPLES)):
                     file.seek(start)
                     digest.update(file.read(_SAMPLED))
-    except (OSError, TrainingError):  # those that are needed are missed when they are read
+    except (OSError, TrainingError):  # a missing file that is needed is an error where it is read
         return None
     return digest.hexdigest()[:_DIGITS]
 
 
 def check_start(model: Any, chain: Chain) -> Weights:
-    """Return what ``model.init_from`` holds, once it is sure that it is this model: by config.json, names and shapes.
+    """Return the weights of ``model.init_from``, after checking config.json and the tensors' names and shapes.
 
     Raises:
-        TrainingError: A size differs, or tensors are missing, of another size, or not the model's; the message says it.
+        TrainingError: A size differs, or tensors are missing, of another shape, or not the model's; the message names
+            them.
         ModelError: config.json describes a model that this project does not have.
     """
     weights = Weights(model, chain)
@@ -129,10 +130,10 @@ def check_start(model: Any, chain: Chain) -> Weights:
 
 
 def check_copies(model: Any, weights: Weights) -> None:
-    """Check the tensors that say again what follows from others, and are not loaded: tied ones and redundant ones.
+    """Check the tensors that are not loaded because they follow from others: tied and redundant ones.
 
     Raises:
-        TrainingError: One says something else: the weights were trained as another model.
+        TrainingError: A tensor contradicts the others, so the weights belong to another model.
     """
     if problems := weights.contradictions():
         said = "; ".join(problems[:_SHOWN])
@@ -140,19 +141,19 @@ def check_copies(model: Any, weights: Weights) -> None:
 
 
 def unseen(model: Any, chain: Chain) -> str | None:
-    """Return a warning where no config.json says what the weights do not show; None where there is one, or no form."""
+    """Return a warning if there is no config.json with the settings that weights do not show; otherwise None."""
     folder, form = folder_of(model.init_from), chain.hugging_face
     if form is None or (folder / "config.json").is_file():
         return None
     said = ", ".join(f"{key}={form.config[key]}" for key in form.family.unseen)
     return (
         f"{folder} has no config.json, and its weights fit other models too: nothing shows that they were trained with "
-        f"{said}; put the model's config.json there, and it is compared"
+        f"{said}; put the model's config.json there to have it compared"
     )
 
 
 def not_drawn(model: Any, chain: Chain) -> Chain:
-    """Return the chain without drawing the initial weights that ``model.init_from`` replaces: they take no memory."""
+    """Return the chain with initial weights drawn only where ``model.init_from`` has none: others need no memory."""
     weights = Weights(model, chain)
 
     def initialise(name: str, module: nn.Module) -> None:
@@ -164,12 +165,12 @@ def not_drawn(model: Any, chain: Chain) -> Chain:
 
 
 class Weights(dict):
-    """The tensors of the file under this project's names. Boxes of them are read when they are asked for.
+    """The tensors of ``model.init_from``, under this project's names. Boxes of them are read on demand.
 
     Attributes:
-        expected: The model's tensors by name, without memory; a tied one once.
+        expected: The model's tensors by name, without memory; a tied tensor is there once.
         unexpected: The names of tensors in the file that the model does not have.
-        added: The tokens after GPT-2's own whose rows the file has.
+        added: The tokens after GPT-2's vocabulary whose rows the file has.
     """
 
     def __init__(self, model: Any, chain: Chain) -> None:
@@ -206,7 +207,7 @@ class Weights(dict):
         return _Padded(stored, rows) if grows else stored
 
     def contradictions(self) -> list[str]:
-        """Return what is wrong with tensors that say again what follows from others: tied ones and redundant ones."""
+        """Return the problems of tensors that should follow from others, tied and redundant ones."""
         problems = [
             f"{copy} differs from {own}, the model has one tensor for both"
             for copy, own in self._copies.items()
@@ -240,7 +241,7 @@ def _slices(box: Box, dimensions: int) -> tuple[slice, ...]:
 
 
 class _Transposed:
-    """A matrix in a file that is kept transposed there."""
+    """A matrix that its file stores transposed."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self._stored, self.shape = stored, torch.Size(reversed(stored.shape))
@@ -250,7 +251,10 @@ class _Transposed:
 
 
 class _Padded:
-    """An embedding in a file, with more rows: each the mean row. A zero row has logit 0, more than most words get."""
+    """An embedding in a file, extended by rows that equal the mean row.
+
+    Rows of zeros would have logit 0, which is more than most words get.
+    """
 
     def __init__(self, stored: StoredTensor, rows: int) -> None:
         self._stored, self.shape = stored, torch.Size([rows, *stored.shape[1:]])
@@ -298,7 +302,7 @@ def _files(path: Path) -> list[Path]:
 def _parts(index: Path) -> list[Path]:
     try:
         names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
-        parts = [index.parent / Path(name).name for name in names]  # beside the index, whatever it says
+        parts = [index.parent / Path(name).name for name in names]  # in the index's folder, also for a name with a path
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TrainingError(f"model.init_from: {index} cannot be read: {error!r}") from None
     if missing := [part.name for part in parts if not part.exists()]:
@@ -316,14 +320,14 @@ def _open(path: Path) -> Any:
 
 
 def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
-    """Return the extra tokens that the file's vocabulary has already; the run's must begin with them."""
+    """Return the extra tokens that the file's vocabulary has already; ``model.extra_tokens`` must begin with them."""
     theirs, ours = added_tokens(folder), parse_extra_tokens(model.get("extra_tokens"))
     if list(theirs) != list(ours)[: len(theirs)]:
         wanted = json.dumps({**dict.fromkeys(theirs), **{k: v for k, v in ours.items() if k not in theirs}})
         raise TrainingError(
-            f"model.init_from={model.init_from} has the tokens {', '.join(theirs)} behind GPT-2's own, and "
-            f"model.extra_tokens begins otherwise: {', '.join(ours) or 'empty'}. Their order is their numbers: "
-            f"set {shlex.quote(f'model.extra_tokens={wanted}')}"
+            f"model.init_from={model.init_from} has the tokens {', '.join(theirs)} after GPT-2's vocabulary, but "
+            f"model.extra_tokens does not begin with them: {', '.join(ours) or 'empty'}. Their order determines their "
+            f"ids; set {shlex.quote(f'model.extra_tokens={wanted}')}"
         )
     return tuple(theirs)
 
@@ -334,17 +338,17 @@ def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
 def vocabulary_with(vocab_size: int, extra_tokens: Any) -> int:
     """Return the size of the model's vocabulary with ``model.extra_tokens``, whose ids begin at 50,257.
 
-    They take padding where there is some; a vocabulary that was padded to a multiple of 128 stays one.
+    The extra tokens replace padding if there is any. A size that is a multiple of 128 grows to a multiple of 128.
 
     Raises:
-        TrainingError: The model lacks some of GPT-2's own tokens.
+        TrainingError: The model's vocabulary is smaller than GPT-2's.
     """
     extra = parse_extra_tokens(extra_tokens)
     if not extra:
         return vocab_size
     if vocab_size < GPT2_VOCAB_SIZE:
         raise TrainingError(
-            f"model.extra_tokens stand behind GPT-2's {GPT2_VOCAB_SIZE} tokens, model.vocab_size={vocab_size} is less; "
+            f"model.extra_tokens follow GPT-2's {GPT2_VOCAB_SIZE} tokens, but model.vocab_size={vocab_size} is less; "
             f"set model.vocab_size={GPT2_VOCAB_SIZE} or more"
         )
     wanted = GPT2_VOCAB_SIZE + len(extra)
@@ -354,9 +358,10 @@ def vocabulary_with(vocab_size: int, extra_tokens: Any) -> int:
 
 @torch.no_grad()
 def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int) -> None:
-    """Set the new tokens' rows in every copy of the embedding that this rank holds; the first ``known`` have theirs.
+    """Set the rows of new tokens in every copy of the embedding that this rank holds.
 
-    Each is the mean of the rows of its description's tokens, or of all of GPT-2's where it has none.
+    The first ``known`` tokens have their rows already. Each other row is the mean of the rows of its description's
+    tokens, or of all of GPT-2's if it has no description.
     """
     extra = parse_extra_tokens(extra_tokens)
     if len(extra) == known:
@@ -372,7 +377,7 @@ def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int)
 
 
 def _mean(rows: Boxes) -> Tensor:
-    """Return the mean row, computed in float64 on the CPU: copies on other ranks and devices get the same numbers."""
+    """Return the mean row, computed in float64 on the CPU so that copies on all ranks and devices are equal."""
     count = rows.shape[0]
     sums = (rows[i : i + _BLOCK].cpu().double().sum(dim=0) for i in range(0, count, _BLOCK))
     return reduce(torch.add, sums) / count

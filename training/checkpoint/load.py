@@ -1,4 +1,4 @@
-"""Reading a rank's tensors from a checkpoint, whatever layout has saved it, and from which one a run goes on."""
+"""Loads a rank's tensors from a checkpoint of any layout, and chooses the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Optimizer(Protocol):
-    """What a checkpoint needs to know of an optimizer; ``kind`` is the full name of its class."""
+    """The optimizer's interface for checkpoints; ``kind`` is the full name of its class."""
 
     kind: str
 
@@ -41,12 +41,12 @@ class Optimizer(Protocol):
         ...
 
     def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
-        """Replace them."""
+        """Replace the optimizer's tensors for a parameter."""
         ...
 
 
 def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None) -> Checkpoint:
-    """Load a checkpoint. All ranks call it; rank 0 compares all checksums first, and each reads its own tensors only.
+    """Load a checkpoint. All ranks call this; rank 0 first compares all checksums. Each rank reads only its tensors.
 
     Args:
         path: See ``Checkpoint.find``.
@@ -54,15 +54,15 @@ def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None) -> 
         optimizer: Its optimizer; None to load weights only.
 
     Raises:
-        CheckpointError: On every rank: something is missing, damaged, of another shape or another on other ranks;
-            the message names it.
+        CheckpointError: On every rank: a file or tensor is missing, damaged or of another shape, or another rank has
+            another checkpoint; the message names it.
     """
     checkpoint = _together(strategy.mesh, lambda: Checkpoint.find(path, verify=strategy.mesh.rank == 0))
     return _load(checkpoint, strategy, optimizer)
 
 
 def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | None) -> Checkpoint:
-    """Load what each rank has found by itself, if it is the same checkpoint."""
+    """Load the checkpoint that each rank has found, after checking that it is the same one on all ranks."""
     from safetensors import SafetensorError
 
     digests = strategy.mesh.gather(hashlib.sha256(repr(sorted(checkpoint.files.items())).encode()).hexdigest())
@@ -73,8 +73,8 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
         )
     if optimizer is not None and checkpoint.optimizer != optimizer.kind:
         raise CheckpointError(
-            f"{checkpoint.folder} was saved with optim {checkpoint.optimizer}, this run has {optimizer.kind}: go on "
-            "with the same optimizer, or start anew"
+            f"{checkpoint.folder} was saved with optim {checkpoint.optimizer}, this run has {optimizer.kind}: continue "
+            "with the same optimizer, or start a new run"
         )
     try:
         tensors = Tensors(checkpoint)
@@ -90,13 +90,13 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a checkpoint's parameters and buffers, whole; a tied parameter is there once, by its canonical name."""
+    """Read a checkpoint's whole parameters and buffers. A tied parameter is returned once, under its canonical name."""
     tensors = Tensors(Checkpoint.find(path, verify=True))
     return {name: tensors[name][...] for name in tensors if "/" not in name}
 
 
 class Tensors(dict):
-    """The tensors of a checkpoint by name. Boxes are read when they are asked for: a rank never holds another's."""
+    """The tensors of a checkpoint by name. Boxes are read on demand: a rank never holds the tensors of another."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Read the names of all tensors. Raises OSError and SafetensorError."""
@@ -112,15 +112,15 @@ class Tensors(dict):
 
 
 class StoredTensor:
-    """A tensor in a file: its shape, and boxes of it, which are read when they are asked for.
+    """A tensor in a file. Boxes of it are read on demand.
 
     Attributes:
         shape: The shape of the whole tensor.
-        dtype: The dtype of what is read: the file's, until another is set.
+        dtype: The dtype to which boxes are converted; initially the dtype in the file.
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open the file, whose header is read. Raises OSError and SafetensorError."""
+        """Open the file and read its header. Raises OSError and SafetensorError."""
         from safetensors import safe_open
 
         self._file, self._name = safe_open(path, framework="pt"), name
@@ -140,7 +140,8 @@ def _load_optimizer(tensors: Tensors, strategy: Strategy, optimizer: Optimizer) 
             kinds.setdefault(name, []).append(kind)
     for name, parameter in strategy.named_parameters():
         state = {kind: tensors[f"{name}/{kind}"] for kind in kinds.get(name, [])}
-        for kind, value in state.items():  # of the weights' dtype, as they are now; not counters and plain numbers
+        # State of the weights' dtype follows their present dtype; counters and plain numbers keep theirs.
+        for kind, value in state.items():
             if kind != "step" and "#" not in kind and name in tensors and value.dtype == tensors[name].dtype:
                 value.dtype = parameter.dtype
         optimizer.load_state_of(parameter, state)
@@ -150,20 +151,20 @@ def _load_optimizer(tensors: Tensors, strategy: Strategy, optimizer: Optimizer) 
 
 
 def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) -> Checkpoint | None:
-    """Load the checkpoint that ``train.resume`` names. All ranks call it; rank 0 chooses and prints.
+    """Load the checkpoint that ``train.resume`` names. All ranks call this; rank 0 chooses and prints.
 
     Args:
-        wanted: A path; "auto" for the newest checkpoint of this run directory that is whole, bit for bit (a warning
-            names the damaged ones).
+        wanted: A path; or "auto" for the newest checkpoint of this run directory whose checksums match. A warning
+            names the damaged ones.
         folder: The ``checkpoints`` folder of this run directory.
         strategy: The model to load into.
         optimizer: Its optimizer.
 
     Returns:
-        The checkpoint that was loaded; None for a run that starts from the beginning.
+        The loaded checkpoint; None for a run that starts from the beginning.
 
     Raises:
-        CheckpointError: On every rank: the checkpoint that was named is damaged, or does not fit.
+        CheckpointError: On every rank: the named checkpoint is damaged, or does not fit.
     """
     first = strategy.mesh.rank == 0
     chosen = _together(strategy.mesh, lambda: _choose(wanted, folder) if first else None)
@@ -181,7 +182,7 @@ def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) 
 
 
 def _together(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Return what ``work`` gives; a CheckpointError on one rank is raised on every rank."""
+    """Return the result of ``work``; a CheckpointError on one rank is raised on every rank."""
     values: list[T] = []
     problem = None
     try:
@@ -199,14 +200,14 @@ def _choose(wanted: str, folder: Path) -> Checkpoint | None:
     else:
         chosen = Checkpoint.find(Path(wanted), verify=True)
     if chosen is None:
-        print(f"train.resume=auto: no checkpoint in {folder} to go on from; this run starts at step 1", flush=True)
+        print(f"train.resume=auto: no checkpoint in {folder} to resume from; this run starts at step 1", flush=True)
         return None
-    print(f"going on from {chosen.folder}", flush=True)
+    print(f"resuming from {chosen.folder}", flush=True)
     return chosen
 
 
 def _make_newest(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
-    """Make a checkpoint the newest one of its run. Newer ones, damaged or skipped on purpose, are renamed."""
+    """Make a checkpoint the newest one of its run: newer ones, which are damaged or were skipped, are renamed."""
     step = 0
     if loaded is not None:
         step = loaded.step
@@ -217,16 +218,16 @@ def _make_newest(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
         if step_of(newer) > step:
             renamed = set_aside(newer)
             if not quiet:  # the damaged ones have been named already
-                _warn(f"{newer} is kept as {renamed.name}: this run goes on from step {step}")
+                _warn(f"{newer} is kept as {renamed.name}: this run continues from step {step}")
     for name in (LATEST, BEST):
         if (folder / name).is_symlink() and not (folder / name).exists():
             (folder / name).unlink()
 
 
 def after_restart(cfg: Any, run_dir: Path) -> None:
-    """Change ``train.resume`` for a run that its launcher has started again.
+    """Change ``train.resume`` for a run that its launcher has restarted.
 
-    The run continues from its own newest checkpoint; before it has one, from what ``train.resume`` names.
+    The run continues from its newest checkpoint, or, before it has one, from the one that ``train.resume`` names.
     """
     if cfg.train.resume is None or Checkpoint.newest(run_dir / "checkpoints") is not None:
         cfg.train.resume = AUTO

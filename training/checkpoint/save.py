@@ -1,17 +1,17 @@
-"""Saving without stopping: the tensors are copied, a thread writes the copies, and training continues.
+"""Saves checkpoints in the background: the tensors are copied, a thread writes the copies, and training continues.
 
 A save goes through these phases. A run that is killed in any of them leaves the older checkpoints as they were:
 
-    copy_tensors      each writing rank copies its tensors; from here on training continues
-    write_file        each file, or this rank's pieces of it, flushed, into the draft .step-00000050.tmp
-    describe          size and sha256 of the files, complete by now, by one of their writers each
-    write_manifest    rank 0: manifest.json, with step, layout, size and sha256 of each file
-    publish           the draft gets its name
-    update_link       ``latest``, and ``best`` where it is
-    remove_old        only now are older checkpoints removed
+    copy_tensors      each writing rank copies its tensors; training continues after that
+    write_file        each rank writes its files, or its pieces of them, into the draft .step-00000050.tmp, and flushes
+    describe          one writer of each complete file computes its size and sha256
+    write_manifest    rank 0 writes manifest.json, with step, layout, size and sha256 of each file
+    publish           the draft is renamed to its final name
+    update_link       ``latest`` is updated, and ``best`` if this is the best checkpoint
+    remove_old        older checkpoints are removed
 
-The saving threads of all ranks have a process group of their own. On it they tell each other after the files, after
-their descriptions and after the publication what they have done or what went wrong, so that all end alike.
+The saving threads of all ranks have a separate process group. They exchange results and errors on it after the files
+are written, after they are described and after the publication, so that a save succeeds or fails on all ranks.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ log = logging.getLogger("training")
 
 RESERVE = 512 * 2**20  # bytes that a copy leaves free
 _NICE = 10
-_CLOSE_S = 10.0  # how long a run that has failed waits for a save to end
+_CLOSE_S = 10.0  # seconds that a failed run waits for a save to end
 _SLOWEST_DISK = 10 * 2**20  # bytes per second, for the longest wait for another rank
 
 Files = dict[str, dict[str, Piece]]  # this rank's piece of each tensor, by its name, by the name of its file
 
 
 class Checkpointer:
-    """The checkpoints of one run directory, and what of a run is saved when. All ranks call each method together."""
+    """Saves the checkpoints of one run directory when they are due. All ranks call each method together."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class Checkpointer:
             optimizer: Its optimizer.
             every: N to save every N steps and after the last one, 0 after the last one only, None never.
             keep: How many of the newest checkpoints are kept.
-            timeout_s: The longest wait for another rank, in seconds, beyond what its files may take.
+            timeout_s: The longest wait for another rank, in seconds, in addition to the time to write its files.
             config: The run's configuration, which each checkpoint keeps.
-            check: Called on every rank with each save; raises where the run may not go on, or returns a warning.
-            warn: Takes a sentence about a save in the background that has failed, or what ``check`` returns.
+            check: Called on every rank at each save. It raises if the run may not continue, and may return a warning.
+            warn: Called with the error of a failed save in the background, and with the warning of ``check``.
         """
         self.folder, self.strategy, self.optimizer = Path(folder), strategy, optimizer
         self.check, self.warn = check, warn
@@ -113,29 +113,29 @@ class Checkpointer:
         self.group: dist.ProcessGroup | None = None
         self._buffers: dict[str, Tensor] = {}
         self._pending: _Save | None = None
-        self._newest: int | None = 0  # the step whose weights need no saving: saved, on their way, or the initial ones
+        self._newest: int | None = 0  # the step whose weights need no saving: saved, being saved, or the initial ones
         self._saved: int | None = None  # the step of the newest checkpoint in this folder
 
     def after_step(
         self, step: int, counted: int, progress: Callable[[], dict], last: bool = False, best: bool = False
     ) -> Path | None:
-        """Save what is due after a step: every N steps, after the last one, and the best so far.
+        """Save a checkpoint if one is due after a step: every N steps, after the last one, or if it is the best so far.
 
         Args:
             step: The step.
-            counted: The last step whose update counted. It names the checkpoint; steps skipped since are done again.
-            progress: Gives what the training loop keeps of itself, as plain values. If its "best_step" is ``counted``,
-                the link ``best`` will lead to this checkpoint.
+            counted: The last step whose update was applied. It names the checkpoint; steps skipped since are repeated.
+            progress: Returns the state of the training loop, as plain values. If its "best_step" is ``counted``,
+                the link ``best`` will point to this checkpoint.
             last: Whether the run ends with this step.
             best: Whether these weights have just been evaluated as the best so far.
 
         Returns:
-            The checkpoint that is being written; None if these weights need none, or have one.
+            The checkpoint that is being written; None if none is due, or if these weights are saved already.
 
         Raises:
-            CheckpointError: On every rank: that of the last step could not be written. Older ones are untouched.
+            CheckpointError: On every rank: the last checkpoint could not be written. Older ones are untouched.
         """
-        self._connect()  # now: at a last save the store may be gone, such as that of a torchrun that was killed
+        self._connect()  # now: at the last save the store may be gone, for instance if torchrun was killed
         if self._every is not None and best:
             return self.save(counted, progress(), wait=last)
         if not is_due(self._every, step, last):
@@ -145,16 +145,16 @@ class Checkpointer:
         return None if counted == self._newest else self.save(counted, progress())
 
     def ensure_saved(self, counted: int, progress: Callable[[], dict]) -> Path | None:
-        """Wait until the weights are on the disk. The arguments, results and errors are those of ``after_step``."""
+        """Save the weights and wait until they are on disk. Arguments, result and errors: see ``after_step``."""
         self.wait_pending()
         return None if counted == self._newest else self.save(counted, progress(), wait=True)
 
     def save(self, step: int, progress: dict | None = None, wait: bool = False) -> Path:
-        """Start to write the checkpoint of a step; one that is written already gets the new progress.
+        """Start to write the checkpoint of a step. If it is written already, only its progress is updated.
 
         Raises:
             CheckpointError: With ``wait``, on every rank: it could not be written. Older ones are untouched.
-            TrainingError: On every rank: what ``check`` raises, once the checkpoint is written.
+            TrainingError: On every rank: the error of ``check``, after the checkpoint is written.
         """
         self.wait_pending()
         self._newest = step
@@ -179,14 +179,14 @@ class Checkpointer:
         try:
             warning = self.check()
         except TrainingError:
-            self.wait_pending()  # what was trained is not lost
+            self.wait_pending()  # so that the trained weights are not lost
             raise
         if warning is not None:
             self.warn(warning)
         return final
 
     def wait_pending(self) -> str | None:
-        """Wait until the pending save is done on every rank; return why it has failed, None if it has not."""
+        """Wait until the pending save is done on every rank; return its error, or None if it succeeded."""
         save, self._pending = self._pending, None
         if save is None:
             return None
@@ -204,7 +204,10 @@ class Checkpointer:
         return failure
 
     def resumed_from(self, checkpoint: Checkpoint) -> bool:
-        """Note that the run has loaded a checkpoint, so that it is not saved again; return whether it is its own."""
+        """Note that the run has loaded a checkpoint, so that it is not saved again.
+
+        Returns whether the checkpoint is in this run's directory.
+        """
         own = self.gather(checkpoint.folder.parent == self.folder.resolve())[0]
         self._newest = checkpoint.step
         if own:
@@ -212,7 +215,7 @@ class Checkpointer:
         return own
 
     def close(self) -> None:
-        """Give a pending save some time to end, on a rank that leaves early. It does not wait for other ranks."""
+        """Wait some seconds for a pending save, on a rank that leaves early. This does not wait for other ranks."""
         if self._pending is not None:
             self._pending.join(_CLOSE_S)
 
@@ -221,7 +224,7 @@ class Checkpointer:
         return [value] if self._alone else self._mesh.gather(value, group=group)
 
     def _amend(self, final: Path, progress: dict) -> None:
-        """Update the progress of a checkpoint that is saved already: an evaluation may have followed."""
+        """Update the progress of a saved checkpoint: the model may have been evaluated since."""
         try:
             known = read_manifest(final / MANIFEST)
             if known.get("progress") != progress:
@@ -247,14 +250,15 @@ class Checkpointer:
 
 
 class _Save(threading.Thread):
-    """One checkpoint on its way to the disk. The threads of all ranks go through the phases together.
+    """A thread that writes one checkpoint. The threads of all ranks go through the phases together.
 
-    ``error`` says why it has failed, the same on every rank where none is lost; ``lost`` whether a rank no longer
-    answers.
+    Attributes:
+        error: Why the save has failed; the same on every rank, unless a rank is lost.
+        lost: Whether a rank no longer answers.
     """
 
     def __init__(self, checkpoints: Checkpointer, manifest: dict, files: Files, awaited: bool) -> None:
-        """Take what this rank writes. An error is a warning, unless the run waits for this save and raises it."""
+        """Keep the files that this rank writes. An error is a warning, unless ``awaited``: then the run raises it."""
         super().__init__(name=f"checkpoint-{manifest['step']}", daemon=True)
         self.step: int = manifest["step"]
         self.draft = checkpoints.folder / f".{step_name(self.step)}.tmp"
@@ -263,7 +267,7 @@ class _Save(threading.Thread):
         self._checkpoints, self._manifest, self._files, self._awaited = checkpoints, manifest, files, awaited
 
     def run(self) -> None:
-        if sys.platform == "linux":  # there, threads have priorities: training comes first
+        if sys.platform == "linux":  # where threads have priorities: training comes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             written = self._together("written their files", self._write)
@@ -277,10 +281,10 @@ class _Save(threading.Thread):
                 self._checkpoints.warn(f"{self.error}; training goes on, the last good checkpoint stays")
 
     def _together(self, done: str, phase: Callable[[], Any]) -> list:
-        """Do a phase and return what it gave on each rank.
+        """Run a phase and return its results of all ranks.
 
         Raises:
-            CheckpointError: On every rank: it has failed on one; or a rank does not answer.
+            CheckpointError: On every rank: the phase failed on a rank, or a rank does not answer.
         """
         value = error = None
         try:
@@ -301,23 +305,26 @@ class _Save(threading.Thread):
         return [value for value, _ in answers]
 
     def _write(self) -> dict[str, Content]:
-        """Write this rank's pieces, and return what it has written of each file."""
+        """Write this rank's pieces, and return the checksum of the written bytes for each file."""
         mesh = self._checkpoints.strategy.mesh
         return {name: write_file(self.draft / name, pieces, mesh) for name, pieces in self._files.items()}
 
     def _describe(self, written: list[dict[str, Content]]) -> dict[str, dict]:
-        """Return size and sha256 of the files whose first writer this rank is, of which each rank has ``written``."""
+        """Return the size and sha256 of the files whose first writer is this rank.
+
+        ``written`` has the checksums of the bytes that each rank has written.
+        """
         if not self._checkpoints.strategy.mesh.counts():
             return {}
         parts = {name: [Content(*part[name]) for part in written if name in part] for name in self._files}
         return {name: describe(self.draft / name, sum(own, Content())) for name, own in parts.items()}
 
     def _publish(self, described: list[dict[str, dict]]) -> None:
-        """Complete the draft and give it its name, on rank 0. Older checkpoints are untouched if that fails.
+        """Complete the draft and rename it to its final name, on rank 0. If that fails, older checkpoints stay.
 
         Raises:
             OSError: The disk is full, or cannot be written.
-            CheckpointError: A rank's file is not there as that rank has described it.
+            CheckpointError: A file is missing, or its size is not the one that its rank has described.
         """
         if self._checkpoints.rank != 0:
             return
@@ -342,7 +349,7 @@ class _Save(threading.Thread):
 
 
 def is_due(every: int | None, step: int, last: bool) -> bool:
-    """Return whether something is due after a step: every N steps and after the last one, 0 for that only."""
+    """Return whether a save or evaluation is due: every N steps and after the last one; with N=0 after that only."""
     return every is not None and (last or (every > 0 and step % every == 0))
 
 
@@ -350,9 +357,9 @@ def is_due(every: int | None, step: int, last: bool) -> bool:
 
 
 def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
-    """Return the files that this rank writes a part of, with its pieces of its stages' tensors.
+    """Return the files that this rank writes, wholly or in part, with its pieces of its stages' tensors.
 
-    A tied parameter is only where its canonical name is.
+    A tied parameter is only in the file that has its canonical name.
     """
     tied, unsaved, files = strategy.chain.tied, strategy.chain.unsaved, {}
     for index, stage in zip(strategy.indices, strategy.stages, strict=True):
@@ -376,12 +383,12 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
 def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> Files | None:
     """Copy the tensors to main memory, so that training may change the originals.
 
-    The copies go into ``buffers``, by the tensors' names: memory that is new to a process costs far more time than the
-    copy.
+    The copies go into ``buffers``, by the tensors' names, which are reused: newly allocated memory costs a process far
+    more time than the copy.
 
     Returns:
-        The copies, or None where this machine's memory does not suffice for as many as its ``writers`` make at the same
-        time.
+        The copies; None if this machine has too little memory for the copies that all of its ``writers`` make at the
+        same time.
     """
     tensors = {name: piece.tensor for part in files.values() for name, piece in part.items()}
     new = {name: tensor for name, tensor in tensors.items() if name not in buffers}

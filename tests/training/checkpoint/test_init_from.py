@@ -111,7 +111,7 @@ def test_an_export_with_its_tokens_is_started_from_as_it_is(recipe, reference, t
     assert torch.equal(again[EMBEDDING][:50259], wanted[EMBEDDING][:50259]), "trained rows stay"
     assert torch.allclose(again[EMBEDDING][50259], wanted[EMBEDDING][gpt2().encode_ordinary("the")[0]], atol=1e-6)
     assert torch.equal(again["h.0.attn.c_attn.weight"], wanted["h.0.attn.c_attn.weight"])
-    with pytest.raises(TrainingError, match='has the tokens <a>, <b> .*begins otherwise: empty.*"<a>": null, "<b>"'):
+    with pytest.raises(TrainingError, match='tokens <a>, <b> .*does not begin with them: empty.*"<a>": null, "<b>"'):
         prepare(config(*recipe, f"model.init_from='{folder}'"))
 
 
@@ -136,7 +136,7 @@ def test_tokens_beyond_the_padding(recipe, published, tmp_path):
 
 
 def test_fewer_words_than_gpt2s_cannot_be_grown(recipe):
-    with pytest.raises(TrainingError, match="behind GPT-2's 50257 tokens, model.vocab_size=1000 is less"):
+    with pytest.raises(TrainingError, match="follow GPT-2's 50257 tokens, but model.vocab_size=1000 is less"):
         prepare(config(*recipe, EXTRA, "model.vocab_size=1000"))
 
 

@@ -73,7 +73,7 @@ def test_the_same_command_runs_only_what_has_not_finished_which_goes_on_from_its
     assert again.code == 1
     assert "job 0 is finished" in again.stdout and "job 2 is finished" not in again.stdout
     assert finished.stat().st_mtime_ns == before
-    assert "going on from" in again.stdout and "step-00000004" in again.stdout
+    assert "resuming from" in again.stdout and "step-00000004" in again.stdout
     assert stopped.read_text().count('"loss"') == losses == 6
     assert statuses(three.folder) == ["finished", "failed", "finished"]
 

@@ -153,7 +153,7 @@ def test_a_run_that_torchrun_starts_again_goes_on_by_itself(tmp_path, own_folder
         (metrics,) = one.folder.glob("**/metrics.jsonl")
         ended.folder = metrics.parent
         assert [line["step"] for line in ended.steps] == list(range(1, 3001))
-        assert "going on from" in ended.stdout
+        assert "resuming from" in ended.stdout
     finally:
         one.kill()
 
