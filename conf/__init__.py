@@ -20,7 +20,7 @@ OWN_KEYS = {
 }
 # What a command does: ``mode=NAME`` is training/command/modes/NAME.py.
 MODES = ("train", "eval", "plan", "export", "sample", "verify", "compare")
-# The key of a plain configuration under which it says how it was composed (conf.composition.composed_by).
+# The key of a plain configuration under which it says how it was composed (conf.composition.Composed.plain).
 COMMAND = "command"
 
 

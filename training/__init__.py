@@ -1,12 +1,12 @@
-"""What a run is. A Python program takes ``train``, ``load_config`` and ``verify``.
+"""Training runs. A Python program uses ``train``, ``load_config`` and ``verify``.
 
-The rooms, each of which imports those below it only:
+Each of these packages imports only those below it:
 
-command/     from words to processes: what each mode does, jobs of sweeps, ranks that exist already, SLURM
-studies/     questions that many runs answer: planning, verification, the results of a sweep
-run/         one run: its objects, its checks, and what each rank does from the first step to the summary
-callbacks/, optimizer.py, export/     code of the user's own; optimizer and schedules; models for other programs
-checkpoint/, reporting/               what a run writes
+command/     from the command line to processes: the modes, jobs of sweeps, ranks that exist already, SLURM
+studies/     questions that need many runs: planning, verification, the results of a sweep
+run/         one run: its objects, its checks, and the work of each rank from the first step to the summary
+callbacks/, optimizer.py, export/     the user's code in a run; optimizer and schedules; models for other programs
+checkpoint/, reporting/               the files that a run writes
 """
 
 from importlib.util import find_spec
@@ -14,10 +14,10 @@ from pathlib import Path
 
 
 def _check_packages() -> None:
-    """Check that this project's other packages are its own: a program may have a ``models`` or ``data`` on its path.
+    """Check that the program's path does not hide this project's packages by others, such as another ``models``.
 
     Raises:
-        ImportError: One is hidden; the message names the folder.
+        ImportError: A package is hidden; the message names the folder.
     """
     root = Path(__file__).resolve().parents[1]
     for name in ("common", "conf", "data", "launchers", "models", "parallel", "planner"):

@@ -1,4 +1,4 @@
-"""Code of one's own at four points of a run: after a step, an evaluation, a checkpoint, and at the end.
+"""The user's code at four points of a run: after a step, an evaluation, a checkpoint, and at the end.
 
 ``callbacks=[early_stop,gradient_histogram]`` names options of conf/callback/; a configuration may also hold a list of
 sections with a ``_target_``. ``early_stop`` and ``gradient_histogram`` are examples to copy.
@@ -20,46 +20,46 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What a callback may define; each method does nothing here. A callback need not be a subclass.
+    """The methods that a callback may define. They do nothing here. A callback need not be a subclass.
 
     All ranks call every method in the same order, so a callback may communicate. ``on_step`` and ``on_evaluation`` get
-    the record as it stands in metrics.jsonl. Loss, metrics, rate and norm are the same on every rank; times are not.
+    the record that is written to metrics.jsonl. Loss, metrics, rate and norm are the same on every rank; times are not.
     An exception ends the run with its traceback; a ``common.errors.UserError``, with its message.
     """
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
-        """After an optimizer step. Gradients are still there, averaged over replicas and clipped."""
+        """Called after an optimizer step. Parameters still have their gradients, averaged over replicas and clipped."""
 
     def on_evaluation(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
-        """After an evaluation of the validation split."""
+        """Called after an evaluation of the validation split."""
 
     def on_checkpoint(self, run: TrainingRun, path: Path) -> None:
-        """After a checkpoint was begun. It appears at ``path`` once it is whole, which may be a few steps later."""
+        """Called when a checkpoint is begun. It appears at ``path`` once complete, which may be a few steps later."""
 
     def on_end(self, run: TrainingRun, summary: Mapping[str, Any]) -> None:
-        """After a run that reached its end, with what summary.json will hold."""
+        """Called when a run has reached its end, with the content of summary.json."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues from, as JSON has it. Checkpoints hold it."""
+        """Return the state that checkpoints keep and a resumed run continues from. JSON must be able to express it."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` has returned."""
+        """Continue from the state that ``state_dict`` has returned."""
 
 
 @dataclass
 class TrainingRun:
-    """What a callback sees of a run on its rank.
+    """The view of a run that a callback gets on its rank.
 
     Attributes:
         cfg: The configuration.
         run_dir: The run directory.
         strategy: This rank's share of the model: ``strategy.named_parameters()``, ``strategy.mesh``.
-        record: Takes a record, which has a "step", for metrics.jsonl and the loggers; rank 0's counts.
-        histogram: Takes (name, counts, edges, step) for loggers that can show it; rank 0's counts.
-        say: Takes a sentence for the console; rank 0's counts.
-        step: The step that was done last.
-        stop_reason: Why the run ends after this step; None while it goes on.
+        record: Writes a record, which has a "step", to metrics.jsonl and the loggers; only rank 0's call counts.
+        histogram: Passes (name, counts, edges, step) to loggers that show histograms; only rank 0's call counts.
+        say: Prints a sentence on the console; only rank 0's call counts.
+        step: The last step that was done.
+        stop_reason: Why the run ends after this step; None while it continues.
     """
 
     cfg: Any
@@ -72,24 +72,27 @@ class TrainingRun:
     stop_reason: str | None = None
 
     def stop(self, reason: str) -> None:
-        """End the training after this step as after its last: evaluated, saved and tested. All ranks must call this."""
+        """End the training after this step as after the last one, with evaluation, checkpoint and test.
+
+        All ranks must call this.
+        """
         self.stop_reason = reason
 
 
 class Callbacks:
-    """All callbacks of a run, in their order.
+    """All callbacks of a run, in the order of the configuration.
 
     Attributes:
-        run: What they see.
+        run: The run that they see.
         all: The callbacks, by name.
     """
 
     def __init__(self, section: Any, run: TrainingRun) -> None:
-        """Build them.
+        """Build the callbacks.
 
         Args:
             section: The section ``callbacks`` of the configuration.
-            run: What they see.
+            run: The run that they see.
 
         Raises:
             TrainingError: See ``build``.
@@ -104,14 +107,14 @@ class Callbacks:
                 getattr(callback, method)(self.run, deepcopy(argument))  # it may change what it is given
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of those that can continue from one, by name."""
+        """Return the states of the callbacks that have ``load_state_dict``, by name; empty states are left out."""
         states = {
             name: callback.state_dict() for name, callback in self.all.items() if hasattr(callback, "load_state_dict")
         }
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Continue from such states; a callback that was not there before starts anew."""
+        """Continue from these states. A callback that the run did not have before keeps its initial state."""
         for name in states.keys() & self.all.keys():
             self.all[name].load_state_dict(states[name])
 
@@ -120,7 +123,7 @@ def build(section: Any) -> dict[str, Any]:
     """Build the callbacks of the section ``callbacks``: a mapping by name, a list, or None.
 
     Raises:
-        TrainingError: For what is no section with a ``_target_``, or has none of a callback's methods.
+        TrainingError: An entry is not a section with a ``_target_``, or its target has no method of a callback.
     """
     tree = to_dict({"callbacks": section})["callbacks"] or {}
     if isinstance(tree, list):

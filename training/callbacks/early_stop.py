@@ -1,4 +1,4 @@
-"""Stop when the validation gets no better."""
+"""Stops the training when the validation result no longer improves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EarlyStop(Callback):
             run.stop(f"{self.metric} has not been better than {self.sign * self.best:.4g} for {self.since} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and how long ago it was."""
+        """Return the best result so far, and the number of evaluations since."""
         return {"best": self.best, "since": self.since} if math.isfinite(self.best) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

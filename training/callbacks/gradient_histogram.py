@@ -1,4 +1,4 @@
-"""How the gradients of each parameter are distributed, every so many steps."""
+"""Writes histograms of each parameter's gradient every so many steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GradientHistogram(Callback):
         self._file: MetricsFile | None = None
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
-        """Gather the histograms of all stages on rank 0. Of ranks with equal gradients, the first one's count."""
+        """Gather the histograms of all stages on rank 0. Of ranks with equal gradients, only the first one counts."""
         if (run.step - 1) % self.every or record["skipped"]:  # a skipped step's gradients may be infinite
             return
         mesh, own = run.strategy.mesh, {}

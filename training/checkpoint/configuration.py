@@ -1,14 +1,13 @@
 """Restores the configuration that a checkpoint keeps, so that a command that names the checkpoint need not repeat it.
 
 A checkpoint keeps the option of each group and every value that determine what is trained, not where it is trained
-(see ``training.run.rank.kept``). They are restored in two steps. Before Hydra composes, the options are added to the
-command line, before the typed words, which override them (``SavedConfig.words``); so the files of the same options are
-composed. After that, the checkpoint's values replace those of the files, except where a key was typed
-(``SavedConfig.lay_under``).
+(see ``training.run.rank.kept``). They are restored in two steps. First, the options are put on the command line, before
+the typed words, which override them, so that Hydra composes the files of the same options (``SavedConfig.words``).
+Then, the checkpoint's values replace those of the files, except where a key was typed (``SavedConfig.lay_under``).
 
 The checkpoint's values of a group apply only if the group has the option that the checkpoint was trained with. Another
 option, typed or selected by an experiment, starts from its own defaults. The checkpoint's values override an
-``experiment=`` that the run was started with; an ``experiment=`` typed now overrides them. A value that the files
+``experiment=`` that the run was started with; another ``experiment=`` typed now overrides them. A value that the files
 derive from others (``${train.global_batch_size}``) stays derived, as long as the result is the checkpoint's value.
 """
 

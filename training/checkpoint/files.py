@@ -310,8 +310,8 @@ def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
 def _write_box(descriptor: int, content: Any, piece: Piece, begin: int) -> Content:
     """Write the bytes of a piece into the tensor that begins at offset ``begin``, with one write per contiguous run."""
     size, shape, start = piece.tensor.shape, piece.shape, piece.start
-    # In the last dimension in which the piece is narrower than the tensor, and behind it, a slice is contiguous in the
-    # file.
+    # The last dimension in which the piece is narrower than the tensor. For each index of the dimensions before it, the
+    # piece is contiguous in the file.
     last = max((dim for dim in range(len(shape)) if size[dim] < shape[dim]), default=0)
     strides = [math.prod(shape[dim + 1 :]) * piece.tensor.itemsize for dim in range(len(shape))]
     length = math.prod(size[last:]) * piece.tensor.itemsize

@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, whatever the number of replicas and the sizes."""
+"""Evaluation: every sample counts once, whatever the number of replicas and the batch size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from launchers.stopping import Stopped
 from parallel.strategy import Strategy
 
 IGNORED_TARGETS = (
-    "the loss ignores all of them, as those of rows whose answers lie beyond data.seq_len; raise data.seq_len, or "
+    "the loss ignores all of them, as it does for rows whose answers lie beyond data.seq_len; raise data.seq_len, or "
     "correct the targets"
 )
 _ASK_EVERY_S = 1.0
 
 
 def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str, float]:
-    """Evaluate the model on a split. All ranks call it together.
+    """Evaluate the model on a split. All ranks call this together.
 
     Args:
         strategy: The model.
@@ -29,11 +29,11 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
         limit: The largest number of global batches; None for the whole split.
 
     Returns:
-        "loss", the mean over all terms, and the mean of each of the loss's metrics. Nothing where no target counts:
-        there is no such mean then.
+        "loss", the mean over all terms, and the mean of each of the loss's metrics. Empty if no target counts, because
+        the means do not exist then.
 
     Raises:
-        Stopped: A rank was told to stop, about a second ago at most. All ranks raise it after the same batch.
+        Stopped: A rank was told to stop, at most about a second ago. All ranks raise it after the same batch.
     """
     plan, mesh = strategy.plan, strategy.mesh
     batches = EvalBatches(source, plan.global_batch_size, mesh.replica, mesh.dp, limit=limit)
@@ -43,7 +43,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
         heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
         sums = strategy.eval_step(batch)
         total = sums if total is None else total + sums
-        if done == asked < len(batches):  # all ranks agree on the number of batches until the next time
+        if done == asked < len(batches):  # all ranks agree on the number of batches until the next check
             stops, seconds = strategy.sum_of(stopping.wanted(), (time.perf_counter() - begin) / mesh.size)
             if stops:
                 raise Stopped(f"stopped in an evaluation, after batch {done} of {len(batches)}")
@@ -55,7 +55,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
 
 
 def problem(record: Mapping[str, float], batch: int) -> str | None:
-    """Return a warning about an evaluation without results, or with some that are not finite; None where all are."""
+    """Return a warning if an evaluation has no results, or some that are not finite; otherwise None."""
     if not record:
         return f"warning: no target of this evaluation counts, so it has no loss: {IGNORED_TARGETS}"
     wrong = [f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)]
@@ -68,9 +68,9 @@ def problem(record: Mapping[str, float], batch: int) -> str | None:
 
 
 def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[str, str]:
-    """Return how much of the splits "val" and "test" an evaluation covers, such as "2 of 73 batches".
+    """Return the part of the splits "val" and "test" that an evaluation covers, such as "2 of 73 batches".
 
-    A split that it covers whole, and one that the data set does not have, is left out.
+    Splits that it covers completely, and splits that the data set does not have, are left out.
     """
     sources = {"val": data.valid, "test": data.test}
     batches = {name: EvalBatches(source, global_batch_size, limit=limit) for name, source in sources.items() if source}
@@ -80,7 +80,7 @@ def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[st
 def evaluate_split(setup: Any, strategy: Strategy, split: str) -> dict[str, float]:
     """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl.
 
-    There are none where no target counts.
+    The result is empty if no target counts.
     """
     source = setup.data.valid if split == "val" else setup.data.test
     result = evaluate(strategy, source, setup.cfg.train.eval_batches)
@@ -91,10 +91,10 @@ def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str
     """Return an evaluation's result under its names in metrics.jsonl, such as val_loss and val_accuracy.
 
     Args:
-        result: What ``evaluate`` has returned.
+        result: The result of ``evaluate``.
         prefix: "val" or "test".
-        language: Whether the data are text. Their perplexity is added: of the metric "token_loss" where the loss has
-            one, as one with auxiliary terms has, else of the loss.
+        language: Whether the data are text. Then the perplexity is added: of the metric "token_loss" if the loss has
+            it, as a loss with auxiliary terms does, otherwise of the loss.
     """
     record = {f"{prefix}_{name}": value for name, value in result.items()}
     if language and result:

@@ -1,6 +1,6 @@
-"""The training loop: one optimizer step after the other, with evaluations and checkpoints in between.
+"""The training loop: optimizer steps, with evaluations and checkpoints in between.
 
-``Skipping`` says which steps count: not those with numbers that are not finite and, on request, after a loss spike.
+``Skipping`` decides which steps count. It skips steps with numbers that are not finite and, on request, loss spikes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from training.run.evaluate import IGNORED_TARGETS, evaluate_split, problem
 from training.run.first_not_finite import first_not_finite
 from training.run.setup import Setup
 
-_RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # of Outcome
+_RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # attributes of Outcome that a checkpoint keeps
 _PROFILER_WARM_UP = 3  # steps
-_DECIDING = ("skipped", "in_a_row", "spikes_in_a_row", "seen", "mean")  # of Skipping
-_FEWEST_LOSSES = 10  # before a loss can be called a spike
-_NEW_WEIGHT = 0.05  # of a new loss in the running mean, which thus reaches back about twenty steps
+_DECIDING = ("skipped", "in_a_row", "spikes_in_a_row", "seen", "mean")  # attributes of Skipping that it keeps
+_FEWEST_LOSSES = 10  # losses in the running mean before another one can be a spike
+_NEW_WEIGHT = 0.05  # of a new loss in the running mean, which thus covers about twenty steps
 
 
 class Loop:
     """The training of one run on one rank.
 
     Attributes:
-        outcome: What the run has reached so far.
+        outcome: The results of the run so far.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Loop:
         checkpoints: Checkpointer,
         recorder: Recorder,
     ) -> None:
-        """Take the parts of a run."""
+        """Keep the parts of a run."""
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
         self.recorder, self.say = recorder, recorder.say
         self.config = setup.cfg.train
@@ -84,14 +84,14 @@ class Loop:
 
         Raises:
             Stopped: The run was told to stop. All ranks raise it after the same step, which is saved.
-            TrainingError: The run cannot go on, or has ended without a step that counted.
+            TrainingError: The run cannot continue, or has ended without a step that counted.
         """
         strategy, config, total = self.strategy, self.config, self.setup.total_steps
         self._begin(first_step - 1, unevaluated)
         run_dir = self.checkpoints.folder.parent
         clock = time.perf_counter()
         profiled = _profiler(config.profile, run_dir, strategy.mesh.rank) if config.profile else nullcontext()
-        # It names the operation whose backward gave a NaN.
+        # Anomaly detection names the operation whose backward gave a NaN.
         anomaly = torch.autograd.detect_anomaly(check_nan=True) if config.detect_anomaly else nullcontext()
         with profiled as advance, anomaly:
             for step, batch in () if self._is_last(first_step - 1) else self._batches(first_step):
@@ -117,7 +117,7 @@ class Loop:
         return self.outcome
 
     def _is_last(self, step: int) -> bool:
-        """Return whether the run ends with this step: the last one, or one where a callback ends the run."""
+        """Return whether the run ends with this step: it is the last one, or a callback has ended the run."""
         return step == self.setup.total_steps or self.callbacks.run.stop_reason is not None
 
     def stop(self, step: int) -> NoReturn:
@@ -129,7 +129,7 @@ class Loop:
         raise Stopped(words, steps=max(0, self.skipping.counted - self._begun))
 
     def progress(self) -> dict:
-        """Return what a checkpoint keeps of the loop, so that a resumed run continues as this one would."""
+        """Return the state that a checkpoint keeps, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
         called = self.callbacks.state_dict() if self.callbacks.all else {}
         kept = {**numbers, "recipe": self.recipe, "skipping": self.skipping.state_dict(), "callbacks": called}
@@ -141,12 +141,12 @@ class Loop:
         """Continue an earlier run.
 
         Args:
-            progress: What its ``progress()`` was.
-            path: The checkpoint that holds it.
-            ended: Whether no step is left to train, even if a callback has ended the run before its last one.
+            progress: The result of its ``progress()``.
+            path: The checkpoint that contains it.
+            ended: Whether no step is left to train, or a callback has ended the run before its last step.
 
         Raises:
-            CheckpointError: It is not what a loop has written.
+            CheckpointError: ``progress`` was not written by a loop.
         """
         self.outcome.checkpoint = path
         try:
@@ -158,13 +158,13 @@ class Loop:
                 self.outcome.skipped = self.skipping.skipped
             called = dict(progress.get("callbacks", {}))
         except (LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"progress in the manifest of {path} cannot be right: {error!r}") from error
+            raise CheckpointError(f"progress in the manifest of {path} is damaged: {error!r}") from error
         self.callbacks.load_state_dict(called)
         if ended:
             self.callbacks.run.stop_reason = progress.get("stop_reason")
 
     def _begin(self, done: int, unevaluated: bool) -> None:
-        """Do what was still to be done after step ``done``, which is saved."""
+        """Stop, evaluate or save if that is still due after step ``done``, whose checkpoint is written."""
         self.outcome.steps = self.skipping.counted = self._begun = done
         heartbeat.note(done, "meeting the other ranks")
         stops, lacks = self.strategy.sum_of(stopping.wanted(), unevaluated)
@@ -180,7 +180,7 @@ class Loop:
     def _update(self, step: int, batch: Batch, result: StepResult, lr: float) -> str:
         """Clip and apply the gradients, or return why the update is skipped.
 
-        Every rank takes the same decisions: they follow from numbers that all agree on.
+        All ranks take the same decisions, because these follow from numbers that are equal on all ranks.
         """
         strategy, config = self.strategy, self.config
         locate = partial(first_not_finite, strategy, batch, step)
@@ -230,7 +230,7 @@ class Loop:
             self.callbacks.call("on_step", record)
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate on the validation split; return whether that has given a loss. Told to stop, the run stops."""
+        """Evaluate on the validation split, and return whether that has given a loss. Stop if the run is told to."""
         if self.setup.data.valid is None:
             return False
         heartbeat.note(step, "evaluating")
@@ -256,7 +256,7 @@ class Loop:
         return self.outcome.best_step == self.skipping.counted > 0
 
     def _save(self, step: int, last: bool = False, best: bool = False) -> None:
-        """Save what is due after a step. A checkpoint is that of the last step that counted."""
+        """Save a checkpoint if one is due after a step. It has the number of the last step that counted."""
         heartbeat.note(step, "saving a checkpoint")
         self._note_saved(self.checkpoints.after_step(step, self.skipping.counted, self.progress, last, best))
 
@@ -282,22 +282,25 @@ class Loop:
 
 
 class Skipping:
-    """Decides after each step whether it counts. Every rank decides alike, from the numbers that all agree on.
+    """Decides after each step whether it counts. All ranks decide the same, from numbers that are equal on all ranks.
 
-    A step in which no target counts has the loss 0/0, which says nothing of the weights: it is neither one that is not
-    finite nor does it end a row of such.
+    A step in which no target counts has the loss 0/0, which says nothing about the weights. It neither counts as a step
+    that is not finite nor interrupts a row of such steps.
 
     Attributes:
         skipped: The number of steps skipped so far.
-        counted: The last step that counted. Checkpoints are of that step: those skipped since then are done again.
-        in_a_row: How many of the newest steps were skipped in a row; ``spikes_in_a_row``: for a spike.
-        empty: The number of steps so far in which no target counted; ``empty_in_a_row``: of the newest.
-        seen: The number of losses in the running ``mean`` of those that counted.
-        place: Where the numbers of the last step first were not finite, in words; empty where that was not looked for.
+        counted: The last step that counted. Checkpoints have its number: steps skipped since then are repeated.
+        in_a_row: The number of consecutive steps, up to the newest, that were skipped.
+        spikes_in_a_row: The number of consecutive steps, up to the newest, that were skipped because of a loss spike.
+        empty: The number of steps so far in which no target counted.
+        empty_in_a_row: The number of consecutive steps, up to the newest, in which no target counted.
+        seen: The number of losses in ``mean``.
+        mean: The running mean of the losses of steps that counted.
+        place: Where the numbers of the last step first were not finite, in words; empty if not looked for.
     """
 
     def __init__(self, config: Any) -> None:
-        """Take the section ``train`` of the configuration."""
+        """Keep ``config``, the section ``train`` of the configuration."""
         self._config = config
         self.skipped, self.counted, self.place = 0, 0, ""
         self.in_a_row = self.spikes_in_a_row = self.seen = 0
@@ -308,7 +311,7 @@ class Skipping:
 
     @property
     def loss_limit(self) -> float:
-        """The largest loss that is no spike; infinite while no spike is looked for."""
+        """The largest loss that is not a spike; infinite if spikes are not detected."""
         factor = self._config.spike_factor
         return math.inf if factor is None or self.seen < _FEWEST_LOSSES else factor * self.mean
 
@@ -319,17 +322,17 @@ class Skipping:
         return enough is not None and self.spikes_in_a_row >= enough
 
     def judge(self, step: int, result: StepResult, locate: Callable[[], str], scaled: bool = False) -> str:
-        """Decide about a step.
+        """Decide whether a step counts.
 
         Args:
             step: The step's number.
             result: Its result.
-            locate: Returns ``place``. Called for the first step that is skipped as not finite, and for one that ends
-                the run.
+            locate: Returns ``place``. Called for the first step that is skipped because it is not finite, and for a
+                step that ends the run.
             scaled: Whether the loss is scaled, so that gradients that are not finite are to be expected.
 
         Returns:
-            Why its update is skipped, in words; empty if it is not.
+            The reason why its update is skipped; empty if it is not.
 
         Raises:
             TrainingError: More than ``train.max_skipped`` steps in a row were skipped.
@@ -382,7 +385,7 @@ class Skipping:
         )
 
     def check_any_counted(self, outcome: Outcome) -> None:
-        """Raise TrainingError where a run has ended without a step that counted."""
+        """Raise TrainingError if a run has ended without a step that counted."""
         if self.counted == 0:
             if outcome.final_loss is None:
                 why = f"as no target counts in any: {IGNORED_TARGETS}"
@@ -391,15 +394,15 @@ class Skipping:
             raise TrainingError(f"no step counted: the updates of all {outcome.steps} steps were skipped, {why}")
 
     def roll_back(self, folder: Path, strategy: Strategy, optimizer: Optimizer) -> str:
-        """Load weights and optimizer from the newest checkpoint. All ranks call it together.
+        """Load weights and optimizer from the newest checkpoint. All ranks call this together.
 
         The caller continues with its next step: the batches in between are not read again.
 
         Returns:
-            What was done, in words.
+            A description of what was done.
         """
         self.spikes_in_a_row = 0
-        # Rank 0 looks for all: others may see an older state of a shared folder.
+        # Rank 0 looks for the checkpoint: other ranks may see an older state of a shared folder.
         found = Checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
         newest = strategy.mesh.gather(found and str(found.folder))[0]
         if newest is None:
@@ -408,14 +411,14 @@ class Skipping:
         return f"the loss keeps jumping: back to the weights of step {self.counted}, and on with the next batches"
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a run that is resumed after ``counted`` needs in order to decide as this one would."""
+        """Return the state with which a run that is resumed after ``counted`` decides as this one would."""
         return self._after_counted
 
     def _state(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in _DECIDING}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the ``state_dict`` of the run that is resumed."""
+        """Continue from the ``state_dict`` of the run that is resumed."""
         for name in _DECIDING:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self._after_counted = self._state()

@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run, with everything checked that can be checked before it starts."""
+"""Builds the objects of a run from its configuration, and checks everything that can be checked before it starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
 
 def build_setup(cfg: Any, world_size: int, nodes: int) -> Setup:
-    """Build what another process has checked; see ``prepare``."""
+    """Build the objects of a run that another process has checked; see ``prepare``."""
     note(0, "preparing the data")
     chain, data = model_and_data(cfg)
     plan = _plan(cfg, chain, world_size, nodes)
@@ -48,16 +48,16 @@ def build_setup(cfg: Any, world_size: int, nodes: int) -> Setup:
 
 
 def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
-    """Build the chain and the plan and prepare the data, and check each as soon as it is there.
+    """Build the chain and the plan, prepare the data, and check each as soon as it is built.
 
     Args:
-        cfg: The configuration; what it leaves to measurement is replaced by the result.
-        world_size: The number of processes where they are started already (torchrun), else None.
+        cfg: The configuration. Values that are to be measured are replaced by the results.
+        world_size: The number of processes if they are started already (torchrun), otherwise None.
         nodes: The number of machines.
-        hardware: Of the machine that will run it, on which times are measured then; None for this one.
+        hardware: The hardware of the machine that will run it and measure times; None for this machine.
 
     Raises:
-        UserError: For a configuration that cannot run, with the numbers and a way out.
+        UserError: The configuration cannot run. The message states the numbers and a fix.
     """
     chain, data = checked_model_and_data(cfg)
     setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware))
@@ -74,7 +74,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
 
 
 def checked_model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
-    """Build the chain and the data, and check all that does not depend on the layout. Raises UserError."""
+    """Build the chain and the data, and check everything that does not depend on the layout. Raises UserError."""
     for check in (check_train, environment, check_targets):
         check(cfg)
     chain, data = model_and_data(cfg)
@@ -87,7 +87,7 @@ def checked_model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
 
 
 def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardware | None) -> None:
-    """Measure what each layer costs, and replace the word in the configuration by the number of layers per stage."""
+    """Measure the cost of each layer, and set parallel.balance to the number of layers per stage."""
     cfg, plan = setup.cfg, setup.plan
     if cfg.parallel.balance == "time":
         if hardware is not None:
@@ -109,7 +109,7 @@ def seconds_of_layers(setup: Setup) -> list[float]:
 
 
 def _seconds_in_own_process(cfg: Any) -> list[float]:
-    """Measure in a process that ends: this one would keep a context on a GPU that the run's ranks use."""
+    """Measure in a separate process: this process would keep a context on a GPU that the run's ranks use."""
     (seconds,) = call_in_workers(_measure, (to_dict(cfg),), 1)
     return seconds
 
@@ -121,7 +121,7 @@ def _measure(world: World, tree: dict) -> list[float]:
 
 
 def describe(setup: Setup) -> str:
-    """The plan of a run, for its console."""
+    """Return the plan of a run for the console."""
     from training.reporting.console import describe_data, describe_plan
 
     evaluated = setup.cfg.train.eval_every is not None or setup.cfg.mode == "eval"
@@ -134,7 +134,7 @@ def describe(setup: Setup) -> str:
 
 
 def describe_recipe(cfg: Any) -> str:
-    """What the model's file asks of the optimizer and the other groups, for the plan; empty where it says nothing."""
+    """Return a line about the model file's recipe, its values for other groups; empty if it has no description."""
     recipe = cfg.recipes[cfg.recipe] if cfg.get("recipe") is not None else {}
     if "says" not in recipe:
         return ""
@@ -158,17 +158,17 @@ def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: 
 
 
 def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
-    """Build the chain and the data set that ``cfg`` describes; the data is prepared only where the chain needs it.
+    """Build the chain and the data set that ``cfg`` describes. The data is prepared only if the chain needs it.
 
-    Sizes that the section ``model`` leaves open (null) are set in it, where the model's function has an attribute
-    ``sizes_of`` that knows them: (section, the data's number of words) -> {key: value}.
+    Sizes that are null in the section ``model`` are set in it if the model's function has an attribute ``sizes_of``:
+    (section, the data's number of words) -> {key: value}.
     """
     data = build("data", cfg.data)
     if (sizes_of := getattr(target_of("model", cfg.model), "sizes_of", None)) is not None:
         cfg.model.update(sizes_of(to_dict(cfg.model), data.vocab_size))
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
-        data.prepare()  # only the data knows how many words there are
+        data.prepare()  # the vocabulary's size is known only after that
     return build_chain(cfg.model, data.vocab_size), data
 
 
@@ -177,13 +177,13 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
 
     Args:
         model: The section.
-        vocab_size: The data's number of words, for a model whose own is None.
+        vocab_size: The data's number of words, for a model whose ``vocab_size`` is None.
 
     Raises:
-        TrainingError: For arguments that the model refuses.
+        TrainingError: The model does not accept the arguments.
     """
     loss = model.get("loss")
-    own_loss = hasattr(loss, "keys")  # and not a parameter of the model's
+    own_loss = hasattr(loss, "keys")  # otherwise it is an argument of the model's function
     dropped = OWN_KEYS["model"] if own_loss or loss is None else OWN_KEYS["model"] - {"loss"}
     arguments = {key: value for key, value in model.items() if key not in dropped}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
@@ -205,7 +205,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
         chain = chain.with_loss(instantiate(loss))
     if model.get("extra_tokens") is not None and chain.embedding is None:
         raise TrainingError(
-            f"model.extra_tokens: model={model.name} does not say which parameter is its embedding (Chain.embedding), "
+            f"model.extra_tokens: model={model.name} does not name its embedding parameter (Chain.embedding), "
             "so its vocabulary cannot grow; leave model.extra_tokens out"
         )
     if (lora := model.get("lora")) is not None and lora.rank is not None:

@@ -56,21 +56,21 @@ def run(
     store: Store | None = None,
     setup: Setup | None = None,
 ) -> dict[str, Any]:
-    """Train, or evaluate a checkpoint, as the configuration says.
+    """Train a model, or evaluate a checkpoint.
 
     Args:
         cfg: The composed configuration, with ``mode`` "train" or "eval".
         run_dir: The existing directory in which rank 0 writes.
-        world: Which rank this process is; None for a process that is alone.
-        store: A key-value store through which the ranks have met already.
-        setup: The result of ``prepare(cfg)``; None where another process has checked the configuration.
+        world: Which rank this process is; None for a single process.
+        store: The key-value store of ranks that were not started by this project, and have met already.
+        setup: The result of ``prepare(cfg)``; None if another process has checked the configuration.
 
     Returns:
         The content of summary.json, on every rank.
 
     Raises:
-        UserError: The run cannot start or go on.
-        Stopped: The run was told to stop; what it has trained is saved.
+        UserError: The run cannot start or continue.
+        Stopped: The run was told to stop. The weights it has trained are saved.
     """
     world, run_dir = world or World.alone(), Path(run_dir)
     os.environ.update(environment(cfg))
@@ -78,7 +78,7 @@ def run(
     share_cores(world.local_size, cfg.parallel.threads)
     set_arithmetic(cfg.train)
     setup = setup or build_setup(cfg, world.size, world.nodes)
-    if store is not None:  # the ranks were started one by one, maybe on machines that read their data anew
+    if store is not None:  # the ranks were started one by one, maybe on machines that have to prepare the data first
         ready_together(world, cfg.parallel.timeout_s)
     with _strategy(setup, world, store) as strategy:
         if cfg.mode == "eval":
@@ -109,7 +109,7 @@ def run(
         summary = _summary_of(strategy, run_dir, done) if ended else None
         if world.rank == 0 and not ended:
             with suppress(OSError):
-                (run_dir / SUMMARY).unlink()  # of the run that is resumed: it describes fewer steps
+                (run_dir / SUMMARY).unlink()  # of the resumed run: it describes fewer steps
         recorder = _recorder(setup, strategy, run_dir, first_step=done + 1)
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
@@ -126,7 +126,7 @@ def run(
                 summary = _summary(setup, strategy, outcome, test, ranks)
                 loop.callbacks.call("on_end", summary)
             else:
-                recorder.say(f"step {done} was the last one, and summary.json is written: nothing is left to do")
+                recorder.say(f"step {done} was the last one and summary.json is written: nothing is left to do")
         finally:
             checkpoints.close()
             recorder.close(summary)
@@ -210,15 +210,15 @@ def _process_group(world: World, setup: Setup, store: Store | None) -> Iterator[
         backend = init_process_group(device, world.rank, world.size, world.local_rank, store, timeout_s)
 
         def destroy(_, error: BaseException | None, trace: Any) -> None:
-            # NCCL would first wait for what it was given, and its peers: an error would be told after timeout_s.
+            # NCCL would first wait for pending operations and for its peers: an error would appear after timeout_s.
             if backend != NCCL or error is None or isinstance(error, Stopped):
                 dist.destroy_process_group()
 
         def leave_together(_, error: BaseException | None, trace: Any) -> None:
-            # To its neighbours, a rank that leaves early looks like one that died.
+            # A rank that leaves early would look to the others like one that died.
             if error is None or isinstance(error, Stopped):
                 dist.barrier()
-            elif is_out_of_memory(error) and not hasattr(error, "__notes__"):  # in a step, its place is noted already
+            elif is_out_of_memory(error) and not hasattr(error, "__notes__"):  # errors in a step have a note already
                 add_note(error, f"rank {world.rank}")
 
         stack.push(destroy)
@@ -238,7 +238,7 @@ def _weight_bytes(plan: Plan, rank: int) -> int:
 
 
 def set_arithmetic(train: Any) -> None:
-    """Set how the device may compute: bit for bit the same, in TF32, with the fastest algorithms of cuDNN."""
+    """Set torch's modes of computation: deterministic algorithms, TF32, the fastest algorithms of cuDNN."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = train.tf32
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
     if train.deterministic:
@@ -247,14 +247,19 @@ def set_arithmetic(train: Any) -> None:
 
 
 def _has_ended(total: int, resumed: Checkpoint, own: bool) -> bool:
-    """Return whether a run of ``total`` steps, resumed from a checkpoint of its ``own`` or not, has none left to train.
+    """Return whether a resumed run has no steps left to train.
 
-    It may have been killed after its last checkpoint: what comes after the training is still to be done then.
+    The run may have been killed after its last checkpoint. Then what follows the training is still to be done.
+
+    Args:
+        total: The steps of the run.
+        resumed: The checkpoint that it resumes from.
+        own: Whether that is a checkpoint of the same run.
 
     Raises:
         TrainingError: No step is left, and the checkpoint is of another run or of a step after the last one.
     """
-    if own and resumed.progress.get("ended_of") == total:  # a callback has ended it
+    if own and resumed.progress.get("ended_of") == total:  # a callback has ended the run
         return True
     if resumed.step > total or (resumed.step == total and not own):
         raise TrainingError(
@@ -268,7 +273,7 @@ def _allows_mixed(cfg: Any) -> bool:
 
 
 def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] | None:
-    """Return the summary.json of a run that ended with ``step``, as rank 0 reads it; None where there is none."""
+    """Return the summary.json of a run that ended with ``step``, which rank 0 reads; None if there is none."""
     summary = read_object(run_dir / SUMMARY) if strategy.mesh.rank == 0 else None
     summary = strategy.mesh.gather(summary)[0]
     return summary if summary.get("steps") == step else None
@@ -284,8 +289,8 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     recorder = Recorder(run_dir, logger, setup.total_steps, first_step, resumed=cfg.train.resume is not None)
     if cfg.mode == "train" and cfg.train.trace and not setup.plan.pipelined:
         recorder.say(
-            f"train.trace=true draws pipelines, parallel={setup.plan.strategy} is none: no timeline.png will be "
-            "written; train.profile=N records N steps of any run"
+            f"train.trace=true draws pipelines, and parallel={setup.plan.strategy} has none: no timeline.png will be "
+            "written. train.profile=N records N steps of any run"
         )
     return recorder
 
@@ -294,7 +299,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
 
 
 def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
-    """Return the results on the test split; empty without one, or where no target of it counts."""
+    """Return the results on the test split; empty if there is no test split, or if none of its targets counts."""
     if setup.data.test is None or setup.cfg.train.eval_every is None:
         return {}
     try:
@@ -316,7 +321,7 @@ def _summary(
 def _report(
     setup: Setup, world: World, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]
 ) -> None:
-    """Write the timeline, if it was asked for and steps were trained, and print the results."""
+    """Write the timeline, if train.trace is set and steps were trained, and print the results."""
     if setup.cfg.train.trace and setup.plan.pipelined and outcome.seconds:
         from training.reporting.timeline import write_timeline  # it imports matplotlib
 
@@ -333,7 +338,7 @@ def _report(
 
 
 def _rate_at_end(setup: Setup, step: int) -> list[str]:
-    """Return what to type to go on at the rate of ``step``; empty where a longer run has that rate by itself."""
+    """Return the overrides with which a longer run keeps the rate of ``step``; empty if it would without them."""
     schedule, optim = build("scheduler", setup.cfg.scheduler), setup.cfg.optim
     if not follows_total(schedule, setup.total_steps, setup.per_epoch):
         return []
@@ -343,7 +348,7 @@ def _rate_at_end(setup: Setup, step: int) -> list[str]:
 
 
 def _idle(setup: Setup, world: World) -> str:
-    """Return why a pipeline idles far more than its schedule has it, where that is known."""
+    """Return why a pipeline idles far more than its schedule requires; empty if the reason is not known."""
     cores = usable_cores()
     if setup.plan.device_type != "cpu" or world.local_size <= cores:
         return ""
@@ -351,7 +356,7 @@ def _idle(setup: Setup, world: World) -> str:
 
 
 def kept(cfg: Any) -> dict[str, Any]:
-    """What a checkpoint keeps of a configuration: plain data, without secrets and without where to resume."""
+    """Return the part of a configuration that a checkpoint keeps: plain data without secrets and train.resume."""
     whole = to_dict(cfg)
     tree = jsonable({name: whole[name] for name in ("seed", *TRAINED)})
     tree["train"].pop("resume")
@@ -362,6 +367,6 @@ def kept(cfg: Any) -> dict[str, Any]:
 
 
 def _public(value: dict, masked: dict) -> dict:
-    """``value`` without the keys whose values were masked."""
+    """Return ``value`` without the keys whose values were masked."""
     nested = {key: _public(item, masked[key]) for key, item in value.items() if isinstance(item, dict)}
     return {key: nested.get(key, item) for key, item in value.items() if key in nested or item == masked[key]}

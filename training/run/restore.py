@@ -1,4 +1,4 @@
-"""A checkpoint's whole model in this process, whatever layout has saved it."""
+"""Loads the whole model of a checkpoint into this process, whatever layout has saved it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from training.run.prepare import model_and_data
 
 
 class Restored(NamedTuple):
-    """A checkpoint's whole model in this process.
+    """The whole model of a checkpoint, in this process.
 
     Attributes:
-        data: Its data set, prepared only where the model needed it.
-        strategy: The one that holds the weights.
+        data: Its data set, prepared only if the model needed it.
+        strategy: The strategy of one process, with the loaded weights.
         step: The step after which the checkpoint was saved.
     """
 
@@ -34,7 +34,7 @@ def restore(cfg: Any, device: str) -> Restored:
     """Build the model that ``cfg`` describes with the weights of its checkpoint, whatever layout has saved it.
 
     Raises:
-        CheckpointError: Where there is no checkpoint, or one that is damaged or of another model.
+        CheckpointError: There is no checkpoint, or it is damaged or of another model.
     """
     path = checkpoint_of(cfg)
     share_cores(1, cfg.parallel.threads)

@@ -1,4 +1,4 @@
-"""The objects of a run, and what follows from them."""
+"""The objects of a run, and values derived from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Setup:
         chain: The model.
         data: The data set, prepared.
         plan: The layout.
-        shares: What stages were measured to cost, as (parts of 1, of what); None where nothing was measured.
+        shares: The measured cost of each stage, as (fractions of 1, of which quantity); None if not measured.
     """
 
     cfg: Any
@@ -62,12 +62,12 @@ class Setup:
 
     @property
     def extents(self) -> dict[str, str]:
-        """How much of "val" and "test" a limited evaluation covers; see ``training.run.evaluate.extents``."""
+        """How many batches of "val" and "test" a limited evaluation covers; see ``training.run.evaluate.extents``."""
         return extents(self.data, self.plan.global_batch_size, self.cfg.train.eval_batches)
 
     @cached_property
     def by_microbatch(self) -> tuple[str | None, list[str]]:
-        """How large micro-batches are, where the numbers depend on it, and why they do, a line for each reason."""
+        """The micro-batch size, if numbers depend on it (otherwise None), and a line for each reason why they do."""
         plan, size, lines = self.plan, None, []
         info = strategy_info(plan.strategy)
         copies = len(plan.devices) if info.several_devices and not info.stages else 1
@@ -92,6 +92,6 @@ class Setup:
 
 
 def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
-    """The number of optimizer steps of a run: what ``steps`` and ``epochs`` (None: no limit) allow, the smaller one."""
+    """Return the number of optimizer steps of a run, the smaller limit of ``steps`` and ``epochs`` (None: no limit)."""
     by_epochs = math.ceil(epochs * per_epoch) if epochs is not None else math.inf
     return int(min(steps if steps is not None else math.inf, by_epochs))

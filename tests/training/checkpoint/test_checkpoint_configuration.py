@@ -109,7 +109,7 @@ def test_a_reference_in_a_foreign_checkpoint_is_not_followed(tmp_path, monkeypat
 
 
 def test_training_from_a_checkpoint_says_how_to_go_on(words, tmp_path):
-    with pytest.raises(TrainingError, match="to go on with its training: train.resume="):
+    with pytest.raises(TrainingError, match="To continue its training, set train.resume="):
         execute(composed(f"checkpoint='{words}'"), tmp_path, None)
 
 
@@ -290,7 +290,7 @@ def same_end(one, other):
 def test_a_run_in_another_directory_goes_on_bit_for_bit(whole, tmp_path, capsys, typed):
     assert main([*typed.split(), f"train.resume='{whole}/killed'", f"hydra.run.dir={tmp_path}/on"]) == 0
     assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_end(tmp_path / "on", whole / "whole")
-    assert "other settings" not in capsys.readouterr().err
+    assert "settings that differ" not in capsys.readouterr().err
     chained = json.loads((tmp_path / "on" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
     first = json.loads((whole / "whole" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
     assert chained == first, "what is resumed can be resumed"
@@ -310,7 +310,7 @@ def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule
     assert "scheduler._target_ training.optimizer.CosineWarmup -> " in capsys.readouterr().err
     longer = [f"train.resume={tmp_path}/a", "train.steps=8", "logger=none", f"hydra.run.dir={tmp_path}/c"]
     assert main(longer) == 0
-    assert "other settings than it had before: schedule.total 4 -> 8" in capsys.readouterr().err
+    assert "settings that differ from those before: schedule.total 4 -> 8" in capsys.readouterr().err
 
 
 def test_an_evaluation_that_is_not_finite_is_said(tmp_path, capsys):

@@ -34,7 +34,7 @@ def test_the_picture_has_a_row_for_each_stage_and_a_number_on_each_block():
 
 def test_a_run_without_a_pipeline_says_that_there_is_nothing_to_draw(tmp_path, capsys):
     run(tmp_path, *SHORT, "train.trace=true")
-    assert "train.trace=true draws pipelines, parallel=single is none" in capsys.readouterr().err
+    assert "train.trace=true draws pipelines, and parallel=single has none" in capsys.readouterr().err
     assert not list(tmp_path.glob("timeline.*"))
 
 

@@ -25,7 +25,7 @@ TIMEOUT_S, GIVEN_UP_S = 6, 40
 END_S = {signal.SIGSTOP: TIMEOUT_S + GIVEN_UP_S, signal.SIGINT: 20, signal.SIGKILL: 20}
 STOPPED = (
     "stopped after step {step} of 10000000, saved in {folder}/checkpoints/step-{step:08d}; "
-    "go on with the same command and train.resume=auto hydra.run.dir={folder}"
+    "continue with the same command and train.resume=auto hydra.run.dir={folder}"
 )
 STALLED = ["error: rank {rank} has not moved since step ", f"(parallel.timeout_s={TIMEOUT_S})"]
 STALLS = f"parallel.timeout_s={TIMEOUT_S}"
@@ -166,7 +166,7 @@ def test_a_sweep_that_is_stopped_goes_on_with_its_unfinished_jobs(start, tmp_pat
     run.process.terminate()
     ended = run.wait(60)
     assert ended.code == EXIT_CODE, ended.console
-    assert "The sweep goes on with its own command and hydra.sweep.dir=" in ended.stderr
+    assert "Continue the sweep with its command and hydra.sweep.dir=" in ended.stderr
     jobs = [(tmp_path / "sweep" / n / "job.json").read_text() for n in ("0", "1")]
     assert '"interrupted"' in jobs[0] and '"waiting"' in jobs[1]
 

@@ -105,10 +105,10 @@ def test_a_run_that_is_resumed_with_other_settings_says_so_with_both_values(tmp_
     }
     run(tmp_path, *FEW)
     run(tmp_path, *FEW, "train.resume=auto", "train.steps=3")
-    assert "other settings" not in capsys.readouterr().err, "as it was"
+    assert "settings that differ" not in capsys.readouterr().err, "as it was"
     run(tmp_path, *FEW, "train.resume=auto", "train.steps=4", *others)
     (warning,) = warnings(capsys)
-    assert "this run goes on with other settings than it had before" in warning
+    assert "this run continues with settings that differ from those before" in warning
     assert [said for said in others.values() if said not in warning] == []
 
 
@@ -125,7 +125,7 @@ BEFORE = {"choice.optim": "adamw", "optim.lr": 0.1, "data.columns": 4, "schedule
 
 
 def test_a_difference_that_nobody_typed_is_an_error_and_what_follows_from_a_typed_one_is_not():
-    with pytest.raises(TrainingError, match=r"nobody typed them: optim.lr=0.1 in the checkpoint and 0.2 now"):
+    with pytest.raises(TrainingError, match=r"were not typed: optim.lr=0.1 in the checkpoint and 0.2 now"):
         changes(BEFORE, {**BEFORE, "optim.lr": 0.2, "schedule.total": 10}, COMMAND)
     with pytest.raises(TrainingError, match="data.columns=4"):
         changes(BEFORE, {**BEFORE, "data.columns": 5}, COMMAND)

@@ -1,4 +1,4 @@
-"""The values of the sections, without building anything."""
+"""Checks the values of the sections, without building anything."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def check_train(cfg: Any) -> None:
     train = cfg.train
     if cfg.mode == "train" and cfg.checkpoint is not None:
         raise TrainingError(
-            f"checkpoint={cfg.checkpoint} is for mode=eval, export and sample; to go on with its training: "
-            f"train.resume={cfg.checkpoint}, to start from its weights: mode=export, then model.init_from="
+            f"checkpoint={cfg.checkpoint} is for mode=eval, export and sample. To continue its training, set "
+            f"train.resume={cfg.checkpoint}; to start from its weights, use mode=export, then model.init_from="
         )
     if (recipe := cfg.get("recipe")) is not None and recipe not in (known := cfg.get("recipes") or {}):
         raise TrainingError(f"recipe={recipe}: model={cfg.model.name} has {', '.join(known) or 'none'}")
@@ -47,13 +47,13 @@ def check_train(cfg: Any) -> None:
         )
     if train.deterministic and train.cudnn_benchmark:
         raise TrainingError(
-            "train.cudnn_benchmark=true takes whichever algorithm was fastest this time, train.deterministic=true the "
+            "train.cudnn_benchmark=true uses the algorithm that was fastest this time, train.deterministic=true the "
             "same one every time: switch one of them off"
         )
 
 
 def check_targets(cfg: Any) -> None:
-    """Check what optimizer, scheduler, callbacks and loggers name. Raises TrainingError."""
+    """Check the targets and values of optimizer, scheduler, callbacks and loggers. Raises TrainingError."""
     check_optimizer(to_dict(cfg.optim))
     build("scheduler", cfg.scheduler)
     build_callbacks(cfg.callbacks)

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, before any process is started."""
+"""Checks that a run fits into memory, before any process is started."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def check_memory_of(setup: Setup, world: World | None) -> None:
     """Check that a run whose ranks are all on this machine fits into its memory, before any of them is started.
 
-    Counted is what is certain: processes, weights, gradients and optimizer states, of which GPUs hold all but the
-    processes. (mode=plan estimates the whole, which takes seconds.)
+    This counts the memory that is needed for certain: processes, weights, gradients and optimizer states. If there are
+    GPUs, they hold all of these except the processes. (mode=plan estimates all of the memory, which takes seconds.)
 
     Raises:
-        UserError: It does not.
+        UserError: The run does not fit.
     """
     plan, cfg = setup.plan, setup.cfg
     if world is not None and world.local_size < world.size:
@@ -35,12 +35,12 @@ def check_memory_of(setup: Setup, world: World | None) -> None:
         sum(rank.process + on_cpu * rank.state for rank in certain_memory(setup)),
         f"model={cfg.model.name} parallel={plan.strategy} in {plan.processes} processes",
         "choose a smaller model or train.global_batch_size, more parallel.chunks, or fewer processes (mode=plan shows "
-        "what needs how much)",
+        "how much each part needs)",
     )
 
 
 def check_gpu_memory(setup: Setup) -> None:
-    """Check that GPUs which are here hold what their ranks certainly need. Raises PlanError."""
+    """Check that this machine's GPUs have the memory that their ranks need for certain. Raises PlanError."""
     if setup.plan.gpus is not None and not setup.plan.devices:
         check_gpus(setup.plan, certain_memory(setup), lambda gpu: get_device_properties(gpu).total_memory)
 
@@ -56,10 +56,10 @@ def certain_states(cfg: Any) -> int | None:
 
 
 def check_sample(setup: Setup) -> None:
-    """Check that one micro-batch fits into memory, by one of its samples.
+    """Check that one micro-batch fits into memory, from the size of one sample.
 
     Raises:
-        UserError: It does not.
+        UserError: The micro-batch does not fit.
     """
     one = Batch(*setup.data.train.read(np.zeros(1, dtype=np.int64), 0))
     size = sum(tensor.nbytes for tensor in (*one.input_tensors, one.targets))

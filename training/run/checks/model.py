@@ -1,4 +1,4 @@
-"""The model with its data, its plan and the checkpoint that it starts from."""
+"""Checks the model with its data, its plan and the checkpoint that it starts from."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 def _checkpoint(cfg: Any) -> Path | None:
-    """The checkpoint that the configuration names."""
+    """Return the checkpoint that the configuration names; None if it names none."""
     if cfg.mode == "eval":
         return checkpoint_of(cfg)
     return None if cfg.train.resume in (None, "auto") else Path(cfg.train.resume)
 
 
 def check_kind(data: DataSet, model: Any) -> None:
-    """Check that both are about tokens or neither is. Raises TrainingError."""
+    """Check that data and model both have tokens or neither has. Raises TrainingError."""
     if (data.seq_len is None) == ("vocab_size" not in model):
         return
     kind = "tokens" if data.seq_len is not None else "numbers"
     raise TrainingError(
-        f"model={model.name} does not take the {kind} of this data set; leave data= out, and the model brings its own"
+        f"model={model.name} does not take the {kind} of this data set; leave data= out to use the model's default data"
     )
 
 
 def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
-    """Check that a sample is no longer than the model's positions. Raises TrainingError."""
+    """Check that samples are not longer than the model's positions. Raises TrainingError."""
     positions = chain.limits.get("positions")
     if positions is not None and data.seq_len is not None and data.seq_len > positions:
         raise TrainingError(
@@ -49,14 +49,14 @@ def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
 
 
 def check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
-    """Check what the optimizer's rates and the sweep's objective name. Raises TrainingError."""
+    """Check that optim.rates name parameters, and sweep.objective a metric. Raises TrainingError."""
     check_rates(to_dict(cfg.optim).get("rates"), chain)
     if cfg.sweep.objective is not None:
         check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
 
 
 def check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
-    """Check that the checkpoint, or what model.init_from names, holds this model. Raises UserError."""
+    """Check that the checkpoint and the weights of model.init_from belong to this model. Raises UserError."""
     if (saved := _checkpoint(cfg)) is not None:
         check_fits(saved, chain, cfg)
     if reads_weights(cfg, chain):
@@ -65,7 +65,7 @@ def check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
 
 
 def reads_weights(cfg: Any, chain: Chain) -> bool:
-    """Return whether a run starts from, or is based on, the weights that model.init_from names."""
+    """Return whether a run starts from the weights of model.init_from, or trains adapters on them."""
     anew = cfg.mode != "eval" and cfg.train.resume is None
     return cfg.model.init_from is not None and (anew or chain.base is not None)
 
@@ -95,13 +95,13 @@ def check_optimizer_layout(setup: Setup) -> None:
 
 
 def check_compile(setup: Setup) -> None:
-    """Check that what is to be compiled can be. Raises UserError."""
+    """Check that the model can be compiled if train.compile is set. Raises UserError."""
     schedule = setup.plan.schedule
     if not setup.cfg.train.compile:
         return
     if schedule is not None and SCHEDULES[schedule].splits_backward:
         raise TrainingError(
-            f"train.compile=true: what is compiled has one backward, and parallel.schedule={schedule} runs it "
+            f"train.compile=true: a compiled layer has one backward, and parallel.schedule={schedule} runs it "
             "in two parts; use parallel.schedule=interleaved_1f1b, or train.compile=false"
         )
     check_compiler()

@@ -1,4 +1,4 @@
-"""What the ranks of a run, and its attempts one after the other, must have in common to be one run."""
+"""Checks that all ranks belong to one run, and that a resumed run has the settings of the run before."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from training.reporting.recorder import git_state
 
 _ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
-_APPEARS_S = 10.0  # how long a file may take until another machine sees it
+_APPEARS_S = 10.0  # seconds that a file may take until another machine sees it
 _POLL_S = 0.1
 _SAMPLES = 8  # of each split
 _DIGITS = 12
 _SHOWN = 3
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of so many bytes
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype of so many bytes
 _SAMPLES_KEY = "samples"
-# Of the section train, what changes what is learned. The precision is added as it was chosen.
+# Keys of the section train that change what is learned. The chosen precision is added to them.
 _LEARNED = (
     "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
 )  # fmt: skip
 _TOTAL, _LENGTH = "schedule.total", ("train.steps", "train.epochs")
-_MICROBATCH = "micro-batch"  # its size, where the numbers depend on it
-# Where the data are and how they are read does not change them.
+_MICROBATCH = "micro-batch"  # its size, if the numbers depend on it
+# Keys that change where the data are and how they are read, but not the data.
 _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
 
 
@@ -52,17 +52,17 @@ _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
 
 
 def check_ranks(mesh: Mesh, setup: Any) -> str | None:
-    """Compare code, versions, data and starting weights of all ranks. All ranks call it together.
+    """Compare code, versions, data and starting weights of all ranks. All ranks call this together.
 
     Args:
-        mesh: The ranks, connected.
-        setup: What this rank has prepared.
+        mesh: The connected ranks.
+        setup: The setup that this rank has prepared.
 
     Returns:
-        A warning about what differs, where ``launcher.allow_mixed`` is set; None where nothing does.
+        A warning about differences if ``launcher.allow_mixed`` is set; None if there are none.
 
     Raises:
-        LaunchError: On every rank: something differs. The message names the ranks and both values.
+        LaunchError: On every rank: ranks differ. The message names the ranks and both values.
     """
     answers = mesh.gather({"node": socket.gethostname(), **describe_rank(setup)})
     problems = []
@@ -85,28 +85,28 @@ def check_ranks(mesh: Mesh, setup: Any) -> str | None:
 
 
 def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: float) -> str | None:
-    """Check that all ranks have the run directory of rank 0, which makes a file there. All ranks call it together.
+    """Check that all ranks have the run directory of rank 0, which makes a file there. All ranks call this together.
 
     Args:
-        mesh: The ranks, connected.
+        mesh: The connected ranks.
         run_dir: The run directory.
         writes: Whether this rank will write a part of each checkpoint.
-        timeout_s: The longest wait for the file, in seconds, where it is less than ``_APPEARS_S``.
+        timeout_s: The timeout of the ranks in seconds. They wait for the file half as long, at most ``_APPEARS_S``.
 
     Returns:
-        A warning about ranks that have another directory and write nothing; None where there is none.
+        A warning about ranks that have another directory and write nothing; None if there are none.
 
     Raises:
         LaunchError: On every rank: ranks that write have another directory. The message names them.
     """
-    # A name that no machine has looked for before: network file systems remember for a while what was not there.
+    # The name is new on every machine: network file systems cache for a while that a file does not exist.
     token = run_dir / mesh.gather(f".shared-{secrets.token_hex(8)}")[0]
     made = True
     if mesh.rank == 0:
         try:
             token.touch()
         except OSError:
-            made = False  # that the disk is full, or cannot be written, is said where something is to be kept
+            made = False  # a full or read-only disk is reported when a file is to be kept
     if not mesh.gather(made)[0]:
         return None
     waited_s, deadline = min(_APPEARS_S, timeout_s / 2), time.monotonic()
@@ -133,8 +133,8 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
 
 
 def describe_rank(setup: Any) -> dict[str, str | None]:
-    """Return what all ranks must have in common, in words and digests, by what it is; None for what is not known."""
-    commit, _ = git_state()  # what was changed since then is in the files' digest
+    """Return versions and digests, which must be equal on all ranks, by name; None for an unknown one."""
+    commit, _ = git_state()  # the digest of the files covers uncommitted changes
     return {
         "commit": commit and commit[:_DIGITS],
         "project files": _project_digest(),
@@ -146,19 +146,20 @@ def describe_rank(setup: Any) -> dict[str, str | None]:
 
 
 def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
-    """Compare what the ranks hold of the same tensors: replicas, and copies of a tied parameter.
+    """Compare the ranks' copies of the same tensors: those of replicas, and of a tied parameter.
 
-    All ranks call it together, between two steps.
+    All ranks call this together, between two steps.
 
     Args:
         strategy: This rank's part of the model.
-        allow_mixed: Whether weights that differ are a warning: processors of several kinds may round differently.
+        allow_mixed: Whether to warn about different weights instead of raising: processors of several kinds may round
+            differently.
 
     Returns:
-        The warning; None where the weights are equal.
+        The warning; None if the weights are equal.
 
     Raises:
-        TrainingError: On every rank: some differ. The message names the ranks.
+        TrainingError: On every rank: some weights differ. The message names the ranks.
     """
     mesh = strategy.mesh
     if mesh.size == 1:
@@ -176,16 +177,16 @@ def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
     if allow_mixed:
         return f"{differs} (launcher.allow_mixed=true)"
     raise TrainingError(
-        f"{differs}. Gradients are averaged and weights are not, so they would stay apart. Give every machine the same "
-        "files (model.init_from, train.resume), and keep no numbers in a layer that an evaluation changes; where "
+        f"{differs}. Gradients are averaged and weights are not, so they would stay different. Give every machine the "
+        "same files (model.init_from, train.resume), and keep no numbers in a layer that an evaluation changes; if "
         "processors of several kinds round differently, launcher.allow_mixed=true makes this a warning"
     )
 
 
 def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
-    """Return (its canonical name, a digest of its bits) of each parameter, and each buffer that is saved.
+    """Return (canonical name, digest of the bits) for each parameter, and for each buffer that is saved.
 
-    Of one that replicas share, it is this rank's share.
+    For a tensor that replicas share, this is the digest of this rank's share.
     """
     digests = set()
     for stage in strategy.stages:
@@ -198,7 +199,7 @@ def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
 
 
 def _bits(tensor: Tensor) -> bytes:
-    """Return a tensor's bits, of a row their sum: what a GPU holds is read there."""
+    """Return a tensor's bits as bytes, of a matrix the sum of each row, computed where the tensor is."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = real.detach().view(_WHOLE[real.itemsize])
     rows = bits.sum(dim=tuple(range(1, bits.dim())), dtype=bits.dtype) if bits.dim() > 1 else bits
@@ -222,7 +223,7 @@ def _project_digest() -> str:
 
 
 def data_digest(data: DataSet) -> str:
-    """Return a digest of the data: of the text, or of the number of samples in each split and some of them."""
+    """Return a digest of the data: of the text, or of each split's number of samples and some of its samples."""
     digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len} {data.fingerprint}".encode())
     for source in (data.train, data.valid, data.test):
         digest.update(f"|{0 if source is None else len(source)}".encode())
@@ -236,13 +237,13 @@ def _some_samples(source: Source | None) -> list[Tensor]:
     if source is None or len(source) == 0:
         return []
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(np.int64))
-    # One by one: of variable length, each is then as long as itself, not as the longest.
+    # One by one, so that samples of variable length are not padded to the longest.
     batches = [Batch(*source.read(np.array([index]), 0)) for index in indices]
     return [tensor for batch in batches for tensor in (*batch.input_tensors, batch.targets)]
 
 
 def _content(tensor: Tensor) -> bytes:
-    """Return what a tensor holds; of floating-point numbers, whose last bits differ by processor, the first digits."""
+    """Return a tensor's content; for floating-point numbers, whose last bits differ by processor, rounded means."""
     if not tensor.is_floating_point():
         return tensor.numpy().tobytes()
     numbers = tensor.double()
@@ -253,7 +254,7 @@ def _content(tensor: Tensor) -> bytes:
 
 
 def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
-    """Return what a resumed run should have in common with the one before, by the names that users type."""
+    """Return the settings in which a resumed run should equal the run before, by the names that users type."""
     cfg = setup.cfg
     train = {name: cfg.train[name] for name in _LEARNED} | {"precision": setup.plan.precision}
     tree = {"seed": cfg.seed, "train": train, **{name: to_dict(cfg[name]) for name in TRAINED if name != "train"}}
@@ -269,7 +270,7 @@ def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
 
 
 def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
-    """Return whether a schedule's rates depend on how long the whole run is."""
+    """Return whether a schedule's rates depend on the length of the whole run."""
     steps = np.unique(np.linspace(1, total, _SAMPLES).astype(int)).tolist()
     return any(schedule.factor(step, total, per_epoch) != schedule.factor(step, 2 * total, per_epoch) for step in steps)
 
@@ -278,15 +279,15 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
     """Compare two recipes.
 
     Args:
-        before: The recipe of the checkpoint, or whatever it has in its place.
-        now: That of this run.
-        command: How this run was composed (``conf.composition.composed_by``), where that is known.
+        before: The recipe in the checkpoint; anything else than a mapping counts as unknown.
+        now: The recipe of this run.
+        command: How this run was composed (``conf.composition.Composed.plain``), if that is known.
 
     Returns:
-        Which settings differ, with both values; None where none does or one is not known.
+        The settings that differ, with both values; None if none does, or if the recipe in the checkpoint is unknown.
 
     Raises:
-        TrainingError: A setting differs that was not typed and that does not follow from one that was.
+        TrainingError: A setting differs, was not typed, and does not follow from one that was typed.
     """
     if not isinstance(before, dict):
         return None
@@ -297,7 +298,7 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
         name
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
-        and _section(name) != "choice"  # of an option: its values are compared
+        and _section(name) != "choice"  # instead of the option's name, its values are compared
         and (name in before or _section(name) in sections)
         and not (name in _NOT_CONTENT and (same_samples or name != "data.root"))
     ]
@@ -305,15 +306,15 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
         names.remove(_SAMPLES_KEY)  # they differ because of another setting
     if not names:
         return None
-    known = [name for name in names if name != _MICROBATCH]  # which follows from the layout, as the devices allow
+    known = [name for name in names if name != _MICROBATCH]  # which follows from the layout, and thus from the devices
     if command is not None and known != [_SAMPLES_KEY] and (untyped := _untyped(known, before, command)):
         listed = ", ".join(f"{name}={before.get(name)} in the checkpoint and {now.get(name)} now" for name in untyped)
         raise TrainingError(
-            f"this run would go on with other settings than it had before, and nobody typed them: {listed}. The files "
-            "or the packages that give them have changed since: type the values that you want"
+            f"this run would continue with settings that differ from those before and were not typed: {listed}. The "
+            "files or the packages that set them have changed since: type the values that you want"
         )
     listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
-    return f"this run goes on with other settings than it had before: {', '.join(listed)}"
+    return f"this run continues with settings that differ from those before: {', '.join(listed)}"
 
 
 def _section(name: str) -> str:
@@ -321,9 +322,9 @@ def _section(name: str) -> str:
 
 
 def _untyped(names: Sequence[str], before: Mapping[str, Any], command: Mapping[str, Any]) -> list[str]:
-    """Return which settings neither were typed nor follow from what was.
+    """Return the settings that neither were typed nor follow from a typed one.
 
-    An option that was typed as it was before brings nothing new.
+    A typed option that equals the one before changes nothing, so it does not count.
     """
     choices = command["choices"]
     typed = [key for key in command["typed"] if key not in choices or choices[key] != before.get(f"choice.{key}")]

@@ -1,4 +1,4 @@
-"""What a first batch shows before any process starts: splits, kinds of numbers, labels, and what the loss returns."""
+"""Checks on a first batch, before any process starts: splits, dtypes, labels, and the values that the loss returns."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from training.run.setup import Setup
 
 _aten = torch.ops.aten
-# What takes numbers of one kind only; on the meta device they take any.
+# Operations whose arguments must all have one dtype; on the meta device they accept any.
 _PRODUCTS = {
     _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution,
     _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm,
 }  # fmt: skip
-_MOST_OUTPUTS = 10**7  # numbers that the model gives for a micro-batch, for the loss to be computed with labels
+_MOST_OUTPUTS = 10**7  # elements of the model's output above which the loss is not tried on labels
 
 
 def check_splits(setup: Setup) -> None:
-    """Check what the data set's ``prepare()`` has left. Raises DataError."""
+    """Check the splits and the description that the data set's ``prepare()`` has set. Raises DataError."""
     data = setup.data
     for split in ("train", "valid", "test"):
         source = getattr(data, split, ...)
@@ -44,7 +44,7 @@ def check_splits(setup: Setup) -> None:
 
 
 def check_read(setup: Setup) -> None:
-    """Check what the data give for one sample. Raises DataError."""
+    """Check the result of reading one sample. Raises DataError."""
     source = setup.data.train
     given = source.read(np.zeros(1, dtype=np.int64), 0)
     if isinstance(given, (tuple, list)) and len(given) == 2:
@@ -65,16 +65,16 @@ def _kind(given: Any) -> str:
 
 
 class RealKinds(TorchDispatchMode):
-    """Refuses what the meta device lets pass: whole numbers in a product with weights, tokens beyond an embedding."""
+    """Refuses errors that the meta device does not: integers in a product with weights, tokens beyond an embedding."""
 
     def __init__(self, meta: Batch, samples: Sequence[Batch]) -> None:
-        """Look at the inputs."""
+        """Note the range of each integer input."""
         super().__init__()
         columns = zip(*(batch.input_tensors for batch in samples), strict=True)
         self._range = {id(tensor): _range(column) for tensor, column in zip(meta.input_tensors, columns, strict=True)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Check an operation, and do it."""
+        """Check an operation, then run it."""
         operation = func.overloadpacket
         if operation in _PRODUCTS:
             dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
@@ -89,7 +89,7 @@ class RealKinds(TorchDispatchMode):
 
 
 def known_samples(data: DataSet, sample: Batch) -> list[Batch]:
-    """All samples where they are tensors in memory, split by split, the training's first; else those read already."""
+    """Return all samples of each split, training first, if they are tensors in memory; otherwise ``sample``."""
     splits = (data.train, data.valid, data.test)
     memories = [split for split in splits if isinstance(split, InMemory)]
     held = [split for split in memories if type(split).read is InMemory.read and len(split) > 0]
@@ -103,11 +103,11 @@ def _range(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
-    """Check what a loss gave for a batch on the meta device.
+    """Check the result of a loss for a batch on the meta device.
 
     Raises:
-        ModelError: It is not ``Sums``.
-        TrainingError: No parameter can get a gradient from it.
+        ModelError: The result is not ``Sums``.
+        TrainingError: The result is not differentiable, so that no parameter can get a gradient.
     """
     check_sums(loss, sums)
     if trained and not sums.loss.requires_grad:
@@ -117,14 +117,14 @@ def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
 
 
 def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor, whose: str) -> None:
-    """Compute the loss of made-up outputs with the targets themselves, the largest and the smallest among them.
+    """Compute the loss of random outputs with real targets, the largest and the smallest among them.
 
     Args:
         loss: The loss.
-        output: What the model gives for a micro-batch, on the meta device.
+        output: The model's output for a micro-batch, on the meta device.
         size: Samples of a micro-batch.
-        targets: Those that are known, [n, ...].
-        whose: Whose targets these are, in words.
+        targets: The known targets, [n, ...].
+        whose: Whose targets these are, for the message.
 
     Raises:
         TrainingError: The loss cannot take the targets.
@@ -160,8 +160,8 @@ def check_shapes(setup: Setup) -> None:
     """Pass a micro-batch through the model and its loss on the meta device, without memory.
 
     Raises:
-        UserError: A layer cannot take what it is given, its output cannot be passed on, what it leaves behind would
-            depend on the layout, or its shapes depend on numbers where they must be known before. It is named.
+        UserError: A layer cannot take its input, its output cannot be passed on, the state that it changes would
+            depend on the layout, or its shapes depend on numbers but must be known in advance. The message names it.
     """
     loss, batch = setup.chain.loss, setup.sample
     samples, sample = known_samples(setup.data, batch), batch.to("meta")
@@ -189,7 +189,7 @@ def check_shapes(setup: Setup) -> None:
                 tensors = checked(name, layer, output)
         at = f"loss {type(loss).__name__}: "
         check_loss_value(loss, loss(output, sample.targets, None), setup.plan.parameters > 0)
-        whole = samples[0] is not batch  # else one sample is known, which says nothing of the others
+        whole = samples[0] is not batch  # otherwise only one sample is known, which says nothing about the others
         if whole and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
         for sample in samples:
@@ -198,7 +198,7 @@ def check_shapes(setup: Setup) -> None:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
         if not known:
-            return  # what follows is seen when it runs
+            return  # a layer reads numbers, which the meta device does not have: errors after it show in the run
         said = str(error)
         if at and "meta" in said and "device" in said:
             said = (
@@ -216,7 +216,10 @@ def check_shapes(setup: Setup) -> None:
 
 
 def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:
-    """Once per step for the whole batch is what ``single`` does by default, and what users of torch expect."""
+    """Check that a layer which changes its state in training does so once per step, for the whole batch.
+
+    This is what ``single`` does by default, and what users of torch expect.
+    """
     plan, train = setup.plan, setup.cfg.train
     cut = {f"parallel.dp={plan.dp}": plan.dp > 1, f"parallel.chunks={plan.chunks}": plan.chunks > 1}
     cut["train.activation_checkpointing=true"] = train.activation_checkpointing
@@ -236,5 +239,5 @@ def _described(tensor: Any) -> str:
 
 
 def check_length_of_run(setup: Setup) -> None:
-    """Count its steps, which raises where the data have too few samples for one."""
+    """Count the steps of the run, which raises DataError if the data have too few samples for one."""
     setup.total_steps  # noqa: B018
