@@ -271,7 +271,7 @@ INIT = "model.init_from=HERE"
 SAMPLE = "mode=sample checkpoint=HERE/run "
 TINY = manifest(config={**CONFIG, "model": {"_target_": "models.gpt2.gpt2", "name": "gpt2", "size": "tiny"}})
 CHECKPOINTS = {
-    "mode=sample": Refusal(SAMPLE, "model=toy is no language model", file=manifest(config=CONFIG)),
+    "mode=sample": Refusal(SAMPLE, "model=toy is not a language model", file=manifest(config=CONFIG)),
     "sample.tokens=0": Refusal(SAMPLE + "sample.tokens=0", "must be at least 1", file=TINY),
     "sample.temperature=-1.0": Refusal(SAMPLE + "sample.temperature=-1", "must be 0", file=TINY),
     "sample.top_p=0.0": Refusal(SAMPLE + "sample.top_p=0", "must lie in (0, 1]", file=TINY),

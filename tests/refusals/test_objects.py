@@ -158,11 +158,11 @@ AT_ONCE = {
     "tokens beyond the vocabulary": (lambda: data(LABELS[:, None] + 5, vocab_size=4), "from 5 to 6, and vocab_size=4"),
     "the model itself": (lambda: train(model=net(), data=data()), f"Sequential is not a model.*{WRITE_CHAIN_OF}"),
     "a name as model": (lambda: train(model="gpt2"), "str is not a model.*model=NAME"),
-    "a model as a word": (lambda: train(net(), data()), "a Sequential is no word of the command line"),
+    "a model as a word": (lambda: train(net(), data()), "a Sequential is not a word of the command line"),
     "two models": (lambda: train("model=gpt2", model=chain()), "model is given twice: by 'model=gpt2'"),
     "one tensor": (lambda: train(model=chain(), data=INPUTS), f"Tensor is not a data set.*{WRITE_TENSORS}"),
     "a Dataset of torch": (lambda: train(data=torch.utils.data.TensorDataset(INPUTS, LABELS)), WRITE_TENSORS),
-    "a dict as configuration": (lambda: train(config={"train": {"steps": 4}}), "load_config has returned, not a dict"),
+    "a dict as configuration": (lambda: train(config={"train": {"steps": 4}}), "takes the result of load_config, not a dict"),
 }
 
 # What is refused before a process starts: the model, the data.

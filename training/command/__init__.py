@@ -1,1 +1,1 @@
-"""From a command line or a Python program to processes that run: modes, sweeps' jobs, ranks that exist, SLURM."""
+"""From a command line or a Python program to processes that run: modes, jobs of sweeps, ranks that exist, SLURM."""

@@ -1,4 +1,4 @@
-"""Training from a Python program or a notebook: the command line's words, and objects of one's own (docs/python.md)."""
+"""Training from a Python program or a notebook, by words of the command line and objects (docs/python.md)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _SWEEPS = {"-m", "--multirun"}
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has left.
+    """The results of a run.
 
     Attributes:
         run_dir: The run directory.
-        summary: The content of summary.json; empty for a mode that writes none, such as plan.
-        tied: {alias: canonical} names of parameters of the model that was given.
+        summary: The content of summary.json; empty for a mode that does not write it, such as plan.
+        tied: {alias: canonical} names of tied parameters of the model that was given.
     """
 
     run_dir: Path
@@ -52,7 +52,7 @@ class Result:
         return read_records(self.run_dir / METRICS)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Read the trained weights, by the whole model's names: for ``load_state_dict`` of the model that was given.
+        """Read the trained weights by the names of the whole model, for ``load_state_dict`` of the model given.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
@@ -73,7 +73,7 @@ def load_config(*overrides: str) -> Any:
         The configuration, to be read or changed: ``cfg.train.steps = 20``; ``train(config=cfg)`` runs it.
 
     Raises:
-        UserError: A word is wrong; the message names the nearest that exists.
+        UserError: A word is wrong; the message names the nearest key or option that exists.
     """
     _check_words(overrides)
     with _user_errors():
@@ -87,25 +87,25 @@ def train(
     model: Chain | None = None,
     data: DataSet | tuple | None = None,
 ) -> Result:
-    """Run what ``python train.py *overrides`` runs, and return what it has left.
+    """Run what ``python train.py *overrides`` runs, and return its results.
 
-    Workers are processes of their own, so a notebook and a script without ``if __name__ == "__main__"`` may call it.
-    A run of one process takes place in this one.
+    Workers are separate processes, so notebooks and scripts without ``if __name__ == "__main__"`` may call this. A run
+    of one process runs in the calling process.
 
     Args:
         *overrides: Words of the command line.
-        config: What ``load_config`` has returned, to be run instead; overrides may then only be Hydra's own, such as
-            "hydra.run.dir=runs/a".
-        model: A model of one's own, instead of ``model=``: a ``Chain``, such as ``models.sequential.chain_of`` makes of
-            an ``nn.Sequential``. What a model's YAML would bring (data, optimizer, steps) is up to the overrides.
-        data: A data set of one's own, instead of ``data=``, such as ``data.tensors.TensorData(inputs, targets)``, for
+        config: A configuration from ``load_config``, to run instead of the one that the words compose. Only keys of
+            Hydra may be given as words then, such as "hydra.run.dir=runs/a".
+        model: A model to use instead of ``model=``: a ``Chain``, such as ``models.sequential.chain_of`` makes of an
+            ``nn.Sequential``. Choose data, optimizer and steps by overrides, since no model's YAML selects them.
+        data: A data set to use instead of ``data=``, such as ``data.tensors.TensorData(inputs, targets)``, for
             which ``(inputs, targets)`` may be written.
 
     Returns:
         The run's directory and its summary.
 
     Raises:
-        UserError: For what the command line would report as an error.
+        UserError: An error that the command line would report as a message.
         KeyboardInterrupt: The run was interrupted; its processes have ended.
     """
     return _run_words(_trained, overrides, config, model, data)
@@ -117,20 +117,20 @@ def verify(
     """Verify a model under every layout, as ``python train.py mode=verify *overrides`` does.
 
     Args:
-        *overrides: Words of the command line. With ``parallel=NAME``, that layout only.
+        *overrides: Words of the command line. With ``parallel=NAME``, only that layout is verified.
         config: See ``train``.
         model: See ``train``.
         data: See ``train``.
 
     Returns:
-        The report; ``report.ok`` says whether everything holds, and ``str(report)`` what does not.
+        The report; ``report.ok`` is whether all checks passed, and ``str(report)`` describes those that did not.
 
     Raises:
-        UserError: For words, a model or data that no run could use.
+        UserError: The words, the model or the data could not be used by any run.
     """
     words = ["mode=verify", *(word for word in overrides if not word.startswith("mode="))]
     typed = [key_of(word) for word in overrides]
-    if config is not None:  # all in it is the user's choice
+    if config is not None:  # all of its values count as the user's choice
         words, typed = list(overrides), ["train.precision", "train.global_batch_size", "parallel"]
 
     def act(composed: Composed, *_: Any) -> Report:
@@ -144,7 +144,7 @@ def verify(
 def _run_words(
     act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Chain | None, data: DataSet | tuple | None
 ) -> Any:
-    """Compose words as ``train`` takes them and return ``act(composed, world, model)``."""
+    """Compose the words of a call of ``train`` and return ``act(composed, world, model)``."""
     from training.reporting.run_directory import locked_directories
 
     _check_words(overrides)
@@ -152,7 +152,7 @@ def _run_words(
         raise TrainingError("train() is one run, not a sweep (-m): call it once for each value")
     if config is not None and not OmegaConf.is_config(config):
         raise TrainingError(
-            f"config= takes what load_config has returned, not a {type(config).__name__}: "
+            f"config= takes the result of load_config, not a {type(config).__name__}: "
             'config = load_config("model=gpt2"); config.train.steps = 10'
         )
     if config is not None and any(not word.startswith("hydra.") for word in overrides):
@@ -163,7 +163,7 @@ def _run_words(
     try:
         if world is not None and world.rank > 0:
             follow(world, overrides, partial(_replaced, config, objects))
-            raise SystemExit  # as on the command line, what follows is rank 0's
+            raise SystemExit  # as on the command line, only rank 0 continues
         with leading(world, overrides), locked_directories(), _user_errors():
             words = quote_values(overrides)
             return compose_and_run(partial(_run, act, config, objects, world), words, saved_config(words))
@@ -175,13 +175,13 @@ def _check_words(overrides: Sequence[Any]) -> None:
     for word in overrides:
         if not isinstance(word, str):
             raise TrainingError(
-                f"a {type(word).__name__} is no word of the command line; words are given one by one, such as "
+                f"a {type(word).__name__} is not a word of the command line; words are given one by one, such as "
                 'train("model=gpt2", "train.steps=10"), and objects as train(model=..., data=...)'
             )
 
 
 def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
-    """The objects that were given, by key."""
+    """Return the objects that were given, by key, after checking them."""
     if isinstance(data, tuple) and len(data) == 2:
         from data.tensors import TensorData
 
@@ -198,7 +198,7 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
 
 
 def _run(act: Callable, config: Any, objects: dict[str, Any], world: World | None, composed: Composed) -> Any:
-    """Run ``config`` or, without one, what was composed, with the objects that were given."""
+    """Run ``config`` or, if it is None, the composed configuration, with the objects that were given."""
     from training.reporting.run_directory import removed_if_unused
 
     with removed_if_unused(composed.run_dir, composed.files):
@@ -219,7 +219,7 @@ def _trained(composed: Composed, world: World | None, model: Chain | None) -> Re
 
 
 def _replaced(config: Any, objects: dict[str, Any], cfg: Any) -> Any:
-    """Return what a program runs in place of ``cfg``, which its words compose."""
+    """Return the configuration to run: ``config`` or, if it is None, the composed ``cfg``, with the given objects."""
     cfg = cfg if config is None else config
     return with_given(cfg, objects) if objects or config is not None else cfg
 
@@ -232,7 +232,7 @@ def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
         cfg[key] = {"_target_": GIVEN, "key": key, "fingerprint": getattr(one, "fingerprint", "")}
     if "model" in objects:
         cfg.model.update(name="given", **kept)
-        cfg.recipe = None  # that of the model which this one replaces
+        cfg.recipe = None  # it belongs to the model that this one replaces
         vocabulary = objects["model"].limits.get("vocabulary")
         if vocabulary is not None:
             cfg.model.vocab_size = vocabulary
@@ -241,7 +241,7 @@ def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Let a program see each mistake of its own as a UserError."""
+    """Raise errors that the user can act on as UserError."""
     from conf.messages import explain
 
     try:

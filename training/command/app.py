@@ -1,4 +1,4 @@
-"""A command: its configuration made plain and checked, then its mode."""
+"""Runs a command: converts its configuration to plain data, checks it, and calls its mode."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from conf.instantiate import add_to_path
 from launchers import World
 from training.command.command import Command
 
-_OPEN_FILES = 4096  # that a process may have: a launcher holds several of each worker
+_OPEN_FILES = 4096  # that a process may have open: a launcher has several for each worker
 
 
 @exit_is_failure()
 def execute(composed: Composed, world: World | None, isolated: bool = False) -> None:
-    """Run a composed configuration in its mode; on rank 0 of existing ranks, lead them.
+    """Run a composed configuration in its mode. Rank 0 of existing ranks leads them.
 
     Everything that can be checked is checked before any process starts. ``mode=NAME`` is the function ``run`` of
     ``training/command/modes/NAME.py``.
 
     Args:
         composed: The configuration, complete.
-        world: The ranks that exist already; None where this process starts what the run needs.
+        world: The ranks that exist already; None if this process starts those that the run needs.
         isolated: See ``Command``.
 
     Raises:
-        UserError: For what the user can act on.
-        Stopped: For a run that was told to stop.
+        UserError: An error that the user can act on.
+        Stopped: The run was told to stop.
     """
     _allow_open_files()
     cfg = plain(composed)
@@ -36,7 +36,7 @@ def execute(composed: Composed, world: World | None, isolated: bool = False) -> 
 
 
 def plain(composed: Composed) -> Any:
-    """Return the configuration as plain data, with how it was composed, and let the user's own code be found."""
+    """Return the configuration as plain data, with how it was composed, and make the user's code importable."""
     cfg = composed.plain()
     add_to_path(cfg.import_from or ())
     if cfg.cluster is not None:
@@ -47,7 +47,7 @@ def plain(composed: Composed) -> Any:
 
 
 def _allow_open_files() -> None:
-    """Let this process and its workers have as many open files as they may have, up to what any run needs."""
+    """Raise the limit of open files of this process and its workers to the number that any run needs, if allowed."""
     import resource  # not on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What a mode is told."""
+"""The argument of every mode."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Command:
     """A checked configuration and where it is to run.
 
     Attributes:
-        cfg: The configuration, as plain data; ``auto`` is replaced in it by what was chosen.
-        composed: What it was made of.
-        world: The ranks that exist already; None where this process starts what the run needs.
-        isolated: Run in separate processes even where one is enough, so that nothing is left here for the next job.
+        cfg: The configuration, as plain data; ``auto`` is replaced in it by the chosen value.
+        composed: The composed configuration that it was made from.
+        world: The ranks that exist already; None if this process starts those that the run needs.
+        isolated: Run in separate processes even if one process is enough, so that a job of a sweep leaves no state in
+            this process for the next job.
     """
 
     cfg: Any
@@ -42,6 +43,6 @@ class Command:
         """Check that no other processes were started. Raises TrainingError."""
         if self.world is not None and self.world.size > 1:
             raise TrainingError(
-                f"mode={self.cfg.mode} is one process and {self.world.size} were started (WORLD_SIZE): start it "
+                f"mode={self.cfg.mode} runs in one process, but {self.world.size} were started (WORLD_SIZE): start it "
                 "without torchrun"
             )

@@ -1,4 +1,4 @@
-"""What a user can act on, as one message and an exit code."""
+"""Turns an error that the user can act on into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from launchers.stopping import Stopped
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turn what a user can act on into one message and an exit code; an error of the program's own keeps its traceback.
+    """Turn an error that the user can act on into one message and an exit code. A bug keeps its traceback.
 
     Raises:
-        SystemExit: With code 1 after an error. With ``stopping.EXIT_CODE`` for a run that has stopped as it was told to
-            and can go on; with 128 + the signal's number where it was told twice.
+        SystemExit: With code 1 after an error. With ``stopping.EXIT_CODE`` after a run that has stopped as it was told
+            to and can be continued; with 128 + the signal's number if it was told twice.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def clear_errors() -> Iterator[None]:
 
 
 def described(error: BaseException) -> tuple[int, str | None]:
-    """Return the exit code of an error and its message; None for the message of an error of the program's own."""
+    """Return the exit code of an error and its message; the message of a bug is None."""
     if isinstance(error, EndedTogether):
         code, message = error.exit_code, str(error)
     elif isinstance(error, Interrupted):

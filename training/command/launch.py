@@ -1,4 +1,4 @@
-"""A run of training or evaluation: prepared, then in this process, on workers, among existing ranks, or in a queue."""
+"""Prepares a run of training or evaluation and runs it: in this process, on workers, on existing ranks, or queued."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _AGAIN = "start it again with the same command"
 
 
 def launch(command: Command) -> float | None:
-    """Check and prepare a run, say what it is, and run it to its end, or queue it.
+    """Check and prepare a run, print its plan, and run it to its end, or queue it.
 
     Returns:
-        The unigram entropy of its data in nats, where that is known.
+        The unigram entropy of its data in nats; None if that is not known.
 
     Raises:
-        UserError: For what the user can act on.
-        Stopped: For a run that was told to stop.
+        UserError: An error that the user can act on.
+        Stopped: The run was told to stop.
     """
     cfg, run_dir, world = command.cfg, command.run_dir, command.world
     preload(command, is_automatic(cfg) or _has_workers(command))
@@ -68,7 +68,7 @@ def launch(command: Command) -> float | None:
             _start_workers(cfg, run_dir, processes)
     except Stopped as stopped:
         where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
-        resume = f"go on with the same command and train.resume=auto {where}"
+        resume = f"continue with the same command and train.resume=auto {where}"
         raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
     return entropy
 
@@ -78,7 +78,7 @@ def launch(command: Command) -> float | None:
 
 @contextmanager
 def nothing_begun() -> Iterator[None]:
-    """Before the first step, a signal that stops a run ends the preparations."""
+    """Let a signal that stops a run also end the preparations before the first step."""
     try:
         yield
     except Interrupted as interrupted:
@@ -89,11 +89,11 @@ def nothing_begun() -> Iterator[None]:
 
 @nothing_begun()
 def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Setup:
-    """Check a run and prepare it, on the submitting side of a queue too; what is left to measure is in ``cfg`` then.
+    """Check a run and prepare it; a queued run is only checked. Measured and chosen values are set in ``cfg``.
 
     ``words`` are the command line, for commands to copy.
     """
-    # Only now: they import torch.
+    # Only now, because these import torch.
     from parallel.devices import import_compiler_late
     from training.checkpoint.load import after_restart
     from training.command.slurm_job import prepare_here
@@ -118,7 +118,7 @@ def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] 
 
 
 def preload(command: Command, workers: bool) -> None:
-    """Where there will be workers, have what they need imported in the process that forks them, from now on."""
+    """If there will be workers, start the process that forks them, and let it import what they need."""
     if workers and command.world is None and command.cfg.launcher.name == "local":
         with changed_environment(environment(command.cfg)):
             start_fork_server(["training.command.preload"])
@@ -134,7 +134,7 @@ def _has_workers(command: Command) -> bool:
 
 
 def to_text(composed: Composed) -> str:
-    """What a run says of its configuration: what was typed; with print_config=true, all of it."""
+    """Return the configuration for the console: the typed words, or with print_config=true all of it."""
     from training.reporting.console import describe_configuration
 
     if composed.cfg.print_config:
@@ -161,7 +161,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
 
 
 def is_queued(cfg: Any, world: World | None) -> bool:
-    """Return whether a job of a queue will run it."""
+    """Return whether the run will be a queued job."""
     return world is None and cfg.launcher.name == "slurm"
 
 
@@ -170,7 +170,7 @@ def _restarts(cfg: Any) -> int:
 
 
 def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
-    """What each local worker runs. After a restart it resumes from the newest checkpoint."""
+    """Run one rank in a local worker. After a restart, it resumes from the newest checkpoint."""
     from launchers.world import restarts
     from models.given import unpack_given
     from training.checkpoint.load import after_restart

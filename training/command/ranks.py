@@ -1,4 +1,4 @@
-"""Ranks that exist already, under torchrun or srun: rank 0 reads the command, and tells the others what to run."""
+"""Ranks that exist already, under torchrun or srun: rank 0 reads the command and sends the others their job."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from launchers.meeting import Place
     from training.run.setup import Setup
 
-_JOB = "job"  # what rank 0 tells the others
+_JOB = "job"  # the key of rank 0's message to the others
 
 
 @contextmanager
 def leading(world: World | None, arguments: Sequence[str]) -> Iterator[None]:
     """Meet the other ranks before anything is read or prepared, on rank 0 of ranks that exist already.
 
-    They wait as long as this rank lives, and end with it where it ends without a run.
+    The others wait as long as this rank lives. They end with it if it ends without a run.
     """
     if world is None or world.size == 1:
         yield
@@ -50,14 +50,14 @@ def _ended(error: BaseException) -> tuple[int, str]:
     """Return the exit code of rank 0 after an error, and its message for the other ranks."""
     if isinstance(error, Stopped):
         return stopping.EXIT_CODE, ""
-    if isinstance(error, SystemExit):  # Hydra has said why
+    if isinstance(error, SystemExit):  # Hydra has printed the reason
         return error.code if isinstance(error.code, int) else int(error.code is not None), "its output says why"
     code, message = described(error)
     return code, message or printable(hide(repr(error)))
 
 
 def lead(setup: Setup, run_dir: Path, world: World) -> None:
-    """Rank 0 under torchrun or srun: tell the other ranks what to run and where."""
+    """On rank 0 under torchrun or srun: send the other ranks the configuration and the run directory, and run."""
     from launchers.meeting import describe_places, rendezvous
     from launchers.rank_0 import tell
     from training.run.rank import run
@@ -75,13 +75,14 @@ def lead(setup: Setup, run_dir: Path, world: World) -> None:
 def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] = lambda cfg: cfg) -> None:
     """Run rank 0's job on another rank, under torchrun or srun.
 
-    The configuration and the run directory are rank 0's, so that there is one of each. Prints nothing unless it fails.
+    The configuration and the run directory are rank 0's, so that all ranks have the same. Prints nothing unless it
+    fails.
 
     Args:
-        world: Who this rank is.
-        arguments: The command line: for a time-out that is typed there, as that of the configuration comes too late,
-            and to judge what rank 0 sends.
-        replaced: What a Python program makes of the configuration that the command line composes.
+        world: Which rank this process is.
+        arguments: The command line. It is used to check rank 0's job, and for the time-out, which is needed before the
+            configuration arrives.
+        replaced: How a Python program changes the configuration that the command line composes.
     """
     from launchers.meeting import rendezvous
     from launchers.rank_0 import hear
@@ -92,10 +93,10 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
     if world.origin == "torchrun":
         stopping.stop_without_parent()
     with rendezvous(world, timeout_s) as (store, places), _said_once(world, places):
-        try:  # while rank 0 composes and prepares
+        try:  # meanwhile, rank 0 composes and prepares
             words = quote_values(arguments)
             own = compose_own(words, saved_config(words), replaced)
-        except Exception as error:  # rank 0's own is to be heard first
+        except Exception as error:  # an error of rank 0 comes first
             own = error
         job = hear(world, _JOB, timeout_s)
         if isinstance(own, Exception):
@@ -107,7 +108,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             with rendezvous(world, cfg.parallel.timeout_s), _requeued(world):
                 run(cfg, run_dir, world, store)
         except Stopped:
-            raise Stopped from None  # rank 0 says it
+            raise Stopped from None  # rank 0 prints the message
         except BaseException:
             os.dup2(console, 2)
             raise
@@ -117,7 +118,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
 
 @contextmanager
 def _said_once(world: World, places: Sequence[Place]) -> Iterator[None]:
-    """Say what has ended rank 0 only where its own words are not seen: pods share no console, ranks of a machine do."""
+    """Print why rank 0 has ended only where its message is not seen: pods share no console, ranks of a machine do."""
     try:
         yield
     except EndedTogether as ended:
@@ -130,13 +131,13 @@ def _typed_timeout(arguments: Sequence[str]) -> float:
     from conf.schema import Parallel
 
     typed = [word.partition("=")[2] for word in arguments if word.startswith("parallel.timeout_s=")]
-    with suppress(ValueError):  # rank 0 says what is wrong with it
+    with suppress(ValueError):  # rank 0 reports the error
         return float(typed[-1]) if typed else Parallel.timeout_s
     return Parallel.timeout_s
 
 
 def _requeued(world: World) -> AbstractContextManager:
-    """A run in a user's batch script that was told to stop is queued again as the same job."""
+    """If a run in a user's batch script is told to stop, queue it again as the same job."""
     from launchers.slurm.task import requeued
 
     return requeued(world) if world.origin == "slurm" else nullcontext()

@@ -27,7 +27,7 @@ from launchers.world import restarts
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
 from training.reporting.run_directory import EARLIER_ATTEMPT_S, hold, locked_directories, release
 
-_BALANCE = "balance"  # what rank 0 tells the others
+_BALANCE = "balance"  # the key of rank 0's message to the others
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class CheckedRun:
 def prepare_here(cfg: Any):
     """Check a run on the submitting side, for the processes and the GPUs that the job will have.
 
-    What this machine has does not count, and nothing is measured on it.
+    The hardware of this machine is ignored, and nothing is measured on it.
     """
     from parallel.devices import Hardware
     from training.run.prepare import prepare
@@ -74,10 +74,10 @@ def prepare_here(cfg: Any):
 
 
 def queue(runs: list[CheckedRun], folder: Path, name: str) -> list[Job]:
-    """Submit ``runs``, which must have the same shape; as one array where there are several.
+    """Submit ``runs``, which must have the same shape, as one array if there are several.
 
     Raises:
-        LaunchError: The queue refuses.
+        LaunchError: The queue refuses them.
     """
     cfg = to_config(runs[0].tree)
     threads = cfg.parallel.threads
@@ -92,10 +92,10 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
     """Submit one run; with launcher.wait, follow it to its end.
 
     Raises:
-        LaunchError: What has ended the job, or why the queue refuses it.
+        LaunchError: The job has failed, or the queue refuses it.
     """
     run = CheckedRun.of(setup, run_dir)
-    release(run_dir)  # the job holds it from its start
+    release(run_dir)  # the job locks it when it starts
     launcher = setup.cfg.launcher
     (job,) = queue([run], run.run_dir / "slurm", setup.cfg.model.name)
     shape = f"{launcher.nodes} node{'s' * (launcher.nodes > 1)} x {run.processes // launcher.nodes} processes"
@@ -124,7 +124,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     try:
         with rendezvous(world, cfg.parallel.timeout_s) as (store, places):
             add_to_path(cfg.import_from or ())
-            if world.rank > 0:  # what rank 0 has measured counts for all
+            if world.rank > 0:  # rank 0 has measured for all
                 cfg.parallel.balance, setup = hear(world, _BALANCE, cfg.parallel.timeout_s), None
             else:
                 with ending_together(store, _BALANCE):
@@ -136,7 +136,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
                 print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
             run(cfg, run_dir, world, store, setup)
     except Exception as error:
-        # Nobody else records it where the launcher did not wait.
+        # If the launcher did not wait, nobody else records the error.
         if not is_peer_error(error):
             text = str(error) if isinstance(error, UserError) else traceback.format_exc()
             update_job(run_dir, status=FAILED, error=f"rank {world.rank}: {text}")

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: which still have to run, running one here, and queueing them as SLURM job arrays."""
+"""The jobs of a sweep: finds those that still have to run, runs one here, and queues them as SLURM job arrays."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from training.reporting.recorder import sections
 from training.reporting.run_directory import hold, release
 from training.studies.sweep.table import value_for_sweeper
 
-_OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # goes by the jobs' records
+_OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # it reads how a job ended from the job's record
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Entry:
         job: Its record.
         overrides: Its overrides as Hydra takes them.
         folder: Its directory.
-        queued: Whether nobody waits for it, so that an earlier attempt may still be queued or running.
+        queued: Whether the launcher does not wait for it, so that an earlier attempt may still be queued or running.
     """
 
     job: Job
@@ -98,18 +98,18 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
             for entry, result in zip(batch, returned, strict=True):
                 try:
                     _ = result.return_value
-                except Exception as error:  # of a job that could not record it, such as a killed process
+                except Exception as error:  # the job could not record it, for instance because it was killed
                     update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
             results += returned
     except BaseException:
-        with suppress(SystemExit):  # the exception that ended the sweep says more
+        with suppress(SystemExit):  # the exception that ended the sweep is more useful
             sweeper.hydra_context.callbacks.on_multirun_end(config=config, config_name=None)
         raise
     return results
 
 
 def _mask(record: logging.LogRecord) -> bool:
-    """Hydra announces each job with its overrides."""
+    """Mask secrets in Hydra's log lines, which print each job with its overrides."""
     record.msg, record.args = mask_secrets(record.getMessage()), ()
     return True
 
@@ -117,7 +117,7 @@ def _mask(record: logging.LogRecord) -> bool:
 def compose_all(
     compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], sweep_dir: Path, brought: Sequence[str] = ()
 ) -> list[Entry]:
-    """Compose every job; one that cannot be composed is an entry that has failed.
+    """Compose every job. A job that cannot be composed becomes an entry that has failed.
 
     Args:
         compose: Returns the configuration of a job's overrides.
@@ -126,8 +126,8 @@ def compose_all(
         brought: Overrides that were not typed.
 
     Raises:
-        HydraException: If no job can be composed; the mistake is not one job's then.
-        OmegaConfBaseException: Likewise.
+        HydraException: No job can be composed, so that the mistake is not that of one job.
+        OmegaConfBaseException: The same.
     """
     entries, first_error = [], None
     for num, overrides in enumerate(jobs):
@@ -136,7 +136,7 @@ def compose_all(
             cfg = compose(overrides)
             with open_dict(cfg):
                 cfg.hydra.job.num, cfg.hydra.job.id = num, str(num)
-            HydraConfig.instance().set_config(cfg)  # the directory's name may refer to it
+            HydraConfig.instance().set_config(cfg)  # the directory's name may refer to Hydra's section
             folder, queued = sweep_dir / cfg.hydra.sweep.subdir, not cfg.launcher.get("wait", True)
             entries.append(Entry(job, overrides, folder, queued))
         except (HydraException, OmegaConfBaseException) as error:
@@ -154,7 +154,7 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     Jobs that an earlier attempt has finished, or that may still be queued or running, are left out.
 
     Raises:
-        TrainingError: If a directory holds another run. Nothing has been changed then.
+        TrainingError: A directory has another run. Nothing has been changed then.
     """
     before = [read_job(entry.folder) for entry in entries]
     for entry, earlier in zip(entries, before, strict=True):
@@ -193,22 +193,22 @@ def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]
 
 
 def run_job(composed: Composed, world: World | None) -> Any:
-    """Run one job of a sweep in processes of its own and record how it ends in job.json.
+    """Run one job of a sweep in separate processes, and record in job.json how it ends.
 
-    A job that fails raises nothing, so that the next ones run; a sweeper of others, such as optuna, is told by an
-    exception and decides. A job of a queue is only checked: ``launch_array`` queues it.
+    A job that fails raises nothing, so that the next jobs run. Only a third-party sweeper, such as optuna, gets an
+    exception and decides. A job that is to be queued is only checked here: ``launch_array`` queues it.
 
     Args:
         composed: The job's configuration, complete.
-        world: This process's place among processes that exist already; None if the job starts its own.
+        world: Which of the existing ranks this process is; None if the job starts its ranks.
 
     Returns:
-        The sweep's objective, see ``training.studies.sweep.table.objective``; None where the job has none. The checked
-        run of a job of a queue; None where it cannot run.
+        The sweep's objective (see ``training.studies.sweep.table.objective``); None if the job has none. For a job that
+        is to be queued, the checked run; None if it cannot run.
 
     Raises:
-        KeyboardInterrupt: To end the sweep.
-        TrainingError: The job failed, under a sweeper of others.
+        KeyboardInterrupt: The user has ended the sweep.
+        TrainingError: The job failed under a third-party sweeper.
     """
     if is_queued(composed.cfg, world):
         return _check(composed)
@@ -228,7 +228,7 @@ def run_job(composed: Composed, world: World | None) -> Any:
     except Stopped as stopped:
         end(INTERRUPTED)
         here = shlex.quote(f"hydra.sweep.dir={hydra_word(job.sweep_dir)}")
-        raise Stopped(f"job {job.number} {stopped}\nThe sweep goes on with its own command and {here}") from None
+        raise Stopped(f"job {job.number} {stopped}\nContinue the sweep with its command and {here}") from None
     except KeyboardInterrupt:
         end(INTERRUPTED)
         raise
@@ -246,13 +246,13 @@ def run_job(composed: Composed, world: World | None) -> Any:
 
 
 def sweep_job(composed: Composed) -> SweepJob:
-    """Return what a configuration is of a sweep."""
+    """Return the job of a sweep that a configuration belongs to."""
     assert composed.job is not None
     return composed.job
 
 
 def _begin(composed: Composed, status: str) -> None:
-    """Record a job and change its configuration: where it goes on from, and its group and name in wandb."""
+    """Record a job, and set in its configuration the checkpoint to resume from and its group and name in wandb."""
     cfg, folder, place = composed.cfg, composed.run_dir, sweep_job(composed)
     job, earlier = Job(place.number, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
@@ -291,7 +291,7 @@ def launch_array(
 
 
 def _check(composed: Composed) -> CheckedRun | None:
-    """Record a job of a queue and check it without running it: the checked run, None where it cannot run."""
+    """Record a job that is to be queued and check it. Return the checked run; None if it cannot run."""
     folder = composed.run_dir
     _begin(composed, WAITING)
     try:
@@ -302,11 +302,11 @@ def _check(composed: Composed) -> CheckedRun | None:
 
 
 def _run_all(runs: list[CheckedRun]) -> None:
-    """Queue ``runs``, those of one shape as one array; with launcher.wait, return when all have ended.
+    """Queue ``runs``, those of equal shape as one array. With launcher.wait, return when all have ended.
 
     Raises:
-        Interrupted: On SIGINT, SIGTERM or SIGHUP, after what had not finished was cancelled.
-        LaunchError: The queue does not answer. What has not finished is cancelled, if that is possible.
+        Interrupted: On SIGINT, SIGTERM or SIGHUP, after unfinished jobs were cancelled.
+        LaunchError: The queue does not answer. Unfinished jobs are cancelled if that is possible.
     """
     jobs = []
     by_shape = groupby(sorted(runs, key=lambda run: run.shape), key=lambda run: run.shape)

@@ -69,7 +69,7 @@ def test_one_process_is_enough_and_more_are_refused(tmp_path, model, trained):
     from launchers import World
 
     cfg = config(*model, "parallel=pipe_ddp", "mode=export", f"checkpoint='{trained}'")
-    with pytest.raises(TrainingError, match="mode=export is one process and 4 were started"):
+    with pytest.raises(TrainingError, match="mode=export runs in one process, but 4 were started"):
         execute(cfg, tmp_path, World(0, 4, 0, 4, "torchrun"))
 
 
@@ -176,7 +176,7 @@ def test_what_is_kept_from_token_to_token_does_not_change_the_text(say):
 def test_a_prompt_that_is_not_utf_8_is_refused_before_anything_is_loaded(tmp_path, key):
     typed = os.fsdecode("café".encode("latin-1"))
     value = f"'{typed}'" if key == "sample.prompt" else f"['a','{typed}']"
-    with pytest.raises(TrainingError, match=r"the prompt 'caf\\udce9' is no text: .*not UTF-8.*Latin-1.*in UTF-8"):
+    with pytest.raises(TrainingError, match=r"the prompt 'caf\\udce9' is not text: .*not UTF-8.*Latin-1.*in UTF-8"):
         do(tmp_path, "model=gpt2", "mode=sample", "checkpoint=nowhere", f"{key}={value}")
 
 

@@ -1,1 +1,1 @@
-"""What ``mode=NAME`` does: the function ``run(command)`` of NAME.py. ``conf.MODES`` lists the names."""
+"""The modes: ``mode=NAME`` calls the function ``run(command)`` of NAME.py. ``conf.MODES`` lists the names."""

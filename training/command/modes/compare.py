@@ -1,4 +1,4 @@
-"""mode=compare: run each strategy's best layout, and print predicted beside measured."""
+"""mode=compare: run each strategy's best layout, and print predicted beside measured results."""
 
 from __future__ import annotations
 

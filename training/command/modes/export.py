@@ -1,4 +1,4 @@
-"""mode=export: write a checkpoint's model as other programs read it (``training.export``)."""
+"""mode=export: write a checkpoint's model in a format that other programs read (``training.export``)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from training.run.restore import restore
 
 
 def run(command: Command) -> None:
-    """Export, in one process: a checkpoint holds the whole model, whatever ``parallel`` and ``launcher`` are."""
+    """Export in one process: a checkpoint contains the whole model, whatever ``parallel`` and ``launcher`` are."""
     command.check_alone()
     stopping.at_once()
     print(export(command.cfg, command.run_dir), flush=True)
 
 
 def export(cfg: Any, run_dir: Path) -> str:
-    """Write the checkpoint ``cfg.checkpoint`` to the folder ``cfg.export_to``, as ``cfg.export`` says.
+    """Write the model of ``cfg.checkpoint`` to the folder ``cfg.export_to``, in the format of ``cfg.export``.
 
-    A relative folder is in ``run_dir``.
-
-    The folder appears complete or not at all.
+    A relative folder is in ``run_dir``. The folder appears complete or not at all.
 
     Returns:
-        A sentence that says what was written.
+        A sentence that describes what was written.
 
     Raises:
-        TrainingError: For a folder that exists, and as ``training.export.write`` does.
-        CheckpointError: For a checkpoint that cannot be read, or a folder that cannot be written.
+        TrainingError: The folder exists, or ``training.export.write`` raises it.
+        CheckpointError: The checkpoint cannot be read, or the folder cannot be written.
     """
     folder = expand_home(cfg.export_to, Path(run_dir).absolute())
     if folder.exists():

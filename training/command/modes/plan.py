@@ -1,4 +1,4 @@
-"""mode=plan: say which layout a run would have, and what each rank would hold."""
+"""mode=plan: print the layout that a run would have, and the memory that each rank would need."""
 
 from __future__ import annotations
 

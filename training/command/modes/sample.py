@@ -21,11 +21,11 @@ from training.run.restore import restore
 
 logger = logging.getLogger(__name__)
 
-_BETWEEN = "\n" + 20 * "-" + "\n"  # the texts of several prompts
+_BETWEEN = "\n" + 20 * "-" + "\n"  # separates the texts of several prompts
 
 
 def run(command: Command) -> None:
-    """Sample, in one process: a checkpoint holds the whole model, whatever ``parallel`` and ``launcher`` are."""
+    """Sample in one process: a checkpoint contains the whole model, whatever ``parallel`` and ``launcher`` are."""
     command.check_alone()
     stopping.at_once()
     print(sample(command.cfg), flush=True)
@@ -35,12 +35,12 @@ def sample(cfg: Any) -> str:
     """Continue ``sample.prompt``, or each of ``sample.prompts``, by ``sample.tokens`` tokens.
 
     Returns:
-        The prompt and its continuation; of several prompts, with a line of dashes between them.
+        The prompt and its continuation; those of several prompts are separated by a line of dashes.
 
     Raises:
-        TrainingError: For a model that is not a language model, and for numbers that make no sense, before anything is
-            loaded.
-        CheckpointError: For a checkpoint that cannot be read.
+        TrainingError: The model is not a language model, or a number of ``sample`` is out of range. This is raised
+            before anything is loaded.
+        CheckpointError: The checkpoint cannot be read.
     """
     _check_sample(cfg)
     restored = restore(cfg, cfg.device)
@@ -50,7 +50,7 @@ def sample(cfg: Any) -> str:
             f"data.vocab_size={restored.data.vocab_size}: this vocabulary is unknown, so no text can be shown"
         )
     if isinstance(vocabulary, WordVocabulary):
-        restored.data.prepare()  # which reads the words
+        restored.data.prepare()  # it reads the words
     assert vocabulary.size is not None
     settings, chain = cfg.sample, strategy.chain
     seed = cfg.seed if settings.seed is None else settings.seed
@@ -76,11 +76,11 @@ def sample(cfg: Any) -> str:
 def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
     """Draw ``sample.at_end`` tokens from the model that a run has trained, for the end of its console.
 
-    ``entropy`` is the unigram entropy of its data in nats, where that is known.
+    ``entropy`` is the unigram entropy of its data in nats; None if that is not known.
 
     Returns:
-        The text, set off from the results; empty where the run has no checkpoint or its model writes no text. A model
-        whose loss is above the unigram entropy writes random words: of such a one, the line says that.
+        The text, set off from the results; empty if the run has no checkpoint or its model writes no text. A model
+        whose loss is above the unigram entropy would write random words: then a line states this instead.
     """
     if "vocab_size" not in cfg.model or cfg.sample.at_end <= 0 or cfg.train.checkpoint_every is None:
         return ""
@@ -94,7 +94,7 @@ def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
         again.sample.prompt = "the"  # words have no token that marks the beginning of a text
     try:
         return describe_sample(sample(again)) + "\n"
-    except Exception as error:  # the run itself has succeeded, and a model of the user's own may not continue texts
+    except Exception as error:  # the run itself has succeeded, and the user's model may be unable to continue texts
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         logger.warning("no sample of the model's text: %s", reason)
         return ""
@@ -103,7 +103,7 @@ def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
 def _check_sample(cfg: Any) -> None:
     if "vocab_size" not in cfg.model:
         raise TrainingError(
-            f"mode=sample prints text, and model={cfg.model.name} is no language model (it has no model.vocab_size)"
+            f"mode=sample prints text, but model={cfg.model.name} is not a language model (it has no model.vocab_size)"
         )
     settings = cfg.sample
     if settings.tokens < 1:
@@ -122,8 +122,8 @@ def _check_sample(cfg: Any) -> None:
             prompt.encode()
         except UnicodeEncodeError:
             raise TrainingError(
-                f"the prompt {prompt!a} is no text: it holds half of a character, or a byte that is not UTF-8, as a "
-                "terminal in Latin-1 writes it; type it in UTF-8"
+                f"the prompt {prompt!a} is not text: it contains half of a character, or a byte that is not UTF-8, as "
+                "a terminal in Latin-1 sends it; type it in UTF-8"
             ) from None
 
 

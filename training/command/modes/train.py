@@ -9,7 +9,7 @@ from training.studies.planning import is_automatic
 
 
 def run(command: Command) -> None:
-    """Train; at the end show some of a language model's text, and what was predicted of a layout that was chosen."""
+    """Train. At the end, print some text of a language model, and compare an automatic layout with its prediction."""
     cfg, run_dir, automatic = command.cfg, command.run_dir, is_automatic(command.cfg)
     entropy = launch(command)
     if is_queued(cfg, command.world):

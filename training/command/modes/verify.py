@@ -11,13 +11,13 @@ def run(command: Command) -> None:
     """Compare every layout with one process, and write the certificate.
 
     Raises:
-        TrainingError: A layout trains otherwise, or nothing could be compared; or the command is a job of a sweep.
+        TrainingError: A layout trains differently, nothing could be compared, or the command is a job of a sweep.
     """
     composed, cfg = command.composed, command.cfg
     if composed.job is not None or composed.choices is None:
         raise TrainingError(
-            "mode=verify is a command of its own, not a job of a sweep or of train(): python train.py mode=verify, or "
-            "from Python training.verify(...)"
+            "mode=verify cannot be a job of a sweep or of train(): use python train.py mode=verify, or from Python "
+            "training.verify(...)"
         )
     from training.studies.verification.report import prove
 
