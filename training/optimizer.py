@@ -1,7 +1,8 @@
 """The optimizer over this rank's share of the parameters, and the learning-rate schedules.
 
-A schedule is a class with a method ``factor(step, total, per_epoch)``: the factor on ``optim.lr`` for a step, counted
-from 1, of ``total`` steps with ``per_epoch`` to an epoch. It is a pure function, so that resuming needs no state of it.
+A schedule is a class with a method ``factor(step, total, per_epoch)``, which returns the factor on ``optim.lr`` for a
+step, counted from 1, of ``total`` steps with ``per_epoch`` steps per epoch. It is a pure function, so that a schedule
+has no state to resume.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from parallel.strategy import Strategy
 
 _FUSED = ("cpu", "cuda", "mps")
 
-# What an update depends on, ``optim.update``: of each number on that number's own gradients alone, or on its tensor's.
+# Values of ``optim.update``: the update of an element depends only on the gradients of that element, or of its tensor.
 ELEMENTWISE, PER_PARAMETER = "elementwise", "per_parameter"
-# Of torch's: that, and the tensors of a parameter's size that it keeps. Adafactor keeps rows and columns.
+# For torch's optimizers: the kind of update, and the number of state tensors of a parameter's size. Adafactor keeps
+# rows and columns.
 _OF_TORCH = {
     "Adadelta": (ELEMENTWISE, 2), "Adagrad": (ELEMENTWISE, 1), "Adam": (ELEMENTWISE, 2), "AdamW": (ELEMENTWISE, 2),
     "Adamax": (ELEMENTWISE, 2), "ASGD": (ELEMENTWISE, 1), "NAdam": (ELEMENTWISE, 2), "RAdam": (ELEMENTWISE, 2),
@@ -38,24 +40,24 @@ _OF_TORCH = {
 
 
 class Optimizer:
-    """The optimizer of a configuration over what this rank holds; does nothing on a rank without parameters.
+    """The optimizer of a configuration over this rank's parameters; does nothing on a rank that has none.
 
-    Weight decay acts on matrices; biases and the scales of norms are left out unless ``decay_vectors``. ``rates`` has
-    factors on the learning rate of the parameters of some modules. Where the section has ``others``, the optimizer is
-    one for the matrices of hidden layers (Muon), and a second one has all other parameters; see ``hidden_matrices``.
-    One fused kernel updates all parameters of one rate where the optimizer and the device have it.
+    Weight decay applies to matrices; biases and the scales of norms are left out unless ``decay_vectors`` is set.
+    ``rates`` has factors on the learning rate of the parameters of some modules. If the section has ``others``, the
+    optimizer (Muon) updates the matrices of hidden layers, and a second one all other parameters; see
+    ``hidden_matrices``. One fused kernel updates all parameters of one rate if the optimizer and the device have it.
 
-    Of shared parameters, an elementwise optimizer updates this rank's box as a plain tensor. One that needs whole
-    tensors gets one after the other: parameter, gradient and state are gathered, every rank computes the same update,
-    and keeps its box.
+    If parameters are sharded, an elementwise optimizer updates this rank's box as a plain tensor. An optimizer that
+    needs whole tensors gets them one after the other: parameter, gradient and state are gathered, every rank computes
+    the same update, and keeps its box.
 
     Args:
         config: The section ``optim`` as plain data.
-        strategy: Whose parameters to optimize.
+        strategy: The model whose parameters to optimize.
 
     Attributes:
         base_lr: The learning rate that a schedule's factor applies to.
-        kind: The optimizer's ``_target_``, and that of ``others`` where it is another.
+        kind: The optimizer's ``_target_``, and that of ``others`` if it differs.
     """
 
     def __init__(self, config: Mapping[str, Any], strategy: Strategy) -> None:
@@ -80,7 +82,7 @@ class Optimizer:
             for part, mesh in (*(([pair], strategy.mesh) for pair in alone), (together, None)):
                 if part:
                     self._parts.append(_Part({**section, **shared}, part, mesh, fused, exact))
-        # Learning rates follow one schedule, each in proportion to its own.
+        # All learning rates follow one schedule, each scaled by its ratio to the base rate.
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["ratio"] = group["lr"] / self.base_lr if self.base_lr else 1.0
@@ -93,7 +95,7 @@ class Optimizer:
             part.step()
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""
+        """Return the optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""
         return {key: value for part in self._parts for key, value in part.state_of(parameter).items()}
 
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Boxes]) -> None:
@@ -101,16 +103,16 @@ class Optimizer:
 
         Args:
             parameter: A parameter of this rank.
-            state: Whole tensors, or what gives boxes of them; of shared parameters, this rank's box is taken.
+            state: Whole tensors, or objects that return boxes of them. For sharded parameters, this rank's box is read.
         """
         for part in self._parts:
             part.load_state_of(parameter, state)
 
 
 class _Part:
-    """An optimizer of torch over tensors that stand in for parameters: themselves where they are not shared.
+    """An optimizer of torch. Plain tensors stand in for sharded parameters; others are optimized directly.
 
-    ``mesh`` has the ranks that share them, where they are to be whole for the update. ``exact``: Muon in float32.
+    With a ``mesh``, sharded parameters are gathered over its ranks for the update. ``exact``: Muon in float32.
     """
 
     def __init__(
@@ -156,11 +158,11 @@ class _Part:
 
     @torch.no_grad()
     def _scatter(self) -> None:
-        """Keep this rank's box of what was whole."""
+        """Keep this rank's box of the whole tensors."""
         for parameter, own in self._own.items():
             local(parameter).copy_(cut_like(parameter, own))
             self._change_state(own, lambda value, like=parameter: _share(value, like))
-            own.data = own.new_zeros(()).expand(parameter.shape)  # its shape, and no memory
+            own.data = own.new_zeros(()).expand(parameter.shape)  # keeps the shape without memory
 
     def _change_state(self, own: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         state = self.optimizer.state.get(own, {})
@@ -201,17 +203,20 @@ class _Part:
             loaded[key] = placed if self._mesh is not None else local(placed)
 
     def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, float]]:
-        """The group of a parameter, and its numbers when it was made."""
+        """Return the group of a parameter, and the group's numbers when it was made."""
         groups = zip(self.optimizer.param_groups, self._at_first, strict=True)
         return next(pair for pair in groups if any(own is one for one in pair[0]["params"]))
 
 
-# Numbers that are no tensors, in a checkpoint: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
+# Names in a checkpoint of numbers that are not tensors: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
 _PLAIN, _GROUP = "#", "group."
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of a parameter's state or of a group that an optimizer may change; the learning rate is the schedule's."""
+    """Return the numbers of a parameter's state or of a group that an optimizer may change.
+
+    The learning rate is not among them, because the schedule sets it.
+    """
     return {k: v for k, v in values.items() if type(v) in (int, float) and k not in ("lr", "ratio")}
 
 
@@ -224,7 +229,7 @@ def _is_like(value: Any, own: Tensor) -> bool:
 
 
 class ExactMuon(torch.optim.Muon):
-    """torch's Muon that orthogonalises in the gradients' own dtype.
+    """torch's Muon, except that it orthogonalises in the gradients' dtype.
 
     In torch's bfloat16, the last bit of a gradient moves the loss by 1e-4 within 20 steps.
     """
@@ -249,7 +254,7 @@ class ExactMuon(torch.optim.Muon):
 
 
 def _muon_factor(adjust: str | None, rows: int, columns: int) -> float:
-    """The factor on the learning rate of a matrix, by ``adjust_lr_fn``."""
+    """Return the factor on the learning rate of a matrix, by ``adjust_lr_fn``."""
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
@@ -267,7 +272,7 @@ def _orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: 
 
 
 def _share(value: Tensor, like: nn.Parameter) -> Tensor:
-    """This rank's box of a whole tensor of a parameter's shape, as a shared tensor; others as they are."""
+    """Return this rank's box of a whole tensor of the parameter's shape, as a sharded tensor; others unchanged."""
     return shared_like(like, cut_like(like, value).clone()) if _is_like(value, like) else value
 
 
@@ -277,10 +282,10 @@ def _kind(config: Mapping[str, Any]) -> str:
 
 
 def hidden_matrices(chain: Chain) -> set[str]:
-    """Return the names of the trainable matrices of a model's hidden layers, the tied ones' canonical names.
+    """Return the names of the trainable matrices of a model's hidden layers. Tied ones have their canonical names.
 
-    The others are embeddings and the model's output layer, which is the last module that holds a matrix itself, and
-    whatever is tied to them.
+    The matrices that are left out are embeddings, the model's output layer, which is the last module that has a matrix
+    itself, and those tied to them.
     """
     outer, found = {chain.embedding}, []
     for layer_name, layer in chain.skeleton().items():
@@ -318,7 +323,7 @@ def _build(
 
 
 def _factor(name: str, rates: Mapping[str, float]) -> float:
-    """The factor on the learning rate of the parameter ``name``: the product of those whose module it is in."""
+    """Return the factor on the learning rate of a parameter: the product of the factors of all modules around it."""
     return math.prod(factor for module, factor in rates.items() if _is_in(name, module))
 
 
@@ -327,9 +332,12 @@ def _is_in(name: str, module: str) -> bool:
 
 
 def _placed_as(parameter: torch.nn.Parameter, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:
-    """On the parameter's device, in its memory order: fused kernels walk both side by side. Of a share, its box."""
+    """Return a state tensor on the parameter's device, in its memory order, since fused kernels walk both together.
+
+    For a sharded parameter this is this rank's box.
+    """
     if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return value[...].cpu().clone()  # read by the host in every update
+        return value[...].cpu().clone()  # the host reads it in every update
     if value.shape != parameter.shape:
         return value[...].to(parameter.device)
     own = cut_like(parameter, value)
@@ -339,10 +347,10 @@ def _placed_as(parameter: torch.nn.Parameter, key: str, value: Boxes, group: Map
 
 
 def check_optimizer(config: Mapping[str, Any]) -> None:
-    """Build the optimizers of the section ``optim`` for a parameter of one number, before anything else is built.
+    """Build the optimizers of the section ``optim`` for a parameter of one element, before anything else is built.
 
     Raises:
-        TrainingError: One has no learning rate, or refuses the section's numbers, such as a negative one.
+        TrainingError: An optimizer has no learning rate, or refuses a value of the section, such as a negative one.
     """
     for place, section in (("optim", config), ("optim.others", config.get("others"))):
         if not section:
@@ -352,7 +360,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
         if type(lr := section["lr"]) not in (int, float) or not math.isfinite(lr):
             raise TrainingError(f"{place}.lr={lr!r} must be a finite number, such as 1e-3: {section['_target_']}")
-        for key, value in section.items():  # torch refuses what is below 0, and NaN is not
+        for key, value in section.items():  # torch refuses values below 0, but NaN is not below 0
             numbers = value if isinstance(value, Sequence) else [value]
             if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
                 raise TrainingError(f"{place}.{key}={value} must be finite: {section['_target_']}")
@@ -372,7 +380,7 @@ def _of_torch(section: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def update_of(section: Mapping[str, Any]) -> str | None:
-    """What an update of the section's optimizer depends on: "elementwise", "per_parameter", or None: nobody says."""
+    """Return what an update of the section's optimizer depends on: "elementwise" or "per_parameter"; None: unknown."""
     known = _of_torch(section)
     return section.get("update") if known is None else known[0]
 
@@ -385,47 +393,46 @@ def states_of(section: Mapping[str, Any], unknown: int = 2) -> int:
 
 
 def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
-    """Check that the section's optimizers can work on what each rank holds of the model.
+    """Check that the section's optimizers can work on each rank's part of the model.
 
     Raises:
-        PlanError: One may depend on all parameters at once, and the layout takes them apart.
+        PlanError: An optimizer may depend on all parameters at once, and the layout splits them.
     """
-    copies = len(plan.stages) > 1 and chain.tied  # a tied parameter may be there twice
+    copies = len(plan.stages) > 1 and chain.tied  # two stages may have the same tied parameter
     if plan.pipelined or plan.mesh(0).shards > 1 or copies:
         check_apart(config, plan.strategy)
 
 
 def check_apart(config: Mapping[str, Any], strategy: str) -> None:
-    """Check that the section's optimizers can work where a strategy gives no rank the model in one piece.
+    """Check that the section's optimizers can work with a strategy that gives no rank the whole model.
 
     Raises:
-        PlanError: One may depend on all parameters at once.
+        PlanError: An optimizer may depend on all parameters at once.
     """
     ways_out = " or ".join(f"parallel={name}" for name in names_where(stages=False, shards="", gpu_only=False))
     for section in filter(None, (config, config.get("others"))):
         if update_of(section) not in (ELEMENTWISE, PER_PARAMETER):
             raise PlanError(
                 f"optim: {section['_target_']} may compute one number from all parameters (as Prodigy and normalised "
-                f"SGD do), and parallel={strategy} gives no rank the model in one piece. If it does not, say so "
-                "beside its _target_: 'update: elementwise' where each number's update depends on that number's own "
-                "gradients (Lion), 'update: per_parameter' where it depends on those of its tensor (LAMB). Otherwise "
+                f"SGD do), and parallel={strategy} gives no rank the model in one piece. If it does not, add to its "
+                "section 'update: elementwise' if the update of an element depends only on the gradients of that "
+                "element (Lion), or 'update: per_parameter' if it depends on those of its tensor (LAMB). Otherwise "
                 f"use {ways_out}"
             )
 
 
 def check_others(config: Mapping[str, Any], chain: Chain) -> None:
-    """Check that an optimizer for the matrices of hidden layers has some; raise TrainingError."""
+    """Check that a model has matrices of hidden layers if the optimizer is only for these; raise TrainingError."""
     if config.get("others") is not None and not hidden_matrices(chain):
         kind, others = (section["_target_"] for section in (config, config["others"]))
         raise TrainingError(
-            f"optim: {kind} is for the matrices of hidden layers, and this model trains none: embeddings, the output "
-            f"layer, convolutions, biases and norms have {others} (optim.others). Use that one alone, such as "
-            "optim=adamw"
+            f"optim: {kind} is for the matrices of hidden layers, and this model trains none. Embeddings, the output "
+            f"layer, convolutions, biases and norms use {others} (optim.others). Use that alone, such as optim=adamw"
         )
 
 
 def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
-    """Check ``optim.rates``; raise TrainingError for a factor below 0, or a module in which there is no parameter."""
+    """Check ``optim.rates``; raise TrainingError for a factor below 0, or a module without parameters."""
     if not isinstance(rates or {}, Mapping):
         raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
     names = [name for name, _ in chain.skeleton().named_parameters()]
@@ -442,7 +449,7 @@ class Constant:
     """The same learning rate throughout."""
 
     def factor(self, step: int, total: int, per_epoch: int) -> float:
-        """1 in every step."""
+        """Return 1 for every step."""
         return 1.0
 
 
@@ -455,7 +462,7 @@ class Step:
         gamma: Factor from one period to the next.
 
     Raises:
-        TrainingError: For a period below 1.
+        TrainingError: The period is below 1.
     """
 
     def __init__(self, every: int = 1, unit: Literal["step", "epoch"] = "epoch", gamma: float = 0.95) -> None:
@@ -464,7 +471,7 @@ class Step:
         self.every, self.unit, self.gamma = every, unit, gamma
 
     def factor(self, step: int, total: int, per_epoch: int) -> float:
-        """``gamma`` to the power of the number of periods that are over."""
+        """Return ``gamma`` to the power of the number of completed periods."""
         period = self.every * (per_epoch if self.unit == "epoch" else 1)
         return self.gamma ** ((step - 1) // period)
 
@@ -474,11 +481,11 @@ class CosineWarmup:
 
     Args:
         warmup_steps: Length of the linear part, in steps. None: ``warmup_ratio`` of the run.
-        min_ratio: What the factor falls towards, in [0, 1].
+        min_ratio: The factor at the end, in [0, 1].
         warmup_ratio: The linear part as a fraction of the run, in [0, 1].
 
     Raises:
-        TrainingError: For numbers outside of these ranges.
+        TrainingError: A number is outside of these ranges.
     """
 
     def __init__(self, warmup_steps: int | None = None, min_ratio: float = 0.1, warmup_ratio: float = 0.2) -> None:
@@ -491,7 +498,7 @@ class CosineWarmup:
         self.warmup_steps, self.min_ratio, self.warmup_ratio = warmup_steps, min_ratio, warmup_ratio
 
     def factor(self, step: int, total: int, per_epoch: int) -> float:
-        """In [0, 1]; 1 at the end of the warm-up."""
+        """Return the factor in [0, 1]; it is 1 at the end of the warm-up."""
         warmup = round(total * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
         if step <= warmup:
             return step / warmup

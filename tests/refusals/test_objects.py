@@ -162,7 +162,7 @@ AT_ONCE = {
     "two models": (lambda: train("model=gpt2", model=chain()), "model is given twice: by 'model=gpt2'"),
     "one tensor": (lambda: train(model=chain(), data=INPUTS), f"Tensor is not a data set.*{WRITE_TENSORS}"),
     "a Dataset of torch": (lambda: train(data=torch.utils.data.TensorDataset(INPUTS, LABELS)), WRITE_TENSORS),
-    "a dict as configuration": (lambda: train(config={"train": {"steps": 4}}), "takes the result of load_config, not a dict"),
+    "a dict as configuration": (lambda: train(config={"train": {"steps": 4}}), "result of load_config, not a dict"),
 }
 
 # What is refused before a process starts: the model, the data.

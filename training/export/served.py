@@ -1,6 +1,6 @@
-"""A trained model as other programs run it: named tensors in and one out, in float32 on the CPU.
+"""Converts a trained model for other programs: named input tensors and one output, in float32 on the CPU.
 
-As torch.export's .pt2 file or as ONNX it runs without this project's code.
+The result, torch.export's .pt2 file or ONNX, runs without this project's code.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from models.chain import Chain, Layers, as_tuple
 from models.generate import logits_at
 from parallel.strategy import Strategy
 
-TOLERANCE = 1e-5  # of another program's answers: relative to the largest of the model's, or absolute below 1
+TOLERANCE = 1e-5  # on differences to another program, relative to the model's largest output, absolute if that is < 1
 LABELS = "labels.txt"
 PROGRAM, ONNX = "model.pt2", "model.onnx"
-OPSET = 18  # the newest that torch's exporter writes by itself; any ONNX Runtime since 1.14 reads it
+OPSET = 18  # the newest that torch's exporter writes without conversion; ONNX Runtime reads it since 1.14
 _OUTPUTS = ("logits", "outputs")  # the names of outputs
 _FEW_TOKENS = 16
-_NO_LIMIT = int(1e30)  # what transformers writes for a model without positions
+_NO_LIMIT = int(1e30)  # the value that transformers writes for a model without positions
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that goes in or comes out; ``dims`` is its shape without the batch, -1 for the free number of tokens."""
+    """An input or output; ``dims`` is its shape without the batch dimension, -1 for the free number of tokens."""
 
     name: str
     dtype: torch.dtype
@@ -50,13 +50,13 @@ class ServedModel:
 
     Attributes:
         name: The model's name.
-        module: In evaluation mode, without the padding of its vocabulary.
+        module: The module in evaluation mode, without the padding of its vocabulary.
         takes: Its inputs.
         gives: Its output.
-        samples: Inputs of the training data, by their indices [b]; None for random ones.
-        positions: The longest text, in tokens; None for no limit, and for what is no language model.
-        texts: Files that belong to it, by name: a tokenizer, labels.
-        preparation: What has to be done to an input before, in a sentence.
+        samples: Returns inputs of the training data, by their indices [b]; None to use random inputs.
+        positions: The longest text, in tokens; None for no limit, and for models other than language models.
+        texts: The content of files that belong to it, by name: a tokenizer, labels.
+        preparation: A sentence on how inputs must be preprocessed.
     """
 
     name: str
@@ -79,7 +79,7 @@ class ServedModel:
         return self.takes[0].dims == (-1,)
 
     def example(self, batch: int, tokens: int = _FEW_TOKENS) -> tuple[Tensor, ...]:
-        """Return the same inputs every time; a language model's have ``tokens`` tokens, or as many as its positions."""
+        """Return inputs, the same every time. A language model's have ``tokens`` tokens, at most its positions."""
         if self.samples is not None:
             return self.samples(np.arange(batch))
         generator = torch.Generator().manual_seed(batch)
@@ -90,13 +90,13 @@ class ServedModel:
 
     @torch.no_grad()
     def answer(self, *inputs: Tensor) -> Tensor:
-        """What the model computes."""
+        """Return the model's output."""
         return self.module(*inputs)
 
     def compare(self, run: Callable[..., Tensor], what: str) -> str:
-        """Have another program compute the same, in batches of 1 and 5 and, for a language model, several lengths.
+        """Compare with another program, in batches of 1, 2 and 5 and, for a language model, at several lengths.
 
-        Returns a sentence with the largest difference. Raises TrainingError where that is more than ``TOLERANCE``.
+        Returns a sentence with the largest difference. Raises TrainingError if that is more than ``TOLERANCE``.
         """
         largest = 0.0
         for batch, tokens in ((1, _FEW_TOKENS), (5, _FEW_TOKENS), (2, 3 * _FEW_TOKENS), (1, 1)):
@@ -105,7 +105,7 @@ class ServedModel:
             if given.shape != wanted.shape:
                 raise TrainingError(f"{what} gives {tuple(given.shape)} where the model gives {tuple(wanted.shape)}")
             difference = float((given - wanted).abs().max())
-            if not difference <= TOLERANCE * max(1.0, float(wanted.abs().max())):  # not: NaN is neither
+            if not difference <= TOLERANCE * max(1.0, float(wanted.abs().max())):  # "not <=" is true for NaN, too
                 raise TrainingError(
                     f"{what} differs from the model by {difference:.2g} in a batch of {batch}, more than {TOLERANCE:g} "
                     f"of its largest output, {float(wanted.abs().max()):.3g}; nothing was written"
@@ -115,9 +115,9 @@ class ServedModel:
 
 
 class _Served(nn.Module):
-    """All layers; of a language model without what pads its vocabulary, neither as tokens nor as logits.
+    """All layers. A language model takes no padding tokens of its vocabulary, and returns no logits for them.
 
-    With ``last``, a language model gives the logits of a text's last position only, [batch, words].
+    With ``last``, a language model returns the logits of a text's last position only, [batch, words].
     """
 
     words_by_token: Tensor
@@ -133,7 +133,7 @@ class _Served(nn.Module):
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-        self.forward = forward  # torch.export names a program's inputs as its parameters
+        self.forward = forward  # torch.export names a program's inputs after the parameters of forward
 
     def _compute(self, *inputs: Tensor) -> Tensor:
         if self.words is None:
@@ -142,16 +142,17 @@ class _Served(nn.Module):
         known = (tokens >= 0) & (tokens < self.words)
         problem = f"tokens must be from 0 to {self.words - 1}"
         torch._assert_async(known.all(), problem)  # pyright: ignore[reportPrivateImportUsage]  # no stub exports it
-        # ONNX has no assertions, but a table's end: this fails there where a token is none, and changes no other.
+        # ONNX has no assertions, but an index beyond a table is an error: this look-up fails for unknown tokens, and
+        # does not change others.
         tokens = F.embedding(torch.where(known, tokens, self.words), self.words_by_token)[..., 0]
         logits = logits_at(self.layers, tokens, slice(None), -1) if self.last else self.layers(tokens)
         return logits[..., : self.words]
 
 
 def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> ServedModel:
-    """Make the model that ``strategy`` holds ready to be served. Its layers are changed to float32 in place.
+    """Prepare the model of ``strategy`` for other programs. Its layers are converted to float32 in place.
 
-    With ``last``, a language model gives logits of the last position only.
+    With ``last``, a language model returns logits of the last position only.
     """
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
@@ -172,7 +173,7 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
 
 
 def _inputs(data: DataSet, first_layer: nn.Module) -> tuple[tuple[TensorInfo, ...], Callable | None]:
-    """Return a model's inputs and, where only the data's samples tell their shape, what reads samples."""
+    """Return a model's inputs and, if their shapes are only known from the data, a function that reads samples."""
     if data.seq_len is not None:
         return (TensorInfo("tokens", torch.int64, (-1,)),), None
     if isinstance(data, ImageData):
@@ -189,19 +190,19 @@ def _inputs(data: DataSet, first_layer: nn.Module) -> tuple[tuple[TensorInfo, ..
 
 
 def _output(name: str, module: nn.Module, takes: tuple[TensorInfo, ...], chain: Chain) -> TensorInfo:
-    """Return the model's output, as two samples of zeros show it. Raises TrainingError where there are several."""
+    """Return the description of the model's output, from two samples of zeros. Raises TrainingError for several."""
     with torch.no_grad():
         output = module(*(torch.zeros(2, *(1 if n < 0 else n for n in info.dims), dtype=info.dtype) for info in takes))
     if not isinstance(output, Tensor):
         raise TrainingError(f"model={name} gives {len(output)} tensors; only a model that gives one can be served")
     dims = tuple(output.shape[1:])
     named = "logits" if {"classes", "vocabulary"} & chain.limits.keys() else "outputs"
-    # Of a language model: logits of each token, whose number is free, or of the last one.
+    # A language model returns logits of each token, whose number is free, or only of the last one.
     return TensorInfo(named, output.dtype, (-1, dims[1]) if takes[0].dims == (-1,) and len(dims) > 1 else dims)
 
 
 def _input_names(layer: nn.Module, count: int) -> list[str]:
-    """The names of a model's inputs: "inputs" of a single one, of several those of the first layer's parameters."""
+    """Return the names of a model's inputs: "inputs" for a single one, otherwise the first layer's parameters."""
     if count == 1:
         return ["inputs"]
     parameters = list(inspect.signature(layer.forward).parameters.values())[:count]
@@ -210,7 +211,7 @@ def _input_names(layer: nn.Module, count: int) -> list[str]:
 
 
 def tokenizer(data: DataSet, chain: Chain) -> dict[str, str]:
-    """Files that say how text becomes tokens: a tokenizer as Hugging Face writes it, or the list of words."""
+    """Return the files that convert text to tokens: a tokenizer in Hugging Face's format, or the list of words."""
     if data.vocabulary is None:
         return {}
     if data.vocabulary.size is None:
@@ -229,13 +230,13 @@ def _list(numbers: Sequence[float]) -> str:
 
 
 def write_program(path: Path, model: ServedModel) -> str:
-    """Write torch.export's program, read it again and compare it with the model; returns the comparison's sentence.
+    """Write the program of torch.export, load it and compare it with the model; return the sentence of ``compare``.
 
     Raises:
         TrainingError: torch cannot export the model, or the two differ.
         OSError: The file cannot be written.
     """
-    # Not straight to the file: torch's writer reports a full disk as an error of its own.
+    # Not directly to the file: torch's writer does not report a full disk as an OSError.
     content = io.BytesIO()
     torch.export.save(_trace(model), content)
     path.write_bytes(content.getbuffer())
@@ -243,19 +244,19 @@ def write_program(path: Path, model: ServedModel) -> str:
 
 
 def write_onnx(path: Path, model: ServedModel) -> str:
-    """Write the ONNX file, with a second one beside it for weights beyond 2 GB, and compare it as ``write_program``.
+    """Write the ONNX file, with a second one for weights of more than 2 GB, and compare it as ``write_program`` does.
 
     Raises:
         TrainingError: torch cannot export the model, or ONNX Runtime's answers differ from the model's.
         OSError: A file cannot be written.
     """
-    for package in ("onnx_ir", "onnxscript"):  # which describe each change that they make
+    for package in ("onnx_ir", "onnxscript"):  # they log each change that they make
         logging.getLogger(package).setLevel(logging.WARNING)
     program = _trace(model)
     axes = {axis: dim.__name__ for axis, dim in _free_axes(model).items()}  # with their names
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter's own code
+            warnings.simplefilter("ignore")  # warnings about the exporter's code
             converted = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -273,7 +274,7 @@ def write_onnx(path: Path, model: ServedModel) -> str:
 
 
 def session_of(path: Path, model: ServedModel) -> Callable[..., Tensor]:
-    """Return the ONNX file as ONNX Runtime computes it on this machine's CPU: inputs -> outputs."""
+    """Return a function that runs the ONNX file with ONNX Runtime on this machine's CPU: inputs -> outputs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -288,8 +289,8 @@ def session_of(path: Path, model: ServedModel) -> Callable[..., Tensor]:
 
 
 def transformers_of(folder: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
-    """Return the language model in a Hugging Face folder as transformers computes it: tokens -> the model's output."""
-    load_torchvision()  # which transformers imports where it is installed
+    """Return a function that runs the language model in a Hugging Face folder with transformers: tokens -> output."""
+    load_torchvision()  # transformers imports it if it is installed
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
@@ -314,7 +315,7 @@ def _trace(model: ServedModel) -> ExportedProgram:
     inputs, axes = model.example(2), _free_axes(model)
     try:
         return torch.export.export(model.module, inputs, dynamic_shapes=(axes,) * len(inputs), strict=False)
-    except Exception as error:  # of many kinds: whatever a layer does that is no graph
+    except Exception as error:  # of many kinds, depending on the operation that cannot be traced
         raise _not_exported(model, error) from error
 
 

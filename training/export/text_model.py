@@ -1,7 +1,7 @@
-"""Text for text, by Triton's Python backend: a repository holds this file as model.py, beside a Hugging Face folder.
+"""Continues texts in Triton's Python backend. A repository has this file as model.py, beside a Hugging Face folder.
 
-The server's Python needs torch and transformers, no code of this project. Tokens are drawn here because the draws of
-transformers' ``generate`` share one random state: the answers to several clients would depend on each other.
+The server's Python needs torch and transformers, but no code of this project. Tokens are drawn here, because all draws
+of transformers' ``generate`` share one random state: the answers to several clients would depend on each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FINAL = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonPythonModel:
-    """What the backend calls. Parameters in config.pbtxt are the settings that a request leaves out."""
+    """The class that the backend calls. The parameters in config.pbtxt are the defaults of a request's settings."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model and its tokenizer."""
@@ -35,10 +35,10 @@ class TritonPythonModel:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
 
     def execute(self, requests: list) -> None:
-        """Have each request answered beside the others. Tensors of a request are valid during this call only."""
+        """Answer the requests in parallel threads. Tensors of a request are valid only during this call."""
         for request in requests:
             given = {tensor.name(): tensor.as_numpy().item() for tensor in request.inputs()}
-            others = json.loads(request.parameters())  # what /generate was sent that is no input
+            others = json.loads(request.parameters())  # fields sent to /generate that are not inputs
             self.pool.submit(self._answer, given, others, request.get_response_sender())
 
     def _answer(self, given: dict[str, Any], others: dict[str, Any], sender: Any) -> None:
@@ -58,14 +58,14 @@ class TritonPythonModel:
                     sender.send(_response(text[shown:]))
                     shown = len(text)
             sender.send(_response(self._decode(tokens)[shown:]), flags=FINAL)
-        except Exception as error:  # of any kind: a client without an answer would wait for ever
+        except Exception as error:  # of any kind: a client without an answer would wait forever
             sender.send(triton.InferenceResponse(error=triton.TritonError(str(error))), flags=FINAL)
 
     def _encode(self, text: str) -> list[int]:
         tokens = self.tokenizer(text)["input_ids"] or [self.model.generation_config.bos_token_id]
         most = self.model.config.max_position_embeddings
         if len(tokens) >= most:
-            raise ValueError(f"text_input has {len(tokens)} tokens, and the model takes {most} with its answer")
+            raise ValueError(f"text_input has {len(tokens)} tokens; the model takes {most}, including the answer")
         return tokens
 
     def _decode(self, tokens: list[int]) -> str:
@@ -73,7 +73,7 @@ class TritonPythonModel:
 
     @torch.inference_mode()
     def _draw(self, tokens: list[int], settings: dict[str, Any]) -> Iterator[int]:
-        """Yield the tokens that follow, until the one that ends a text, max_tokens, or the model's last position."""
+        """Yield the next tokens until the end-of-text token, max_tokens, or the model's last position."""
         count, temperature = settings["max_tokens"], settings["temperature"]
         if count < 1:
             raise ValueError(f"max_tokens={count} must be at least 1")

@@ -1,4 +1,4 @@
-"""From a trained model to a folder of files in one of the formats, which is complete or does not appear."""
+"""Writes a trained model to a folder in one of the formats. The folder appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
 
 def check_export(cfg: Any) -> None:
-    """Check what can be checked before a checkpoint is read: packages and settings."""
+    """Check packages and settings, before a checkpoint is read. Raises TrainingError."""
     form = cfg.export.format
     missing = [name for name in _PACKAGES.get(form, ()) if importlib.util.find_spec(name) is None]
     if missing:
@@ -58,14 +58,14 @@ def check_export(cfg: Any) -> None:
 
 
 def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
-    """Write the model that ``strategy`` holds, whole and on the CPU, to a folder that does not exist yet.
+    """Write the model of ``strategy``, which is whole and on the CPU, to a folder that does not exist yet.
 
     Returns:
-        What was written: the files' names and, where another program has computed it too, the largest difference.
+        The names of the written files and, if another program has computed the model too, the largest difference.
 
     Raises:
-        TrainingError: For a model that the format cannot hold, or whose answers differ.
-        CheckpointError: For files that cannot be written.
+        TrainingError: The format does not support the model, or another program's outputs differ from the model's.
+        CheckpointError: A file cannot be written.
     """
     form, said = cfg.export.format, ""
     try:
@@ -93,19 +93,19 @@ def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
 
 
 def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: str | None = None) -> None:
-    """Write the weights as other programs read them, and what belongs to them.
+    """Write the weights in a form that other programs read, with configuration and tokenizer.
 
-    A model that has a Hugging Face counterpart (``Chain.hugging_face``) goes under its names, with config.json,
-    generation_config.json and the tokenizer, so that ``from_pretrained(folder)`` gives the same logits. What a folder
-    ``published``, from which training began, says of the tokens that begin and end a text stays as it is there. Other
-    models are a plain state dict under their own names (ResNet-50's are torchvision's).
+    A model with a Hugging Face counterpart (``Chain.hugging_face``) is written under the counterpart's names, with
+    config.json, generation_config.json and the tokenizer, so that ``from_pretrained(folder)`` gives the same logits.
+    The tokens that begin and end a text are kept from ``published``, the folder from which training began. Other models
+    are written as a plain state dict under this project's names (those of ResNet-50 are torchvision's).
     """
     chain, state = strategy.chain, strategy.state_dict()
     texts = tokenizer(data, chain)
     if chain.hugging_face is not None:
         theirs = _published(published)
         state, config = chain.hugging_face.export(state, None if _CONFIG in theirs else data.vocab_size)
-        end = getattr(data.vocabulary, "end", min(END_OF_TEXT, config["vocab_size"] - 1))  # words have none
+        end = getattr(data.vocabulary, "end", min(END_OF_TEXT, config["vocab_size"] - 1))  # words have no end
         known = json.loads(theirs.get(_CONFIG, "{}"))
         ends = {key: known[key] for key in _ENDS if key in known} or dict.fromkeys(_ENDS[:2], end)
         texts[_CONFIG] = json.dumps({**config, **ends}, indent=1)
@@ -116,10 +116,10 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
 
 
 def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) -> None:
-    """Write the adapters as ``peft.PeftModel.from_pretrained(base, folder)`` reads them, and the tokenizer."""
+    """Write the adapters for ``peft.PeftModel.from_pretrained(base, folder)``, and the tokenizer."""
     chain, lora = strategy.chain, model.lora
     if chain.hugging_face is None:
-        raise TrainingError(f"export.format=peft is for models of transformers, model={model.name} is none")
+        raise TrainingError(f"export.format=peft is for models of transformers, and model={model.name} is not one")
     adapters, modules = {}, set()
     for name, tensor in strategy.state_dict().items():
         module, factor, _ = name.rpartition(".lora_")
@@ -143,7 +143,7 @@ def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) 
 
 
 def _published(folder: str | None) -> dict[str, str]:
-    """Return what a folder of Hugging Face's says beside its weights, by the names of its files."""
+    """Return the configuration files of a Hugging Face folder, by their names."""
     paths = [] if folder is None else [folder_of(folder) / name for name in (_CONFIG, _GENERATION)]
     return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
@@ -151,18 +151,18 @@ def _published(folder: str | None) -> dict[str, str]:
 def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind: str) -> str:
     """Write a model repository for Triton and return the sentence of the comparison by ONNX Runtime.
 
-        README.md                what is asked and answered, and how the server is started
+        README.md                requests and answers, and how to start the server
         NAME/config.pbtxt        inputs, outputs, batching
         NAME/1/model.onnx        version 1 of the model
         NAME/labels.txt          the names of the classes
-        NAME/example.safetensors inputs, and what the model answers, to compare a server with
+        NAME/example.safetensors inputs and the model's outputs, to compare with a server's
 
-    The README tells of NAME_text too, where ``write_text`` has written that.
+    The README also describes NAME_text, if ``write_text`` has written it.
 
     The server may compute ``max_batch_size`` samples together, on KIND_CPU, KIND_GPU or KIND_AUTO.
 
     Raises:
-        TrainingError: Where ONNX Runtime's answers differ from the model's.
+        TrainingError: ONNX Runtime's outputs differ from the model's.
     """
     home = folder / model.name
     (home / "1").mkdir(parents=True)
@@ -172,7 +172,7 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
     (home / "config.pbtxt").write_text(settings, encoding="utf-8")
     inputs = model.example(min(_EXAMPLES, max_batch_size))
     tensors = dict(zip(model.names, inputs, strict=True)) | {model.gives.name: model.answer(*inputs)}
-    # A number per sample is [batch, 1] for Triton.
+    # Triton represents one number per sample as [batch, 1].
     tensors = {name: tensor[:, None] if tensor.ndim == 1 else tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, home / EXAMPLE)
     has_text = _text_home(folder, model).exists()
@@ -182,20 +182,20 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
 
 
 def write_text(folder: Path, model: ServedModel, data: DataSet, strategy: Strategy, cfg: Any, kind: str) -> str:
-    """Write a model that takes text and answers text into a repository, and return what is to be said of it.
+    """Write a model that continues texts into a repository, and return the end of a sentence about it.
 
-        NAME_text/config.pbtxt   settings, whose defaults are those of ``cfg.sample``
+        NAME_text/config.pbtxt   settings, with the values of ``cfg.sample`` as defaults
         NAME_text/1/model.py     for Triton's Python backend
         NAME_text/1/...          the Hugging Face folder that it loads
 
-    Only a model that Hugging Face can hold, with its tokenizer, is written.
+    It is written only if the model and its tokenizer have a Hugging Face form.
 
     Raises:
-        TrainingError: Where transformers' answers differ from the model's.
+        TrainingError: The outputs of transformers differ from the model's.
     """
     home = _text_home(folder, model)
     if strategy.chain.hugging_face is None or "tokenizer.json" not in model.texts:
-        return f"; no {home.name}: the model and its tokenizer have no form of Hugging Face's"
+        return f"; no {home.name}: the model or its tokenizer has no Hugging Face form"
     version = home / "1"
     version.mkdir(parents=True)
     write_weights(version, data, strategy, cfg.model.init_from)
@@ -211,7 +211,7 @@ def _text_home(folder: Path, model: ServedModel) -> Path:
 
 
 def render(name: str, model: ServedModel, **settings: Any) -> str:
-    """Fill in the template of a file, which lies beside this module."""
+    """Fill in the template of a file, which is beside this module."""
     labels = LABELS if LABELS in model.texts else None
     filled_in = template(Path(__file__).with_name(f"{name}.jinja"), kind=_kind, dims=_dims, describe=_describe)
     return filled_in.render(settings, model=model, labels=labels)
@@ -223,7 +223,7 @@ def _describe(info: TensorInfo) -> str:
 
 
 def _dims(info: TensorInfo) -> tuple[int, ...]:
-    """Return the shape of one sample: a number alone is [1] for Triton."""
+    """Return the shape of one sample. Triton represents a scalar as [1]."""
     return info.dims or (1,)
 
 

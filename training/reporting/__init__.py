@@ -1,8 +1,8 @@
-"""What a run writes down and shows: metrics, environment, loggers, the progress bar, the summary and the timeline.
+"""The output of a run: metrics, environment, loggers, the progress bar, the summary and the timeline.
 
-How all pages look is in page.html.jinja, how all figures do in plot.py.
+All pages share the layout page.html.jinja, and all figures the style in plot.py.
 
-A lost server, a full disk or a closed terminal ends no training run: it is reported once, and the run goes on.
+A lost server, a full disk or a closed terminal does not end a training run: it is reported once, and the run continues.
 """
 
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, write_json

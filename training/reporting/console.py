@@ -1,4 +1,4 @@
-"""What a user reads on the console: the configuration and the plan at the start, and the result at the end."""
+"""The text on the console: the configuration and the plan at the start, and the results at the end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RESULTS = {
     "test_perplexity": "test perplexity",
 }
 _WIDTH = 120
-_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # of a bubble whose reason is told: by how much it is above the ideal
+_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # how far a bubble is above the ideal, and how many times it, to print the reason
 
 
 def number(name: str, value: float) -> str:
-    """Return a result as the console shows it everywhere: losses with 3 decimals, or 4 digits where they are below 1.
+    """Return a result as the console shows it everywhere: losses with 3 decimals, or 4 digits if they are below 1.
 
-    The name says what it is: "loss", "val_accuracy", "test_perplexity".
+    The name determines the kind of number: "loss", "val_accuracy", "test_perplexity".
     """
     if name.endswith("accuracy"):
         return f"{value:.2%}"
@@ -37,13 +37,13 @@ def number(name: str, value: float) -> str:
 
 
 def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
-    """Return an evaluation's results in one line, with how much of the split it covers where that is not all of it."""
+    """Return an evaluation's results in one line, with the part of the split that it covers, if not all of it."""
     results = [f"{name} {number(name, value)}" for name, value in record.items()]
     return "  ".join([*results, f"({extent})"] if extent else results)
 
 
 def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -> str:
-    """Return what a run was given: the option of each group, and what differs from their defaults, as typed."""
+    """Return the configuration of a run: the option of each group, and the other typed words."""
     lines = [" ".join(f"{group}={option}" for group, option in choices.items()), " ".join(changes)]
     options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
     return "\n".join(fill(line, _WIDTH, **options) for line in lines if line)
@@ -62,7 +62,7 @@ def describe_sample(text: str) -> str:
 
 
 def describe_data(description: str, unigram_entropy: float | None, extents: Mapping[str, str]) -> str:
-    """Return what the data are, how low the loss of a text has to be (in nats), and what limited evaluations cover."""
+    """Return the description of the data, the unigram entropy of a text in nats, and the extents of evaluations."""
     lines = [description]
     if unigram_entropy is not None:
         lines.append(f"unigram entropy {unigram_entropy:.3f} nats: the loss that counting its tokens reaches")
@@ -79,15 +79,15 @@ def describe_plan(
     tokens_per_sample: int | None,
     shares: tuple[list[float], str] | None = None,
 ) -> str:
-    """Return the layout in words: processes, stages with their layers and parameters, and how a batch is split.
+    """Describe the layout: processes, stages with their layers and parameters, and the split of a batch.
 
     Args:
         plan: The layout.
         model: The model's name.
         data: See ``describe_data``.
         tokens_per_sample: None for data that are not text.
-        shares: Each stage's measured fraction of the cost, and of which cost, such as "of the time". Without it the
-            fractions of the parameters that the stages hold are shown, a copy of a tied one included.
+        shares: Each stage's measured fraction of the cost, and which cost this is, such as "of the time". If None, the
+            stages' fractions of all parameters are shown, copies of tied ones included.
     """
     where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
     frozen = f" (and {plan.frozen:,} frozen)" * bool(plan.frozen)
@@ -103,7 +103,7 @@ def describe_plan(
     if plan.gpus is not None and plan.shares_gpus:
         lines.append(
             f"{plan.processes} processes share {plan.gpus} GPU{'s' * (plan.gpus > 1)}: tensors between them go through "
-            "main memory and do not overlap with computation, which is slower than a GPU for each"
+            "main memory and do not overlap with computation, which is slower than one GPU per process"
         )
     if plan.pipelined:
         lines.append(f"schedule {plan.schedule}, ideal bubble {plan.ideal_bubble:.1%}")
@@ -123,10 +123,10 @@ def describe_plan(
 
 
 def describe_memory(ranks: Sequence[Memory]) -> str:
-    """Return a table of what each rank will use, in MiB."""
+    """Return a table of the memory that each rank will need, in MiB."""
     parts = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "gathered": "gathered",
              "activations": "kept", "process": "process", "total": "used"}  # fmt: skip
-    if not any(rank.gathered for rank in ranks):  # nothing is shared
+    if not any(rank.gathered for rank in ranks):  # no parameter is sharded
         del parts["gathered"]
     lines = ["rank " + " ".join(f"{name:>11}" for name in parts) + "  MiB"]
     for number, rank in enumerate(ranks):
@@ -153,10 +153,10 @@ def _span(layers: tuple[str, ...]) -> str:
 def describe_results(
     summary: Mapping[str, Any], run_dir: Path, extents: Mapping[str, str] | None = None, idle: str = ""
 ) -> str:
-    """Return a run's results, its speed, and where its files are.
+    """Return a run's results, its speed, and the directory of its files.
 
-    ``extents`` is how much of the split "val" or "test" was evaluated, where that was not all of it; ``idle`` is why
-    a bubble may be far above the ideal.
+    ``extents`` is the evaluated part of the split "val" or "test", if not all of it. ``idle`` is the reason why a
+    bubble may be far above the ideal.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -171,10 +171,14 @@ def describe_results(
 
 
 def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python: bool = False) -> str:
-    """Return the commands that evaluate a checkpoint and that go on with its training, in Python for a Python program.
+    """Return the commands that evaluate a checkpoint and that continue its training.
 
-    ``typed`` is what the user typed that a checkpoint does not bring; ``length`` is how long to train, with what keeps
-    the learning rate where a longer run would begin its schedule anew.
+    Args:
+        link: The checkpoint or run directory.
+        length: The overrides for the length of the training, and for the learning rate if a longer run would restart
+            its schedule.
+        typed: The words that the user typed and that a checkpoint does not keep.
+        python: Whether to return calls for a Python program.
     """
 
     def command(*words: str) -> str:
@@ -183,11 +187,11 @@ def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python:
 
     where = [word for word in typed if not word.startswith("callbacks")]
     evaluate = command("mode=eval", f"checkpoint={link}", *where)
-    return f"evaluate: {evaluate}\ngo on:    {command(f'train.resume={link}', *length, *typed)}"
+    return f"evaluate: {evaluate}\ncontinue: {command(f'train.resume={link}', *length, *typed)}"
 
 
 def _speed(summary: Mapping[str, Any], idle: str) -> list[str]:
-    """Return the speed, the memory and the bubble, and why that is larger than the ideal."""
+    """Return the speed, the memory and the bubble, with the reason if the bubble is far above the ideal."""
     name = "tokens_per_s" if summary["tokens_per_s"] is not None else "samples_per_s"
     if summary[name] is None:
         return []

@@ -1,4 +1,4 @@
-"""`job.json`: what one job of a sweep is and how it ended."""
+"""`job.json`: the record of one job of a sweep, with its overrides and how it ended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ WAITING, RUNNING, FINISHED, FAILED, INTERRUPTED = "waiting", "running", "finishe
 
 @dataclass(frozen=True)
 class Job:
-    """``overrides`` as on the command line, one value each, secrets masked; ``seconds`` from its start to its end.
+    """The record of a job.
 
-    ``error`` is the whole text: a message that a user can act on, or a traceback.
+    Attributes:
+        num: The job's number.
+        overrides: The words of its command line, one value each, with secrets masked.
+        status: One of the five states.
+        error: The whole text of its error: a message that a user can act on, or a traceback.
+        seconds: The time from its start to its end.
     """
 
     num: int
@@ -29,7 +34,7 @@ class Job:
     seconds: float | None = None
 
     def is_same(self, other: Job) -> bool:
-        """Return whether both are the same work; where it goes on from does not count."""
+        """Return whether both jobs have the same overrides, apart from the checkpoint that they resume from."""
         ours, theirs = ([word for word in job.overrides if word[:13] != "train.resume="] for job in (self, other))
         return ours == theirs
 
@@ -40,13 +45,13 @@ def write_job(folder: Path, job: Job) -> None:
 
 
 def update_job(folder: Path, **changes) -> None:
-    """Change the record in ``folder``; nothing where there is none."""
+    """Change the record in ``folder``, if there is one."""
     if (job := read_job(folder)) is not None:
         write_job(folder, replace(job, **changes))
 
 
 def read_job(folder: Path) -> Job | None:
-    """Return the record in ``folder``; None where there is none that can be read."""
+    """Return the record in ``folder``; None if there is none or it cannot be read."""
     try:
         found = parse_json((folder / JOB).read_bytes())
         return Job(**{**found, "overrides": tuple(found["overrides"])})
@@ -60,7 +65,7 @@ def read_jobs(folder: Path) -> list[tuple[Path, Job]]:
     for path, names, files in os.walk(folder):
         if JOB in files and (job := read_job(Path(path))) is not None:
             found.append((Path(path), job))
-            names.clear()  # a run's checkpoints and logs hold no jobs
+            names.clear()  # a run's checkpoints and logs contain no jobs
     return sorted(found, key=lambda pair: pair[1].num)
 
 
@@ -74,17 +79,17 @@ def swept_keys(jobs: list[Job]) -> list[str]:
     """Return the keys whose values are not the same in all ``jobs``, in their order."""
     tables = [values(job) for job in jobs]
     keys = dict.fromkeys(key for table in tables for key in table)
-    # Only the jobs that an interrupted sweep had left were run with train.resume=auto.
+    # train.resume=auto is not swept: the unfinished jobs of an interrupted sweep have it, the finished ones do not.
     different = {key: {table.get(key) for table in tables} for key in keys}
     return [key for key, found in different.items() if len(found) > 1 and found != {None, "auto"}]
 
 
 def label(job: Job, keys: list[str]) -> str:
-    """Return what tells this job from the others: "parallel.chunks=4"."""
+    """Return the words that distinguish this job from the others: "parallel.chunks=4"."""
     table = values(job)
     return " ".join(f"{key}={short(table[key])}" for key in keys if key in table) or f"job {job.num}"
 
 
 def short(value: str) -> str:
-    """Return a value for the eye: a number of many digits, as a sweeper draws them, with six."""
+    """Return a value in short form: a number with many digits, as a sweeper draws it, is rounded to six."""
     return f"{float(value):.6g}" if re.fullmatch(r"-?\d*\.\d{7,}(e-?\d+)?", value) else value

@@ -1,4 +1,4 @@
-"""The files of a run's numbers: ``metrics.jsonl`` line by line, and JSON files that are replaced whole."""
+"""The files with a run's numbers: ``metrics.jsonl``, written line by line, and JSON files, replaced as a whole."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ log = logging.getLogger("training")
 
 
 class MetricsFile:
-    """A file of one JSON object per line, each handed to the operating system at once.
+    """A file with one JSON object per line, each written to the operating system immediately.
 
     A full or unwritable disk does not end the training: lines that cannot be written wait in memory and are written
-    as soon as that is possible again. Each outage is warned about once. The file holds whole lines only; half a line
-    that a killed process has left is cut off. A file that was removed is begun anew, after a warning.
+    as soon as that is possible again. There is one warning per outage. The file contains whole lines only; half a line
+    that a killed process has left is cut off. If the file was removed, a new one is begun after a warning.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Take the path. The file is made, with its folder, at the first write; an existing one is appended to."""
+        """Note the path. The file and its folder are made at the first write; an existing file is appended to."""
         self.path = Path(path)
         self._pending: deque[bytes] = deque()
         self._failing = False
@@ -44,10 +44,10 @@ class MetricsFile:
         self._write_pending()
 
     def truncate_after(self, step: int) -> None:
-        """Cut the file off before the first record whose "step" is larger, or that is no JSON object.
+        """Cut the file off before the first record whose "step" is larger, or that is not a JSON object.
 
-        A run that is resumed after ``step`` writes those records again. This needs no free space. Where the file
-        cannot be changed, a warning is logged.
+        A run that is resumed after ``step`` writes those records again. This needs no free space. If the file cannot
+        be changed, a warning is logged.
         """
         self._close_file()
         self._pending = deque(line for line in self._pending if _is_up_to(line, step))
@@ -60,7 +60,7 @@ class MetricsFile:
         except FileNotFoundError:
             pass
         except OSError as error:
-            log.warning("%s still holds records after step %d: %s", self.path, step, explain(error, self.path))
+            log.warning("%s still has records after step %d: %s", self.path, step, explain(error, self.path))
 
     def close(self) -> None:
         """Write what is pending, force the file to the disk and close it. A later ``write`` opens it again."""
@@ -73,7 +73,7 @@ class MetricsFile:
             log.warning("%s may be incomplete: %s", self.path, explain(error, self.path))
         self._close_file()
         if self._pending:
-            log.warning("%s lacks %d records, which could not be written before the run ended", self.path,
+            log.warning("%s lacks %d records that could not be written before the run ended", self.path,
                         len(self._pending))  # fmt: skip
 
     def _write_pending(self) -> None:
@@ -107,7 +107,7 @@ class MetricsFile:
 
 
 def _open_to_append(path: Path) -> io.FileIO:
-    """Open a file behind its last whole line."""
+    """Open a file for writing after its last whole line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+b", buffering=0)
     start = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)
@@ -131,18 +131,18 @@ def write_json(path: str | os.PathLike, content: Any) -> bool:
     """Replace a JSON file by a new one, with secrets masked.
 
     Args:
-        path: The file, which holds either its old content or the whole new one at every moment.
+        path: The file. At every moment, it has either its old content or the whole new one.
         content: Converted as by ``MetricsFile.write``.
 
     Returns:
-        True, or False after a warning where the disk is full or the folder cannot be written.
+        True; or False, after a warning, if the disk is full or the folder cannot be written.
     """
     text = json.dumps(mask_secrets(jsonable(content)), indent=2, allow_nan=False)
     return write_or_warn(path, text + "\n")
 
 
 def write_or_warn(path: str | os.PathLike, data: bytes | str) -> bool:
-    """Replace a file as a whole; return False, after a warning, where the disk is full or the folder not writable."""
+    """Replace a file as a whole; return False, after a warning, if the disk is full or the folder not writable."""
     try:
         write_atomically(Path(path), data)
         return True
@@ -161,7 +161,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a ``metrics.jsonl``.
 
-    A missing file has none. A line that a killed run has left half written ends the list.
+    A missing file has no records. The list ends before a line that a killed run has left half written.
     """
     records = []
     with suppress(OSError):
@@ -173,14 +173,14 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
-    """Leave out the steps in which a run warms up (compilation, allocator, caches).
+    """Return the durations without those of the first steps, in which a run warms up (compilation, allocator, caches).
 
     Args:
         seconds: The duration of each step, in order.
 
     Returns:
-        The durations without the first two steps or the first tenth, whichever is more; all of them where there are
-        fewer than four.
+        The durations without the first two steps or the first tenth, whichever is more; all of them if there are fewer
+        than four.
     """
     steps = len(seconds)
     return seconds[max(2, steps // 10) if steps >= 4 else 0 :]
@@ -202,7 +202,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, or None where it is none."""
+    """Return the JSON object in a text; None if the text is not a JSON object."""
     with suppress(ValueError):
         found = parse_json(text)
         return found if isinstance(found, dict) else None

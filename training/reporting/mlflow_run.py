@@ -10,7 +10,7 @@ from training.reporting.metrics import flat
 from training.reporting.recorder import grouped
 
 ID_FILE = "mlflow_id.txt"
-_LONGEST_VALUE = 500  # characters of a parameter that every server takes
+_LONGEST_VALUE = 500  # characters of a parameter that every server accepts
 
 
 class MlflowRun:

@@ -1,4 +1,4 @@
-"""How figures look: what the commands draw, and the benchmarks. Imports matplotlib: import it late."""
+"""The style of the figures of commands and benchmarks. This imports matplotlib: import it late."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
 BLUE, GREEN, ORANGE, GREY, PALE = "#0072b2", "#009e73", "#e69f00", "#8a8a8a", "#c8c8c8"
-# Of curves. The first six are those of Okabe and Ito, which colour-blind readers can tell apart.
+# The colours of curves. The first six are those of Okabe and Ito, which colour-blind readers can distinguish.
 COLOURS = (BLUE, "#d55e00", GREEN, "#cc79a7", "#56b4e9", ORANGE, "#7f3c8d", "#666666")
 NARROW, WIDE = 5.4, 12.0  # inches: legible on a phone; the width of a page
 
-# Use it as ``with style():`` or as a decorator, around all that draws: most is looked up when a thing is added.
+# Use it as ``with style():`` or as a decorator around all drawing code, because matplotlib reads most settings when
+# an element is added.
 style = partial(
     rc_context,
     {
@@ -39,7 +40,7 @@ style = partial(
 
 
 def embedded(figure: Figure) -> str:
-    """Return a figure as the address of a picture for a page, which shows through where nothing is drawn."""
+    """Return a figure as a data URL for a page; its background is transparent."""
     buffer = BytesIO()
     figure.savefig(buffer, format="svg", transparent=True)
     return f"data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}"

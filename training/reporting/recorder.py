@@ -1,4 +1,4 @@
-"""Where a run's numbers go while it trains (metrics.jsonl, loggers, progress bar), and what it was made with."""
+"""Writes a run's numbers to metrics.jsonl, loggers and progress bar, and describes the environment it ran in."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recorder:
         first_step: int = 1,
         resumed: bool = False,
     ) -> None:
-        """Describe the environment and open the files; of a run that is resumed, drop what ``first_step`` writes again.
+        """Describe the environment and open the files. A resumed run drops the records from ``first_step`` on.
 
         ``logger`` is None on ranks other than 0.
         """
@@ -61,7 +61,7 @@ class Recorder:
         self._progress = Progress(total_steps, first_step)
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Return whether ``step`` is on record with its training but without an evaluation. False on other ranks."""
+        """Return whether metrics.jsonl has a record of ``step`` but no evaluation after it. False on other ranks."""
         if self._logger is None:
             return False
         records = [record for record in read_records(self._run_dir / METRICS) if record.get("step") == step]
@@ -93,7 +93,7 @@ class Recorder:
         """Write summary.json and close everything.
 
         Args:
-            summary: The content of summary.json; None for a run that failed, which gets no such file.
+            summary: The content of summary.json; None for a failed run, which gets no such file.
         """
         if self._logger is None:
             return
@@ -117,7 +117,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the bar where ``stream``, standard error if None, is a terminal. ``clock`` returns seconds."""
+        """Open the bar if ``stream``, standard error if None, is a terminal. ``clock`` returns seconds."""
         self._total, self._first = total_steps, first_step
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
@@ -126,10 +126,10 @@ class Progress:
         self._bar = self._open_bar() if terminal_width(self._stream) > 0 else None
 
     def update(self, record: Mapping[str, Any], note: str = "") -> None:
-        """Show a step, by its record and with a remark at the end of the line.
+        """Show the record of a step, with a remark at the end of the line.
 
-        Off a terminal only the first and the last step, and otherwise one per ``SECONDS_BETWEEN_LINES``, is shown:
-        what must not be missed goes to ``say``.
+        If the stream is not a terminal, only the first and the last step and one per ``SECONDS_BETWEEN_LINES`` are
+        shown. Use ``say`` for messages that must always be shown.
         """
         now, step = self._clock(), record["step"]
         self._recent.append((now, step))
@@ -156,8 +156,8 @@ class Progress:
     def seconds_left(self) -> float | None:
         """Return the seconds until the last step at the pace of the last ``STEPS_IN_AVERAGE`` steps.
 
-        None before the second step: the time up to the end of the first is not counted, since compiling and warming
-        up happen once.
+        None before the second step: the time until the end of the first step is not counted, because it includes
+        compiling and warming up, which happen once.
         """
         if len(self._recent) < 2:
             return None
@@ -167,7 +167,7 @@ class Progress:
         return (now - started) / (last - first) * max(0, self._total - last)
 
     def say(self, text: str) -> None:
-        """Print ``text`` on a line of its own, above the bar where there is one."""
+        """Print ``text`` on a separate line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
@@ -188,7 +188,7 @@ class Progress:
             initial=self._first - 1,
             file=self._stream,
             dynamic_ncols=True,
-            miniters=1,  # with steps of uneven length the bar would otherwise stand still for a while
+            miniters=1,  # otherwise the bar would not move for a while if steps take unequal times
             colour=None if os.environ.get("NO_COLOR") else "green",
             bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
         )
@@ -207,12 +207,12 @@ def duration(seconds: float) -> str:
 
 
 def describe(command: list[str] | None = None) -> dict[str, Any]:
-    """Describe the circumstances of this run.
+    """Describe the commit, machine, packages and command of this run.
 
-    Holds neither environment variables nor the host's name. Asks torch for GPUs, so call it in a process that may
-    use them.
+    The result has neither environment variables nor the host's name. Values that cannot be determined are None. This
+    asks torch for GPUs, so call it in a process that may use them.
 
-    What cannot be determined is None. ``command`` is the command line, ``sys.argv`` if None; its secrets are masked.
+    ``command`` is the command line, ``sys.argv`` if None; its secrets are masked.
     """
     commit, dirty = git_state()
     return {
@@ -229,15 +229,15 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
 
 
 def git_state(tracked_file: str | Path = __file__) -> tuple[str | None, bool | None]:
-    """Return the commit of this project's checkout, and whether it was changed; both None where there is none.
+    """Return the commit of this project's checkout, and whether files were changed; both None if it is not a checkout.
 
-    Asked about a file, not a folder: a copy of the project inside another repository does not belong to that one.
+    This asks git about a file, not a folder, because a copy of the project inside another repository is not part of it.
     """
     file = Path(tracked_file).resolve()
     folder = file.parent
-    # No variable of a run's configuration (GIT_CONFIG_…, GIT_DIR) says what git does or has it start a program.
+    # Git must not get variables of a run's configuration (GIT_CONFIG_…, GIT_DIR), which could make it start a program.
     kept = {name: os.environ[name] for name in _GIT_NEEDS if name in os.environ}
-    # Without optional locks: recording a run must not get in the way of a commit being made.
+    # Without optional locks, so that recording a run cannot make a commit fail that is made at the same time.
     git = partial(_run, "git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), env=kept)
     if git("ls-files", "--error-unmatch", file.name) is None:
         return None, None
@@ -247,7 +247,7 @@ def git_state(tracked_file: str | Path = __file__) -> tuple[str | None, bool | N
 
 
 def _run(*command: str, env: Mapping[str, str] | None = None) -> str | None:
-    """Return a command's output, or None where it fails, hangs or does not exist; ``env``: its environment."""
+    """Return a command's output; None if it fails, hangs or does not exist. ``env`` is its environment."""
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "errors": "replace", "timeout": 5.0}
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(command, env=env, **options).strip()
@@ -279,21 +279,21 @@ def _version(package: str) -> str | None:
 
 
 class Logger(Protocol):
-    """What an option of ``logger=`` builds, such as ``WandbRun``.
+    """The interface of the loggers that ``logger=`` selects, such as ``WandbRun``.
 
-    It may also have ``histogram(name, counts, edges, step)``, and an attribute ``requires`` of its class: the package
-    that it needs, by its name for pip.
+    A logger may also have a method ``histogram(name, counts, edges, step)``, and a class attribute ``requires``: the
+    pip name of the package that it needs.
     """
 
     def log(self, record: dict, step: int) -> None:
-        """Take a line of metrics.jsonl."""
+        """Log a line of metrics.jsonl."""
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Take the summary, which is None for a run that failed, and close the run."""
+        """Log the summary, which is None for a failed run, and close the run."""
 
 
 class NoLogger:
-    """Takes what every logger takes and does nothing (``logger=none``)."""
+    """Accepts the arguments of every logger and does nothing (``logger=none``)."""
 
     def __init__(self, **given: Any) -> None:
         pass
@@ -308,11 +308,11 @@ class NoLogger:
 class CsvLogger(NoLogger):
     """Writes metrics.csv when the run ends: one line per step, with the evaluation after it.
 
-    Its source is metrics.jsonl, which has every record, those of a resumed run in order.
+    It reads metrics.jsonl, which has every record, those of a resumed run in order.
     """
 
     def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, file: str = "metrics.csv") -> None:
-        """Take the run directory, and the name of the file in it."""
+        """Note the run directory and the name of the file in it."""
         self._run_dir, self._file = Path(run_dir), file
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
@@ -328,14 +328,14 @@ class CsvLogger(NoLogger):
 
 
 class Loggers:
-    """Several loggers as one. One that raises is warned about and left out from then on; the run goes on.
+    """Several loggers as one. If a logger raises, it is removed after a warning, and the run continues.
 
     Attributes:
-        all: Those that take something.
+        all: The loggers, without ``NoLogger`` and those that have raised.
     """
 
     def __init__(self, sections: Mapping[str, Any], build: Callable[[str, Any], Logger]) -> None:
-        """Build the logger of each section, by its place. Raises UserError where a section is wrong."""
+        """Build the logger of each section, by its key. Raises UserError if a section is wrong."""
         self.all: list[Logger] = []
         for place, section in sections.items():
             try:
@@ -352,12 +352,12 @@ class Loggers:
         self._call("log", record, step)
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
-        """Show how numbers are distributed, where a logger can.
+        """Show a histogram in the loggers that can show it.
 
         Args:
-            name: Such as "gradients/head.weight".
-            counts: [bins].
-            edges: [bins + 1], ascending.
+            name: Its name, such as "gradients/head.weight".
+            counts: The number of elements in each bin, [bins].
+            edges: The edges of the bins, [bins + 1], ascending.
             step: The optimizer step.
         """
         self._call("histogram", name, counts, edges, step)
@@ -370,7 +370,7 @@ class Loggers:
         for logger in list(self.all):
             try:
                 if hasattr(logger, method):
-                    getattr(logger, method)(*deepcopy(arguments))  # one may change what it is given
+                    getattr(logger, method)(*deepcopy(arguments))  # a logger may change its arguments
             except Exception as error:
                 self.all.remove(logger)
                 _warn(type(logger).__name__, error)
@@ -382,7 +382,7 @@ def _warn(kind: str, error: Exception) -> None:
 
 
 def sections(cfg: Any) -> dict[str, Any]:
-    """Return the sections of a configuration that describe loggers, by place: ``logger``, ``loggers.csv``."""
+    """Return the sections of a configuration that describe loggers, by key: ``logger``, ``loggers.csv``."""
     return {"logger": cfg.logger, **{f"loggers.{name}": one for name, one in (cfg.loggers or {}).items()}}
 
 

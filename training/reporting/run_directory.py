@@ -1,8 +1,8 @@
-"""One run at a time in a directory, and a new run never overwrites another one.
+"""Locks run directories: a directory has one run at a time, and a new run never overwrites another one.
 
-The lock is a POSIX record lock on the file ``.lock``, which names its holder; the system frees it when its holder ends,
-however that is. Unlike ``flock``, which filelock takes, it is not inherited by the processes that read data: these
-outlive a killed run by seconds, in which it is to be resumed.
+The lock is a POSIX record lock on the file ``.lock``, which names its holder; the system frees it whenever its holder
+ends. Unlike ``flock``, which filelock uses, it is not inherited by the processes that read data: these outlive a killed
+run by seconds, and the run must be able to resume before that.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from launchers.world import restarts
 from training.reporting import METRICS
 
 LOCK = ".lock"
-EARLIER_ATTEMPT_S = 120.0  # how long a network file system may keep the lock of a machine that has died
+EARLIER_ATTEMPT_S = 120.0  # seconds that a network file system may keep the lock of a machine that has died
 
 _POLL_S = 1.0
-# The locks of this process by directory: the descriptor, and the directories that were made for it.
+# The locks of this process by directory: the file descriptor, and the directories that were made for the lock.
 _held: dict[Path, tuple[int, list[Path]]] = {}
 
 
 def hold(folder: Path, patience_s: float = 0.0) -> None:
-    """Lock a directory, which is made if need be, until ``release`` or this process's end.
+    """Lock a directory, which is made if it does not exist, until ``release`` or this process's end.
 
-    Does nothing if this process holds the lock already. Where the file system has no locks, a warning says so.
+    Does nothing if this process holds the lock already. On a file system without locks, a warning is printed.
 
     Args:
         folder: The directory of a run or of a sweep.
@@ -78,7 +78,7 @@ def hold(folder: Path, patience_s: float = 0.0) -> None:
         if os.fstat(descriptor).st_nlink == 0:  # its holder has removed the file since it was opened
             os.close(descriptor)
             continue
-        with suppress(OSError):  # on a full disk the lock is held, but not signed
+        with suppress(OSError):  # on a full disk the lock is held, but does not name its holder
             os.ftruncate(descriptor, 0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
@@ -86,7 +86,7 @@ def hold(folder: Path, patience_s: float = 0.0) -> None:
 
 
 def release(folder: Path) -> None:
-    """Remove the lock of a directory, if this process holds it, and the directory if it was made for the lock only."""
+    """Remove the lock of a directory if this process holds it, and the directory if it was only made for the lock."""
     descriptor, made = _held.pop(folder.resolve(), (None, []))
     if descriptor is None:
         return
@@ -95,7 +95,7 @@ def release(folder: Path) -> None:
         if os.path.samestat(os.fstat(descriptor), os.lstat(folder / LOCK)):
             (folder / LOCK).unlink()
         for path in made:
-            path.rmdir()  # until one is not empty
+            path.rmdir()  # fails at the first one that is not empty
     os.close(descriptor)
 
 
@@ -126,7 +126,7 @@ def removed_if_unused(run_dir: Path, files: Path | None) -> Iterator[None]:
 
 
 def _refusing(check: Callable[..., None]) -> Callable[..., None]:
-    """A method of a callback whose errors end the run: Hydra would make a warning of them, and go on."""
+    """Decorate a method of a callback so that its errors end the run: Hydra would only warn and continue."""
 
     @wraps(check)
     def method(self: Callback, config: DictConfig, **kwargs: Any) -> None:
@@ -151,11 +151,11 @@ class RunDirectoryGuard(Callback):
             raise TrainingError("hydra.run.dir is empty: name a directory, or leave it out for one below outputs/")
         folder = Path(config.hydra.run.dir)
         _take(folder, "hydra.run.dir", depth=2)
-        # Only now: a run that began at the same moment would have been overlooked before.
+        # Only after locking: otherwise a run that began at the same moment would be overlooked.
         if config.train.resume is None and not started_again() and (folder / METRICS).exists():
             release(folder)
             raise TrainingError(
-                f"{folder} holds another run; choose another hydra.run.dir, or go on with it by train.resume=auto"
+                f"{folder} holds another run; choose another hydra.run.dir, or continue it with train.resume=auto"
             )
 
     @_refusing
@@ -173,19 +173,19 @@ class RunDirectoryGuard(Callback):
         """Mask secrets in the files that Hydra has written."""
         content = OmegaConf.to_container(config, resolve=False)
         if config.hydra.mode is RunMode.RUN and mask_secrets(content) == content:
-            return  # reading the files would take longer than all else here
+            return  # without secrets; reading the files would take longer than everything else here
         folder = Path(config.hydra.runtime.output_dir)
         own = folder / (config.hydra.output_subdir or ".hydra")
         mask_files([*own.glob("*.yaml"), folder.parent / "multirun.yaml"])
 
 
 def started_again() -> bool:
-    """Return whether this is a rank that torchrun or a queue has started before: its directory is its own."""
+    """Return whether torchrun or a queue has restarted this rank: then the run directory is that of the same run."""
     return World.detect() is not None and restarts() > 0
 
 
 def _take(folder: Path, key: str, depth: int) -> None:
-    """Lock a directory that can be written, in which no link, down to a depth, leads out of it."""
+    """Lock a directory, after checking that it can be written and that no link, down to a depth, leads out of it."""
     try:
         _try_to_write(folder)
         for level in range(1, depth + 1):

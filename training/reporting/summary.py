@@ -1,4 +1,4 @@
-"""What is known at a run's end, on all ranks together: the content of summary.json."""
+"""The results of all ranks at a run's end: the content of summary.json."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SUMMARISED = (
 
 @dataclass
 class Outcome:
-    """What a run has reached so far.
+    """The results of a run so far.
 
     Attributes:
         steps: The number of the last step.
         best_step: The step after which ``best_val_loss`` was measured.
-        skipped: The number of steps whose update was left out.
+        skipped: The number of steps whose update was skipped.
         checkpoint: The newest checkpoint.
         seconds: The duration of each step of this process.
     """
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class RankResult(NamedTuple):
-    """What a rank tells the others at the end; the intervals of its newest steps are on one clock for all ranks."""
+    """The results that a rank sends to the others; the intervals of its newest steps are on one clock for all ranks."""
 
     peak_memory: int
     state_bytes: dict[str, int]
@@ -73,7 +73,7 @@ StateOf = Callable[[nn.Parameter], dict[str, Any]]
 
 
 def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lambda parameter: {}) -> list[RankResult]:
-    """Return the results of all ranks, in the order of ranks. All ranks call it together."""
+    """Return the results of all ranks, in the order of ranks. All ranks call this together."""
     if strategy.mesh.size > 1:
         dist.barrier()
     recording = Recording.of(strategy.timeline)
@@ -94,7 +94,7 @@ def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer": [value for p in parameters for value in state_of(p).values() if torch.is_tensor(value)],
     }
-    # Several tensors may be views of one piece of memory.
+    # Several tensors may be views of one storage.
     pieces = {kind: [local(tensor).untyped_storage() for tensor in own] for kind, own in tensors.items()}
     return {kind: sum({s.data_ptr(): s.nbytes() for s in own}.values()) for kind, own in pieces.items()}
 
@@ -108,7 +108,7 @@ def summarise(
     sample: Batch,
     tokens_per_sample: int | None,
 ) -> dict[str, Any]:
-    """Return the content of summary.json, for which ``sample`` is a micro-batch of the shapes that were trained."""
+    """Return the content of summary.json. ``sample`` is a micro-batch with the shapes of the training."""
     plan = strategy.plan
     step_time = ranks[0].step_time_s
     samples = plan.global_batch_size / step_time if step_time else None
@@ -148,10 +148,15 @@ def summarise(
 
 
 def check_objective(name: str, metrics: Sequence[str], language: bool) -> None:
-    """Check ``sweep.objective`` before a run, whose loss has ``metrics`` and, of ``language``, a perplexity.
+    """Check ``sweep.objective`` before a run.
+
+    Args:
+        name: The objective.
+        metrics: The metrics of the model's loss.
+        language: Whether the data are text, so that the results include a perplexity.
 
     Raises:
-        TrainingError: No run has such a number.
+        TrainingError: The run will have no such number.
     """
     own = [*metrics, *["perplexity"] * language]
     known = [*_SUMMARISED, *(f"{split}_{metric}" for split in ("val", "test") for metric in own)]

@@ -16,7 +16,7 @@ class TensorBoardRun:
     requires = "tensorboard"
 
     def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, folder: str = "tensorboard") -> None:
-        """Take the run; files are made at the first record. ``run_config`` is shown with its secrets masked."""
+        """Note the folder; files are made at the first record. ``run_config`` is shown with its secrets masked."""
         self._folder, self._config, self._writer = Path(run_dir) / folder, mask_secrets(run_config), None
 
     def log(self, record: dict, step: int) -> None:
@@ -45,7 +45,7 @@ class TensorBoardRun:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # What a run that died has left after the step that it resumes from is not shown.
+            # Hides records that a killed run has written after the step that it now resumes from.
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
             self._writer.add_text("config", _as_code(self._config), step)
         return self._writer

@@ -1,4 +1,4 @@
-"""``train.trace``: a picture of a pipeline's measured step, and a Chrome trace. Imports matplotlib: import it late."""
+"""``train.trace``: draws a measured step of a pipeline, writes a Chrome trace. Imports matplotlib: import it late."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from training.reporting.metrics import write_or_warn
 PICTURE, EVENTS = "timeline.png", "timeline.json"
 _MOST_STEPS = 5  # in the Chrome trace
 
-# The colours differ in lightness too, for print in grey and for colour-blind readers.
+# The colours also differ in lightness, for print in grey and for colour-blind readers.
 _COLOURS = {FORWARD: plot.BLUE, BACKWARD: plot.ORANGE, BACKWARD_INPUT: plot.ORANGE, BACKWARD_WEIGHT: "#8fd3bd"}
 _NAMES = {
     FORWARD: "forward",
@@ -46,10 +46,10 @@ _NAMES = {
     BACKWARD_WEIGHT: "backward, weights",
 }
 _IDLE, _WAITING, _SENT = "#f0f0f0", plot.PALE, "#404040"
-_SMALLEST = 5.0  # points of a number that can still be read
+_SMALLEST = 5.0  # font size in points below which a number cannot be read
 _TOP, _BLOCK, _STRIP_TOP, _STRIP = -0.40, 0.62, 0.26, 0.10  # of a row of height 1, downwards from its middle
 
-# What a neighbour receives of each kind of work.
+# The tensor that a neighbour receives after each kind of work.
 _HANDS_ON = {FORWARD: RECEIVE_ACTIVATION, BACKWARD: RECEIVE_GRADIENT, BACKWARD_INPUT: RECEIVE_GRADIENT}
 
 Colour = tuple[float, float, float]
@@ -64,8 +64,8 @@ class Transfer:
         stage: The receiving stage.
         microbatch: The micro-batch's index.
         posted: When the receive was posted, in seconds.
-        ready: When the neighbour had finished computing the tensor, but not before ``posted``.
-        used: From when on the tensor was used.
+        ready: When the neighbour had finished computing the tensor, or ``posted`` if that is later.
+        used: When the tensor was first used.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Transfer:
 
 
 def transfers(step: Sequence[Interval]) -> list[Transfer]:
-    """Return the receives of one step, given as the intervals of all ranks of one pipeline."""
+    """Return the receives in one step, from the intervals of all ranks of one pipeline."""
     done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in step}
     received = []
     for kind, stage, microbatch, posted, used in step:
@@ -91,7 +91,7 @@ def transfers(step: Sequence[Interval]) -> list[Transfer]:
 
 @plot.style()
 def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> Figure:
-    """Draw one row per rank: blocks numbered by micro-batch, and below them a thin strip of what the rank receives.
+    """Draw one row per rank: blocks numbered by micro-batch, and below them a thin strip with the rank's receives.
 
     Args:
         ranks: The intervals of one step by rank, in the order of the stages, in seconds on one clock.
@@ -109,7 +109,7 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
 
 @plot.style()
 def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, Steps], title: str) -> Figure:
-    """Draw a predicted step above a measured one, that of median duration, on the same scale.
+    """Draw a predicted step above the measured step of median duration, on the same scale.
 
     The arguments are those of ``draw``; ``measured`` has the newest steps of each rank.
     """
@@ -200,7 +200,7 @@ def _label(rank: int, stages: list[int]) -> str:
 
 
 def _stages_at(loop: int, stages: list[list[int]]) -> str:
-    """Return which stages share a shade, such as " (stages 2-3)", where ranks have several."""
+    """Return the stages that share a shade, such as " (stages 2-3)"; empty if each rank has one stage."""
     if all(len(own) == 1 for own in stages):
         return ""
     alike = sorted(own[loop] for own in stages if loop < len(own))
@@ -215,8 +215,8 @@ def _lighter(colour: str, share: float) -> Colour:
 def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps], last_step: int) -> None:
     """Write timeline.png and timeline.json into the run's directory.
 
-    The picture shows the steady step of median duration on replica 0; the Chrome trace (to be opened in
-    https://ui.perfetto.dev) holds up to five steady steps around it on all replicas.
+    The picture shows the steady step of median duration on replica 0; the Chrome trace (open it in
+    https://ui.perfetto.dev) has up to five steady steps around it on all replicas.
 
     ``ranks`` are the intervals of each rank's newest steps, up to ``last_step``, all on one clock.
     """
@@ -256,7 +256,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
 
 
 def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int:
-    """Return which of ``steps``, indices from the end, has the median span of work over all ranks."""
+    """Return the one of ``steps``, indices from the end, that has the median span of work over all ranks."""
     spans = {}
     for index in steps:
         first, last = work_span([i for rank in ranks for i in rank[index]])
@@ -266,7 +266,7 @@ def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int
 
 
 def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]]) -> list[dict]:
-    """Return one replica's events: a process, with a thread for each rank's work and some for what it receives."""
+    """Return one replica's events: a process, with threads for each rank's work and for its receives."""
     events = [_name("process", replica, 0, f"replica {replica}")]
     for position, (rank, steps) in enumerate(ranks.items()):
         stages = sorted({i.stage for step in steps.values() for i in step})

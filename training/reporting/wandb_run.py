@@ -44,7 +44,7 @@ class WandbRun:
     ) -> None:
         """Start the run, by the options of conf/logger/wandb.yaml; ``run_config`` is stored with its secrets masked.
 
-        Without an API key, or where the server does not answer in time, an online run becomes an offline one, after a
+        Without an API key, or if the server does not answer in time, an online run becomes an offline one, after a
         warning.
         """
         self._run_dir = Path(run_dir).absolute()
@@ -81,10 +81,10 @@ class WandbRun:
         with _service_ended_on_error():
             self._run.summary.update(mask_secrets(summary or {}))
             self._run.finish(exit_code=exit_code)
-        _end_service()  # it keeps this run's folders; the next job of a sweep has its own
+        _end_service()  # it would keep using this run's folders for the next job of a sweep
 
     def _start_online(self) -> Any:
-        """Return the online run, or None, after a warning, where there can be none."""
+        """Return the online run; None, after a warning, if it cannot be started."""
         import wandb
 
         try:
@@ -128,10 +128,10 @@ class WandbRun:
 
 
 def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContextManager[None]:
-    """Keep wandb's service silent, inside ``run_dir``, and from reporting its errors home while it starts.
+    """Start wandb's service silently, with its files in ``run_dir``, and without error reports to wandb's server.
 
-    No setting does this. The environment is restored, so that no other child inherits it: neither these variables nor
-    the address of the service (WANDB_SERVICE), which a child's wandb would use instead of starting its own.
+    No setting does this. The environment is restored afterwards, so that no other child process inherits these
+    variables or the address of the service (WANDB_SERVICE), which a child's wandb would use instead of starting one.
     """
     settings = {"SILENT": "true", "ERROR_REPORTING": "false", "MODE": mode, "SERVICE": None}
     folders = {f"{kind.upper()}_DIR": str(run_dir / "wandb" / kind) for kind in ("cache", "data", "artifact")}
@@ -140,7 +140,7 @@ def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContext
 
 @contextlib.contextmanager
 def _service_ended_on_error() -> Iterator[None]:
-    """End wandb's service after an error: at exit, wandb would print a traceback about one that has died."""
+    """End wandb's service after an error: at exit, wandb would print a traceback about a service that has died."""
     try:
         yield
     except Exception:
@@ -156,7 +156,7 @@ def _end_service() -> None:
 
 
 def _run_id(run_dir: Path) -> str:
-    """Return the id in ``run_dir/wandb_id.txt``, which is drawn at the first start."""
+    """Return the id in ``run_dir/wandb_id.txt``, which is generated at the first start."""
     path = run_dir / ID_FILE
     if path.exists() and (known := path.read_text().strip()):
         return known

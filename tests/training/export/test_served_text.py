@@ -42,7 +42,7 @@ WRONG = [
     ({"text_input": "a", "top_p": 1.5}, "`top_p` has to be a float > 0 and < 1, but is 1.5"),
     ({"text_input": "a", "top_p": "x"}, "non-number"),
     ({"text_input": "a", "temprature": 1}, "unknown settings: temprature; known are max_tokens, seed, stream"),
-    ({"text_input": "a" + 50 * " a"}, f"text_input has 51 tokens, and the model takes {POSITIONS} with its answer"),
+    ({"text_input": "a" + 50 * " a"}, f"text_input has 51 tokens; the model takes {POSITIONS}, including the answer"),
     ({"max_tokens": 1}, "text_input is missing"),
 ]
 

@@ -31,7 +31,7 @@ def test_the_console_names_them_and_callbacks_as_they_were_typed(tmp_path, capfd
     said = capfd.readouterr().out
     header = said.partition("\n\n")[0].split()
     assert {*lists, "train.steps=3"} <= set(header) and "_target_" not in said
-    for word, kept in {"evaluate:": lists[:2], "go on:": lists}.items():
+    for word, kept in {"evaluate:": lists[:2], "continue:": lists}.items():
         (line,) = [line for line in said.splitlines() if line.startswith(word)]
         assert set(re.findall(r'"([^"]*)"', line)) & set(lists) == set(kept)
 

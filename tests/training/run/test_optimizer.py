@@ -224,7 +224,7 @@ def test_what_is_typed_acts_on_what_muon_does_not_take_too(toy, typed):
 
 
 def test_a_model_without_hidden_matrices_is_refused(toy):
-    with pytest.raises(TrainingError, match=r"torch.optim.Muon is for .* this model trains none: .* optim=adamw"):
+    with pytest.raises(TrainingError, match=r"torch.optim.Muon is for .* this model trains none\. .* optim=adamw"):
         prepare(config("model=convnet", "optim=muon"))
 
 
