@@ -9,18 +9,18 @@ from pathlib import Path
 from string import Template
 
 FOLDER = Path(__file__).resolve().parent
-# The sections that say what is trained, as the seed does; the others say where. A checkpoint keeps these.
+# The sections that determine what is trained; a checkpoint keeps these and the seed. The others determine where.
 TRAINED = ("model", "data", "optim", "scheduler", "train")
-# The groups whose option says what is trained, and those whose values are changes of the others' defaults.
+# The groups whose option determines what is trained, and those that change values of other groups.
 CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug")
-# Keys that the program reads itself and does not pass to the section's target (conf/train.yaml says what they mean).
+# Keys that the program reads itself and does not pass to the section's target (see conf/train.yaml).
 OWN_KEYS = {
     "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer", "lora"},
     "optim": {"decay_vectors", "rates", "update", "others"},
 }
 # What a command does: ``mode=NAME`` is training/command/modes/NAME.py.
 MODES = ("train", "eval", "plan", "export", "sample", "verify", "compare")
-# The key of a plain configuration under which it says how it was composed (conf.composition.Composed.plain).
+# The key of a plain configuration with how it was composed (see conf.composition.Composed.plain).
 COMMAND = "command"
 
 

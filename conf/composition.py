@@ -1,4 +1,4 @@
-"""From the words of a command line to what Hydra takes, and from there to a composed configuration."""
+"""Converts the words of a command line for Hydra, and composes the configuration."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from conf.messages import unknown_key
 from conf.schema import Root, register
 from launchers.world import launcher_start
 
-GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # of which a run needs an option each
-# What a checkpoint does not keep.
+GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # a run needs an option of each
+# Keys that a checkpoint does not keep.
 _WHERE = ("device", "parallel", "cluster", "launcher", "logger", "loggers", "callbacks", "import_from")
-# What a rank takes from rank 0 only where its own command line gives the same: it is executed, read or written here.
+# Keys whose values a rank executes, reads or writes. It accepts rank 0's only if its own command line gives the same.
 _GUARDED = ("parallel.env", "data", "callbacks", "checkpoint", "model.init_from")
-_ANY = "\0"  # stands for what each process names by itself: the time of its start, in any form, and the run's id ...
-_ANY_PATH = r"(?!\.)[\w .,:+-]+(?:/(?!\.)[\w .,:+-]+)*"  # ... in a path, which this never leads upwards
+_ANY = "\0"  # placeholder for values that differ by process: the time of its start, in any form, and the run's id ...
+_ANY_PATH = r"(?!\.)[\w .,:+-]+(?:/(?!\.)[\w .,:+-]+)*"  # ... in a path, which this cannot lead upwards
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 
 
 class Refused(BaseException):
-    """Carries an error through Hydra, which makes a warning of an ``Exception`` of a callback, and adds to a run's."""
+    """Carries an error through Hydra, which only warns of an ``Exception`` of a callback, and adds to that of a run."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -59,7 +59,7 @@ class SweepJob:
     Attributes:
         number: Counts from 0.
         sweep_dir: The sweep's directory, as it was typed.
-        sweeper: The class that has started it.
+        sweeper: The class of the sweeper that has started it.
     """
 
     number: int
@@ -69,17 +69,17 @@ class SweepJob:
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration, and how it was composed: all that a run is told.
+    """A configuration and how it was composed: the whole input of a run.
 
     Attributes:
-        cfg: The configuration. Its references are not resolved: what was taken from the environment stays hidden.
+        cfg: The configuration. Its references are not resolved, so that values from the environment stay hidden.
         run_dir: The run directory.
         choices: The option of each group; None for a configuration that a program has made.
-        typed: What was typed, with its references as they are: a value may be secret, or missing.
-        own_options: The words that name folders of the user's own options, ``--config-dir=PATH``.
-        files: The folder that has the configuration's files; None where none are written.
-        job: What it is of a sweep; None for a run.
-        saved: What a checkpoint knows (training.checkpoint.configuration.SavedConfig), until ``complete`` has used it.
+        typed: The typed words. Their references are not resolved, because a value may be secret or missing.
+        own_options: The words that name folders of the user's options, ``--config-dir=PATH``.
+        files: The folder of the configuration's files; None if none are written.
+        job: The job of a sweep that it belongs to; None for a run.
+        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig), until ``complete`` uses it.
     """
 
     cfg: Any
@@ -93,7 +93,7 @@ class Composed:
 
     @classmethod
     def of(cls, cfg: DictConfig, hydra: Any, saved: Any = None) -> Composed:
-        """Return what Hydra has composed, with its own section."""
+        """Return the configuration that Hydra has composed. ``hydra`` is Hydra's section."""
         run_dir, brought = Path(hydra.runtime.output_dir), () if saved is None else saved.words
         overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
         sources = hydra.runtime.config_sources
@@ -107,7 +107,7 @@ class Composed:
         )  # fmt: skip
 
     def complete(self) -> Composed:
-        """Lay what the checkpoint knows under what was typed, and check the keys. The files agree.
+        """Apply the checkpoint's values, which typed words override, check the keys, and update the files.
 
         Raises:
             HydraException: A key does not exist, or a value has another type.
@@ -121,7 +121,7 @@ class Composed:
         return replace(self, cfg=check_keys(with_schema(self.cfg)), saved=None)
 
     def made_by_program(self, cfg: Any) -> Composed:
-        """Return the same with a configuration that was not composed of words; its file agrees."""
+        """Return the same with a configuration that was not composed of words, and update its file."""
         self._write("config.yaml", cfg)
         return replace(self, cfg=cfg, choices=None)
 
@@ -134,7 +134,7 @@ class Composed:
         """Return the configuration as plain data, with how it was composed.
 
         Raises:
-            UserError: A section is none.
+            UserError: A section is not a mapping.
             omegaconf.errors.OmegaConfBaseException: A value is missing, or cannot be resolved.
         """
         check_sections(self.cfg)
@@ -144,11 +144,11 @@ class Composed:
         return to_config(tree)
 
     def words(self) -> list[str]:
-        """Return what to type for the same again; empty for a configuration that a program has made."""
+        """Return the words that compose the same again; empty for a configuration that a program has made."""
         return [] if self.choices is None else [*self.own_options, *masking.mask_secrets([*self.typed])]
 
     def differences(self) -> tuple[dict[str, str], list[str]]:
-        """Return the option of each group, and what else was typed, as it was: a value may be secret."""
+        """Return the option of each group, and the other typed words, unmasked: a value may be secret."""
         choices, cfg = self.choices or {}, self.cfg
         if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
             return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, [*self.typed]
@@ -159,9 +159,9 @@ class Composed:
         return chosen, [word for word in self.typed if key_of(word) not in options and not word.startswith("hydra")]
 
     def _how(self) -> dict[str, Any]:
-        """Return options of groups, keys typed, and keys derived from other values.
+        """Return the options of groups, the typed keys, and the keys derived from other values.
 
-        Under "where" are the words that a checkpoint does not keep, or may not name.
+        "where" has the words that a checkpoint does not keep, or may not name.
         """
         choices = self.choices or {}
         tree: Any = OmegaConf.to_container(self.cfg, resolve=False, enum_to_str=True)
@@ -180,14 +180,14 @@ def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], s
     """Compose the configuration, make the run directory, call ``task`` and return its result; in a sweep, for each job.
 
     Args:
-        task: What to do with what was composed, which is still to be completed.
+        task: Called with the composed configuration, which it has to ``complete``.
         arguments: The command line without the program's name.
-        saved: What a checkpoint knows (training.checkpoint.configuration.SavedConfig).
+        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig).
 
     Raises:
-        HydraException: Where the configuration cannot be composed.
-        UserError: Where Hydra's logging cannot be set up.
-        SystemExit: After an answer of Hydra's own (--cfg job).
+        HydraException: The configuration cannot be composed.
+        UserError: Hydra's logging cannot be set up.
+        SystemExit: Hydra has answered the command itself (--cfg job).
     """
     masking.named.update(masking.references(arguments))
     # A rank that torchrun starts again finds the directory of the attempt before.
@@ -204,22 +204,22 @@ def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], s
     version.setbase("1.3")
     GlobalHydra.instance().clear()
     job = HydraTask(task, start, code_folders(arguments), saved)
-    before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # what is recorded as the command
+    before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # recorded as the command
     error = None
     try:
-        with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # Hydra raises its errors then, and prints none
+        with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # then Hydra raises its errors instead of printing them
             _run_hydra(parsed, parser, job, str(FOLDER), "train")
     except Refused as refused:
         error = refused.error
     finally:
         sys.argv = before
     if error is not None:
-        raise error  # with the causes that it has
+        raise error  # outside of the handler, so that its causes stay unchanged
     return job.results[0] if job.results else None
 
 
 class HydraTask:
-    """What Hydra calls with each configuration that it has composed, in a process of its own under some launchers."""
+    """The function that Hydra calls with each composed configuration. Some launchers call it in another process."""
 
     def __init__(self, task: Callable[[Composed], Any], start: tuple, folders: Sequence[str], saved: Any) -> None:
         self._task, self._start, self._folders, self._saved = task, start, folders, saved
@@ -227,7 +227,7 @@ class HydraTask:
 
     @property
     def brought(self) -> Sequence[str]:
-        """The words that were not typed: options that a checkpoint was trained with."""
+        """The words that were not typed: the options of a checkpoint."""
         return () if self._saved is None else self._saved.words
 
     def __call__(self, cfg: Any) -> Any:
@@ -235,10 +235,10 @@ class HydraTask:
         _register_resolvers(*self._start)
         hydra_section = HydraConfig.get()
         composed = Composed.of(named(cfg, hydra_section.runtime.choices, self._folders), hydra_section, self._saved)
-        # Where the job has a current directory of its own, paths are still meant as they were typed.
+        # If Hydra changes the job's current directory, typed paths are still relative to the original one.
         with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
             if composed.job is not None:
-                return self._task(composed)  # the sweep keeps an error of its jobs
+                return self._task(composed)  # a sweep records the errors of its jobs
             try:
                 self.results.append(self._task(composed))
             except Exception as error:
@@ -246,7 +246,7 @@ class HydraTask:
 
 
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
-    """Say in which folders code may be, and give a model whose file does not say its name that of its option."""
+    """Add the folders of code. A model whose file sets no name gets the name of its option."""
     masking.named.update(masking.references(OmegaConf.to_container(cfg, resolve=False)))
     cfg.import_from = [*(cfg.import_from or ()), *folders]
     if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and cfg.model.get("name") is None:
@@ -262,7 +262,7 @@ def _register_resolvers(began: float, run_id: str) -> None:
 
 
 def _directory(arguments: Sequence[str], began: float, run_id: str) -> list[str]:
-    """The directory of a sweep under a launcher of others, whose processes know no resolvers before they begin."""
+    """Return the directory of a sweep with a third-party launcher, whose processes register the resolvers too late."""
     foreign = any(word.startswith("hydra/launcher=") for word in arguments)
     if not foreign or any(word.startswith("hydra.sweep.dir=") for word in arguments):
         return []
@@ -270,23 +270,26 @@ def _directory(arguments: Sequence[str], began: float, run_id: str) -> list[str]
 
 
 def with_schema(cfg: DictConfig) -> DictConfig:
-    """Give a configuration that was composed before the types of its sections: ``train.steps=abc`` is an error."""
+    """Return the configuration with the types of its sections, so that ``train.steps=abc`` is an error.
+
+    A configuration that was composed before (``--config-name config``) has none.
+    """
     typed = cfg if OmegaConf.get_type(cfg) is Root else OmegaConf.merge(OmegaConf.structured(Root), cfg)
     assert isinstance(typed, DictConfig)
     return typed
 
 
 def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
-    """Return the section ``cfg`` at ``path`` if its schemas know all of its keys: ``+parallel.chnks=4`` adds one.
+    """Return the section ``cfg`` at ``path``, after checking its keys: ``+parallel.chnks=4`` adds an unknown one.
 
     Raises:
-        HydraException: They do not. The message names the key, and the nearest that exists.
+        HydraException: A schema does not have a key. The message names the key, and the nearest that exists.
     """
     known = getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
-    names: list[Any] = list(cfg)  # what one of OmegaConf's functions gives as a key, others do not declare
+    names: list[Any] = list(cfg)  # Any: OmegaConf's functions declare different types for keys
     for name in names:
         key = f"{path}.{name}" if path else str(name)
-        if key == "hydra":  # its own section
+        if key == "hydra":  # Hydra checks its section
             continue
         if known is not None and name not in known:
             raise ConfigCompositionException(unknown_key(key, list(known)))
@@ -298,7 +301,7 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
 
 
 def _lists(choices: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the groups of which several options were chosen, as they are typed: ``logger=[wandb,csv]``."""
+    """Return the groups with several chosen options, in the form in which they are typed: ``logger=[wandb,csv]``."""
     lists = {}
     for start, shown in _LISTED.items():
         if further := [option for group, option in choices.items() if option and group.startswith(start)]:
@@ -318,12 +321,12 @@ def compose(
 
     Args:
         overrides: Its words.
-        arguments: The whole command line, where it may name the user's own options (``--config-dir``).
-        with_hydra: Whether to return Hydra's own section too, which holds the option of each group.
-        saved: What a checkpoint knows (training.checkpoint.configuration.SavedConfig).
+        arguments: The whole command line, which may name a folder of the user's options (``--config-dir``).
+        with_hydra: Whether to return Hydra's section too, which has the option of each group.
+        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig).
 
     Raises:
-        HydraException: Where it cannot be composed.
+        HydraException: It cannot be composed.
     """
     register()
     GlobalHydra.instance().clear()
@@ -346,11 +349,11 @@ def compose(
 
 @dataclass(frozen=True)
 class OwnCommand:
-    """What a rank's own command line composes, to judge what rank 0 sends.
+    """The configuration of a rank's own command line, with which rank 0's is compared.
 
     Attributes:
         tree: The configuration, as plain data.
-        run_dir: The run directory. In it and in ``tree``, ``_ANY`` stands for time and run id, which are rank 0's.
+        run_dir: The run directory. In it and in ``tree``, ``_ANY`` stands for time and run id, which rank 0 determines.
     """
 
     tree: Mapping[str, Any]
@@ -364,11 +367,11 @@ def compose_own(
 
     Args:
         arguments: The command line.
-        saved: What a checkpoint knows (training.checkpoint.configuration.SavedConfig).
-        replaced: What a Python program makes of the configuration.
+        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig).
+        replaced: How a Python program changes the configuration.
 
     Raises:
-        HydraException: Where it cannot be composed.
+        HydraException: It cannot be composed.
     """
     cfg = compose([word for word in arguments if is_override(word)], arguments, with_hydra=True, saved=saved)
     for name in ("began", "now", "run_id"):
@@ -377,23 +380,23 @@ def compose_own(
     HydraConfig.instance().set_config(cfg)
     with open_dict(cfg):
         del cfg.hydra
-    tree = json.loads(json.dumps(to_dict(replaced(cfg))))  # as what rank 0 sends has been sent
+    tree = json.loads(json.dumps(to_dict(replaced(cfg))))  # rank 0's configuration was converted to JSON, too
     return OwnCommand({**tree, "import_from": code_folders(arguments)}, run_dir)
 
 
 def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
-    """Check rank 0's configuration on another rank: it has come through a store that others may reach.
+    """Check rank 0's configuration on another rank, because it has come through a store that others may reach.
 
-    What it could have executed, written or read here must be what this rank's own command line names: variables of the
-    environment, paths, and every section with code besides this project's and torch's.
+    The values by which it could execute, write or read something here must be those of this rank's own command line:
+    environment variables, paths, and every section with code that is neither this project's nor torch's.
 
     Args:
-        tree: The configuration, as plain data. Its ``import_from`` becomes this rank's own.
+        tree: The configuration, as plain data. Its ``import_from`` is replaced by this rank's.
         run_dir: The run directory.
-        own: What this rank's own command line composes.
+        own: The configuration of this rank's own command line.
 
     Raises:
-        UserError: Something differs. The message names the keys; values may be secret.
+        UserError: A value differs. The message names the keys, but not the values, which may be secret.
     """
     tree["import_from"] = own.tree["import_from"]
     add_to_path(tree["import_from"])
@@ -423,9 +426,9 @@ def _nodes(tree: Any) -> list[dict]:
 
 
 def _agrees(own: Any, sent: Any) -> bool:
-    """Return whether rank 0 sends what this rank composes; a size that is open here may be a number.
+    """Return whether rank 0's value equals this rank's. A size that is null here may be a number.
 
-    ``_ANY`` may be a name, or a path that leads nowhere but below.
+    ``_ANY`` matches a name, or a path that only leads downwards.
     """
     if isinstance(own, dict) and isinstance(sent, dict):
         return own.keys() == sent.keys() and all(_agrees(own[key], sent[key]) for key in own)
@@ -437,17 +440,17 @@ def _agrees(own: Any, sent: Any) -> bool:
 
 
 def _at(tree: Any, path: str) -> Any:
-    """Return what stands at a dotted path of plain data; None where nothing does."""
+    """Return the value at a dotted path of plain data; None if there is none."""
     for key in path.split("."):
         tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree or None  # an empty mapping is as good as none
+    return tree or None  # an empty mapping counts as none
 
 
 def _for_jobs(overrides: list[str]) -> list[str]:
-    """Return what Hydra is given for a sweep over options, such as ``-m model=gpt2,transformer data.seq_len=64``.
+    """Return the words for Hydra of a sweep over options, such as ``-m model=gpt2,transformer data.seq_len=64``.
 
-    Hydra composes once without what is swept, and would refuse ``data.seq_len`` of the default model's data. As a sweep
-    over one value it is left out there too.
+    Hydra first composes once without the swept words, and would refuse ``data.seq_len`` for the data of the default
+    model. If it is written as a sweep over one value, Hydra leaves it out there, too.
     """
 
     def for_job(override: Override, line: str) -> str:
@@ -456,7 +459,7 @@ def _for_jobs(overrides: list[str]) -> list[str]:
         is_plain = is_plain and override.value() is not None and not key.startswith("hydra")
         return f"{key}=choice({value})" if is_plain else line
 
-    with suppress(HydraException):  # Hydra says what is wrong
+    with suppress(HydraException):  # Hydra reports the error
         parsed = OverridesParser.create().parse_overrides(overrides)
         if any(override.is_sweep_override() and "." not in override.key_or_group for override in parsed):
             return [for_job(override, line) for override, line in zip(parsed, overrides, strict=True)]
@@ -467,19 +470,19 @@ def _for_jobs(overrides: list[str]) -> list[str]:
 
 
 def config_folder(arguments: Sequence[str]) -> Path | None:
-    """Return the folder of the user's own options, ``--config-dir``; None where there is none."""
+    """Return the folder of the user's options, ``--config-dir``; None if there is none."""
     folder = get_args_parser().parse_known_args(arguments)[0].config_dir
     return None if folder is None else expand_home(folder).absolute()
 
 
 def code_folders(arguments: Sequence[str]) -> list[str]:
-    """Return where code of the user's own may be: the folder of ``--config-dir``, and the one that it is in."""
+    """Return the folders that may have the user's code: that of ``--config-dir`` and its parent."""
     folder = config_folder(arguments)
     return [] if folder is None else [str(folder.parent), str(folder)]
 
 
 def is_override(word: str) -> bool:
-    """Return whether a word of a command line is no option, such as ``-m``."""
+    """Return whether a word of a command line is an override, not an option such as ``-m``."""
     return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
@@ -489,10 +492,10 @@ def key_of(word: str) -> str:
 
 
 def expand_lists(arguments: Sequence[str]) -> list[str]:
-    """``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` as options of their groups, each in a section of its own.
+    """Expand ``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` to one option of its group per section.
 
     The first logger is the section ``logger``, the others ``loggers.NAME``; callbacks are ``callbacks.NAME``.
-    ``experiment=null`` is none, which Hydra writes as ``~experiment``.
+    ``experiment=null`` becomes ``~experiment``, as Hydra requires.
 
     Raises:
         UserError: A group that a run needs is null.
@@ -524,17 +527,17 @@ def hydra_word(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return ``text`` quoted for Hydra's grammar, in which a backslash escapes a quote and those before a quote."""
+    """Return ``text`` quoted for Hydra's grammar, in which a backslash escapes a quote and backslashes before it."""
     escaped = re.sub(r"(?<!\\)(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
 
 def quote_values(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with those values quoted that Hydra's grammar would misread.
+    """Return the arguments with quotes around values that Hydra's grammar would misread.
 
     ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
-    ``${`` is text in both.
-    ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``: Hydra's own mappings cannot have such keys.
+    ``${`` is text in both. ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``, because Hydra's
+    mappings cannot have such keys.
     """
     return [_quote_value(argument) for argument in arguments]
 

@@ -21,19 +21,19 @@ from common.errors import PlanError, TrainingError, UserError
 from conf import masking
 from conf.messages import unknown_key
 
-# What may be built of a section that comes from others (a checkpoint, a peer): public classes of these packages ...
+# A section from elsewhere (a checkpoint, a peer) may only name public classes of these packages ...
 PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
-# ... and functions of these, as they only compute. Functions elsewhere also write files and start processes.
+# ... and functions of these, which only compute. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a section of the configuration builds, or a Python program hands over.
+    """The requirements on an object that a section of the configuration builds, or that a Python program passes.
 
     Attributes:
-        what: What it is, in words.
-        way_out: How one is written, in words.
+        what: A description of the object, for messages.
+        way_out: How to specify one, for messages.
         kind: The class that it must be an instance of, as "module:Class"; "" for any class.
         methods: Names of methods.
         least: How many of ``methods`` it must have.
@@ -95,7 +95,7 @@ def add_to_path(folders: Sequence[str]) -> None:
 
 
 def literal(node: Any) -> Any:
-    """Return a copy of plain data in which OmegaConf takes no text for an interpolation."""
+    """Return a copy of plain data, escaped so that OmegaConf does not read any text as an interpolation."""
     if isinstance(node, dict):
         return {key: literal(item) for key, item in node.items()}
     if isinstance(node, list):
@@ -106,10 +106,10 @@ def literal(node: Any) -> Any:
 def to_dict(cfg: Any) -> dict:
     """Return a dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
 
-    The variables that it refers to, if any, are listed under ``conf.masking.KEY``.
+    The environment variables that it refers to, if any, are listed under ``conf.masking.KEY``.
 
     Raises:
-        omegaconf.errors.OmegaConfBaseException: For a value that is missing or that cannot be resolved.
+        omegaconf.errors.OmegaConfBaseException: A value is missing or cannot be resolved.
     """
     if not OmegaConf.is_config(cfg):
         cfg = to_config(cfg)
@@ -121,32 +121,32 @@ def to_dict(cfg: Any) -> dict:
 
 
 def to_config(tree: dict) -> Any:
-    """Give plain data the look of a configuration, for reading: ``cfg.train.steps``. The reverse of ``to_dict``.
+    """Convert plain data to a configuration, to be read as ``cfg.train.steps``. The reverse of ``to_dict``.
 
-    From now on this process shows nothing of what the variables hold that the tree refers to.
+    From now on, this process masks the values of the environment variables that the tree refers to.
     """
     masking.named.update(tree.get(masking.KEY, ()))
     return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
 
 
 def check_sections(cfg: Any) -> None:
-    """Check that every section of a composed configuration is one, whatever a file or a program has put there.
+    """Check that every section of a composed configuration is a mapping.
 
     Raises:
-        TrainingError: It is a word, a number, a list or nothing.
+        TrainingError: A file or a program has put a word, a number, a list or nothing in its place.
     """
     for key in ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher", "loggers"):
         section = cfg.get(key)
         if not hasattr(section, "keys") and not (key == "loggers" and section is None):
             said = "null" if section is None else section
             raise TrainingError(
-                f"{key}={said} stands where a section of keys belongs: choose an option, by {key}=NAME on the command "
+                f"{key}={said} is not a section of keys: choose an option, by {key}=NAME on the command "
                 f"line, '- override /{key}: NAME' in a file's defaults list, or load_config('{key}=NAME') from Python"
             )
 
 
 def environment(cfg: Any) -> dict[str, str]:
-    """Return the variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}; raise PlanError if it is no mapping."""
+    """Return the variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}; raise PlanError if not a mapping."""
     wanted = cfg.parallel.env or {}
     if not hasattr(wanted, "items"):
         raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
@@ -156,12 +156,12 @@ def environment(cfg: Any) -> dict[str, str]:
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_target_`` of a configuration section with the section's other keys as keyword arguments.
 
-    Sections inside it that name a target are built first; ``args`` and ``kwargs``, further arguments of the target, are
-    passed as they are.
+    Sections inside it that name a target are built first. ``args`` and ``kwargs``, further arguments of the target, are
+    passed unchanged.
 
     Raises:
-        TrainingError: For a target that does not exist, a parameter that it does not have, and a ``ValueError`` that it
-            raises. Other errors of the user's making come out as they are.
+        TrainingError: The target does not exist, does not have a parameter, or raises ``ValueError``. Other errors of
+            the user's code are raised unchanged.
     """
     return _build(to_dict(node), args, kwargs)
 
@@ -169,7 +169,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
 def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
     """Build what a section of the configuration describes, and check that it can play ``role``.
 
-    That is a key of ``ROLES``, or a place below it, such as ``callbacks.early_stop``. Further arguments are those of
+    ``role`` is a key of ``ROLES`` or a path below it, such as ``callbacks.early_stop``. Further arguments are those of
     ``instantiate``.
 
     Raises:
@@ -194,23 +194,23 @@ def target_of(role: str, section: Any) -> Any:
 
 
 def _role(place: str) -> Role:
-    """The role of what stands at ``place`` of a configuration."""
+    """Return the role of the object at the path ``place`` of a configuration."""
     name = place.partition(".")[0]
     return ROLES["logger" if name == "loggers" else name]
 
 
 def check_section(role: str, section: Any) -> None:
-    """Check what a section names and the types of its values, before it is built elsewhere. See ``target_of``."""
+    """Check the target and the types of the values of a section that is built elsewhere. See ``target_of``."""
     target_of(role, section)
     arguments = {key: value for key, value in to_dict(section).items() if key != "_target_"}
     checked_arguments(section["_target_"], arguments, f"{role}.")
 
 
 def check_role(role: str, item: Any, name: str | None = None) -> Any:
-    """Return an object, made by ``name``, if it can play a role of ``ROLES``; nothing is called.
+    """Return ``item``, which ``name`` has made, if it can play a role of ``ROLES``. This calls nothing of it.
 
     Raises:
-        TrainingError: It cannot; the message says how the right one is written.
+        TrainingError: It cannot play the role; the message states how to specify an object that can.
     """
     if inspect.isclass(item):
         raise TrainingError(f"{role}: {_name_of(item)} is a class; give an object: {item.__name__}(...)")
@@ -255,14 +255,14 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None,
 
 @cache
 def parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """Return what a function or class takes, by name, with what its base takes where it passes ``**options`` on."""
+    """Return the parameters of a function or class by name, with those of the base that it passes ``**options`` to."""
     known: dict[str, inspect.Parameter] = {}
     for item in inspect.getmro(target) if inspect.isclass(target) else (target,):
         function = vars(item).get("__init__") if inspect.isclass(item) else item
         if not inspect.isfunction(function):
             continue
         own = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-        with suppress(NameError, TypeError):  # an annotation that exists for type checkers only
+        with suppress(NameError, TypeError):  # an annotation that is only defined for type checkers
             hints = get_type_hints(function)
             own = [p.replace(annotation=hints.get(p.name, Any)) for p in own]
         known = {p.name: p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} | known
@@ -272,9 +272,9 @@ def parameters(target: Any) -> dict[str, inspect.Parameter]:
 
 
 def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the arguments of a section as its target's annotations want them: 1 is 1.0 where a float is wanted.
+    """Return the arguments of a section, converted to its target's annotations: 1 becomes 1.0 for a float.
 
-    ``path`` is where they stand in the configuration: "optim.".
+    ``path`` is the prefix of their keys in the configuration: "optim.".
 
     Raises:
         TrainingError: A value has another type, or a class that takes ``**options`` has no such parameter.
@@ -314,7 +314,7 @@ def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
 
 
 def _as_number_or_text(value: Any, kind: type, key: str) -> Any:
-    # As for the sections that have a dataclass.
+    # The same conversion as for the sections that have a dataclass.
     node = {int: nodes.IntegerNode, float: nodes.FloatNode, bool: nodes.BooleanNode, str: nodes.StringNode}[kind]
     try:
         return node(value, is_optional=False)._value()
@@ -328,7 +328,7 @@ def resolve(target: Any) -> Any:
     """Return the class or function that ``target`` ("package.module.name") names.
 
     Raises:
-        TrainingError: Where there is none, or where it needs a package that is not installed.
+        TrainingError: There is none, or it needs a package that is not installed.
     """
     module, _, name = str(target).rpartition(".")
     if not isinstance(target, str) or not module:
@@ -338,11 +338,11 @@ def resolve(target: Any) -> Any:
     except (AttributeError, ImportError, ValueError) as error:
         hint = "start where its package is, or name its folder in PYTHONPATH"
         if is_ours(target):
-            hint = "a folder of your own with the name of a package of this project or of torch is not looked into"
+            hint = "a folder of yours is not searched if it has the name of a package of this project or of torch"
         raise TrainingError(f"_target_={target} names nothing: {error}; {hint}") from error
     if not inspect.isclass(item) and not inspect.isfunction(item):
         raise TrainingError(f"_target_={target} is neither a class nor a function")
-    package = getattr(item, "requires", None)  # of a class that works with a package which is not always there
+    package = getattr(item, "requires", None)  # the optional package that a class needs
     if package is not None and find_spec(package.partition("-")[0]) is None:
         raise TrainingError(f"{target} needs a package that is not installed: pip install {package}")
     return item
@@ -357,9 +357,9 @@ def targets(node: Any) -> list[Any]:
 
 
 def why_foreign(target: Any) -> str | None:
-    """Return why a target is not built where others have named it; None for this project's and torch's layers.
+    """Return why a target must not be built if it was not named by the user; None if it may be.
 
-    Built is only a public class of ``PACKAGES`` or a public function of ``FUNCTIONS_OF`` that is defined there and not
+    It may be a public class of ``PACKAGES`` or a public function of ``FUNCTIONS_OF`` that is defined there and not
     imported from elsewhere.
     """
     if not is_ours(str(target)):

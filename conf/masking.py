@@ -1,8 +1,8 @@
 """Hides secrets in everything that a run writes or prints: configurations, command lines, log lines, errors.
 
-What a configuration takes from the environment by ``${oc.env:X}`` is shown as that: a plain configuration carries the
-names of these variables under ``KEY`` (``conf.instantiate.to_dict``), so that all processes of a run know them. Secrets
-that were typed are known by their names and forms.
+A value that a configuration takes from the environment by ``${oc.env:X}`` is shown as this reference. A plain
+configuration has the names of these variables under ``KEY`` (``conf.instantiate.to_dict``), so that all processes of a
+run know them. Typed secrets are recognised by their names and forms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.files import read_yaml
 KEY = "from_environment"
 MASK = "***"
 
-named: set[str] = set()  # of the variables that a configuration of this process has named
+named: set[str] = set()  # the environment variables that configurations of this process refer to
 
 _REFERENCE = re.compile(r"\$\{oc\.env:([^,}]+)")
 _NAMES = r"(api[_-]?key|access[_-]?key|private[_-]?key|secret([_-]?key)?|(?<!tik)token|password|passwd|credentials?)"
@@ -31,24 +31,24 @@ _SECRET_VALUE = re.compile(
     r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{16,}"
     r"|(?<![/\w])[0-9a-f]{40}(?![/\w]))"
 )
-# Each begins where a word begins: in a long word, to begin at every letter would take a time that grows as its square.
+# A match begins only where a word begins: trying every letter of a long word would take quadratic time.
 _URL_PASSWORD = re.compile(r"(?<!\w)(\w+://[^/\s:@]*:)[^/\s@]+@")
-# `name=value`, `name: value` (inside {…}) and `--name=value`; a value ends where a list or mapping goes on.
+# `name=value`, `name: value` (inside {…}) and `--name=value`; a value ends before the next item of a list or mapping.
 _ASSIGNMENT = re.compile(
     r"(?<![\w.\-])(?P<name>[\w.\-]+)(?P<sign>\s*[=:]\s*)(?P<value>'[^']*'|\"[^\"]*\"|[^,{}\[\]\s'\"]+)"
 )
-# No secrets: a vocabulary's `pad_token=0`, and what in a text may stand for something else.
+# Values that are not secrets: a vocabulary's `pad_token=0`, and words with another meaning in a text.
 _HARMLESS = re.compile(r"-?\d{1,6}|true|false|null|none|\$?", re.IGNORECASE)
-_SHORTEST = 8  # characters of what a variable holds that is a secret by the variable's name alone
+_SHORTEST = 8  # characters of a value that is a secret because of its variable's name alone
 
 
 def references(node: Any) -> list[str]:
-    """Return the names of the variables that the texts of a tree, which is not resolved, refer to."""
+    """Return the names of the environment variables that an unresolved tree refers to."""
     return sorted(set(_REFERENCE.findall(str(node))))
 
 
 def hide(text: str) -> str:
-    """Replace what variables hold by their references; small numbers, words of YAML and existing files stay."""
+    """Replace the values of variables by references; small numbers, words of YAML and existing files stay."""
     for name in named:
         value = os.environ.get(name, "")
         if len(value) > 3 and value in text and not _HARMLESS.fullmatch(value) and not os.path.exists(value):
@@ -57,10 +57,10 @@ def hide(text: str) -> str:
 
 
 def mask_secrets(value: Any) -> Any:
-    """Replace secrets by ``***``, and what comes from the environment by ``${oc.env:NAME}``.
+    """Replace secrets by ``***``, and values from the environment by ``${oc.env:NAME}``.
 
-    A secret is known by its name (``api_key``), by its form (``hf_…``, a password in a URL), or because a variable of
-    the environment with such a name holds it.
+    A secret is recognised by its name (``api_key``), by its form (``hf_…``, a password in a URL), or because it is the
+    value of an environment variable with such a name.
 
     Args:
         value: A nested dict or list, a command line as a list of words, or a text.
@@ -69,8 +69,8 @@ def mask_secrets(value: Any) -> Any:
         ``value``, or a copy of it in which secrets are masked.
     """
     secrets = _secrets_of_environment()
-    # What "name=value" holds where there is something to mask. Each leaf is looked at by itself: in the text of a whole
-    # section Python has escaped what it holds.
+    # Matches "name=value" if it may need masking. Leaves are tested one by one, because Python escapes values
+    # in the text of a whole section.
     texts = [*secrets, *(os.environ[variable] for variable in named if os.environ.get(variable))]
     parts = [rf"{_NAMES}\s*[=:]", _URL_PASSWORD.pattern, _SECRET_VALUE.pattern, *map(re.escape, texts)]
     return _masked(value, "", secrets, re.compile("|".join(parts), re.IGNORECASE))
@@ -81,7 +81,7 @@ def _masked(value: Any, name: str, secrets: list[str], suspect: re.Pattern) -> A
         return {key: _masked(item, str(key), secrets, suspect) for key, item in value.items() if key != KEY}
     if isinstance(value, (list, tuple)):
         return [_masked(item, name, secrets, suspect) for item in value]
-    # A commit is forty hexadecimal digits, as a key of wandb is.
+    # A commit has forty hexadecimal digits, as a key of wandb does.
     if name == "git_commit" or not suspect.search(f"{name}={value}"):
         return value
     if _is_secret(name, str(value)):
@@ -108,7 +108,7 @@ def _mask_assignment(match: re.Match) -> str:
 
 
 def _secrets_of_environment() -> list[str]:
-    """Values that a shell may have put on the command line: ``"$WANDB_API_KEY"``."""
+    """Return secret values that a shell may have put on the command line: ``"$WANDB_API_KEY"``."""
     return [
         value
         for name, value in os.environ.items()

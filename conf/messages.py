@@ -1,4 +1,4 @@
-"""Messages for errors that the user can act on; Hydra's are in one line, with the nearest key that exists."""
+"""Messages for errors that the user can act on. Those of Hydra have one line, with the nearest key that exists."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from common.errors import UserError, message_for_user
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message about an error that the user can act on; None for one of the program's own.
+    """Return the message about an error that the user can act on; None for a bug.
 
-    It is what ``message_for_user`` says. An exception of Hydra's or OmegaConf's becomes one line: the key, what it
-    should be, and the nearest that exists.
+    It is that of ``message_for_user``. For an exception of Hydra or OmegaConf it is one line: the key, its type, and
+    the nearest key that exists.
     """
     if (message := message_for_user(error)) is not None:
         return message
-    if isinstance(error.__cause__, UserError):  # of a resolver
+    if isinstance(error.__cause__, UserError):  # raised by a resolver
         return message_for_user(error.__cause__)
     if isinstance(error, OverrideParseException):
         reason = _one_line(error.__cause__ or error).partition(" See ")[0]
@@ -59,7 +59,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:
-    """Return the most similar of the names that exist, and all of them."""
+    """Return the end of a message: the most similar of the existing names, and all of them."""
     guess = " or ".join(form.format(one) for one in get_close_matches(name, known, n=2, cutoff=0.7))
     return f"; did you mean {guess}? There are: {', '.join(known)}" if guess else f"; there are {', '.join(known)}"
 

@@ -46,8 +46,8 @@ class Train:
     precision: Precision = Precision.auto  # auto: bf16 where the device is fast at it, else fp32
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
-    max_skipped: int = 10  # steps in a row that are skipped (loss or gradient not finite, or no target), before the end
-    spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of some twenty before
+    max_skipped: int = 10  # end after more skipped steps in a row (loss or gradient not finite, or no target)
+    spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of about twenty before
     spike_rollback: int | None = None  # after this many spikes in a row: return to the newest checkpoint's weights
     compile: bool = False  # torch.compile, layer by layer
     activation_checkpointing: bool = False  # recompute each layer's activations in the backward
@@ -55,24 +55,24 @@ class Train:
     tf32: bool = False  # fp32 products in TF32 where a GPU has it: 10 bits of mantissa, several times as fast
     cudnn_benchmark: bool = False  # let cuDNN try its convolutions and keep the fastest (fixed shapes only)
     detect_anomaly: bool = False  # name the operation whose backward gave a NaN (slow)
-    overfit: bool = False  # the first step's batch, over and over
+    overfit: bool = False  # train on the first step's batch in every step
     profile: int = 0  # steps to record with torch.profiler, after three of warm-up, into the run directory
     trace: bool = False  # draw when each forward, backward and transfer of a pipeline ran: timeline.png, timeline.json
     eval_every: int | None = 0  # steps between evaluations; 0: only at the end; null: never
     eval_batches: int | None = None  # batches of an evaluation; null: the whole split
     checkpoint_every: int | None = 0  # steps between checkpoints; 0: only at the end; null: never
-    keep_checkpoints: int = 3  # how many of the newest are kept
+    keep_checkpoints: int = 3  # how many of the newest checkpoints are kept
     resume: str | None = None  # auto: this run directory's newest checkpoint; or the path of one
 
 
 @dataclass
 class Sample:
-    """For mode=sample, and for the text that a trained language model shows at its run's end."""
+    """Settings of mode=sample, and of the text that a language model writes at the end of its training."""
 
     prompt: str = ""  # the text to continue; may be empty for GPT-2
     prompts: list[str] | None = None  # several texts to continue at once, in place of prompt: ["def main", "class A"]
     tokens: int = 100  # number of tokens to draw for each prompt
-    temperature: float = 0.8  # logits are divided by it; 0: the likeliest token, always
+    temperature: float = 0.8  # logits are divided by it; 0: always the likeliest token
     top_k: int | None = 200  # draw among this many of the likeliest tokens; null: all
     at_end: int = 40  # tokens to draw at a training run's end; 0: none
     top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this much; 1: all
@@ -82,29 +82,29 @@ class Sample:
 
 @dataclass
 class Export:
-    """For mode=export."""
+    """Settings of mode=export."""
 
-    format: Format = Format.safetensors  # weights; a program of torch; a model; a repository for a server; adapters
-    max_batch_size: int = 8  # of a repository for Triton: samples that the server may compute at once
-    positions: Positions = Positions.all  # of served logits: of every token of a text, or of the last one only
+    format: Format = Format.safetensors  # weights; a program of torch; ONNX; a repository for Triton; LoRA adapters
+    max_batch_size: int = 8  # for format=triton: samples that the server may compute at once
+    positions: Positions = Positions.all  # a served language model returns logits of all tokens, or of the last only
 
 
 @dataclass
 class Verify:
-    """For mode=verify."""
+    """Settings of mode=verify."""
 
-    processes: int | None = None  # the most that a layout may have; null: 4, on GPUs their number
+    processes: int | None = None  # the most that a layout may have; null: 4, or the number of GPUs
     steps: int = 5  # optimizer steps of each run
-    tolerance: float = 1e-5  # the largest relative difference that is none
+    tolerance: float = 1e-5  # tensors are equal up to this difference, relative to the largest absolute value
     timeout_s: float = 60.0  # how long a rank waits for another before its layout is ended
 
 
 @dataclass
 class Sweep:
-    """What the jobs of a sweep (-m) are compared by, and what a sweeper such as optuna is told."""
+    """The objective by which the jobs of a sweep (-m) are compared, and which a sweeper such as optuna gets."""
 
     objective: str | None = None  # a number such as val_loss, val_accuracy or step_time_s; null: see docs/sweeps.md
-    direction: Direction | None = None  # null: by the name; more accuracy and more speed are better
+    direction: Direction | None = None  # null: follows from the name; higher accuracy and speed are better
 
 
 @dataclass
@@ -113,11 +113,11 @@ class Root:
 
     seed: int = 1337
     device: Device = Device.auto  # where to compute; auto: the best available device
-    mode: Mode = Mode["train"]  # what to do
+    mode: Mode = Mode["train"]  # one of training/command/modes
     checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
     export_to: str = "export"  # for mode=export: a new folder; a relative path is in the run directory
     export: Export = field(default_factory=Export)
-    print_config: bool = False  # print the whole configuration at the start, not only what was typed
+    print_config: bool = False  # print the whole configuration at the start, not only the typed words
     sample: Sample = field(default_factory=Sample)
     train: Train = field(default_factory=Train)
     sweep: Sweep = field(default_factory=Sweep)
@@ -128,14 +128,14 @@ class Root:
     optim: Any = None
     scheduler: Any = None
     logger: Any = None
-    loggers: Any = None  # further ones by name, such as logger=[wandb,csv] sets
-    recipe: str | None = None  # which of these is in effect
-    recipes: Any = None  # what the model's file asks of other groups' options: {NAME: {says: …, adamw: {lr: 6e-4}}}
-    callbacks: Any = None  # by name, such as callbacks=[early_stop] sets, or a list of sections with a _target_
+    loggers: Any = None  # further loggers by name; logger=[wandb,csv] sets them
+    recipe: str | None = None  # which of ``recipes`` is in effect
+    recipes: Any = None  # values that the model's file sets in other groups: {NAME: {says: …, adamw: {lr: 6e-4}}}
+    callbacks: Any = None  # sections by name, which callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
-    cluster: Any = None  # what parallel=auto plans for on paper; null: this machine, which is measured
+    cluster: Any = None  # a cluster that parallel=auto plans for on paper; null: this machine, which is measured
     allow: Any = None  # has no effect: the .hydra/config.yaml of older runs may have it, and older commands type it
-    import_from: Any = None  # folders in which Python looks for code too; found by itself (composition.code_folders)
+    import_from: Any = None  # folders of code, searched after others; set by the program (composition.code_folders)
 
 
 @dataclass
@@ -152,51 +152,51 @@ class Parallel:
     order: Order = Order.dp_pp  # dp_pp: consecutive ranks are the stages of a pipeline; pp_dp: the replicas of a stage
     devices: list[str] | None = None  # model_parallel: one per stage, such as [cuda:0,cuda:1]; data_parallel: all
     threads: int | None = None  # CPU threads of each process; null: the cores, divided
-    timeout_s: float = 300.0  # how long a rank waits for another before the run ends
+    timeout_s: float = 300.0  # seconds that a rank waits for another before the run ends
     bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
-    comm_hook: CommHook = CommHook.none  # none: the gradients' own dtype; hierarchical: within each node first
-    shard: int | None = None  # replicas that share one copy of the parameters; null: all; of hsdp: those of one node
+    comm_hook: CommHook = CommHook.none  # none: in the gradients' dtype; hierarchical: within each node first
+    shard: int | None = None  # replicas that share one copy of the parameters; null: all; for hsdp: those of one node
     reshard: bool | None = None  # fsdp: free each layer's whole parameters after its forward; null: not in pipelines
-    sync_batchnorm: bool = False  # BatchNorm over the replicas' micro-batches together
-    env: Any = None  # environment of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
+    sync_batchnorm: bool = False  # BatchNorm statistics over the micro-batches of all replicas together
+    env: Any = None  # environment variables of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 
 
 @dataclass
 class Local:
-    """Processes of this machine."""
+    """Processes on this machine."""
 
     name: str = "local"
     max_restarts: int = 0  # how often a run resumes by itself after a process has died
-    allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions, data or weights
+    allow_mixed: bool = False  # warn, instead of refusing, if ranks differ in code, versions, data or weights
 
 
 @dataclass
 class Slurm:
-    """A job of a SLURM cluster."""
+    """A job on a SLURM cluster."""
 
     name: str = "slurm"
     nodes: int = 1
     tasks_per_node: int | None = None  # processes of each node; null: dp x pp, divided by the nodes
-    cpus_per_task: int | None = None  # cores of each process; null: the cluster's own rule
-    mem_gb: float | None = None  # memory of each node; null: the cluster's own rule
+    cpus_per_task: int | None = None  # cores of each process; null: the cluster's default
+    mem_gb: float | None = None  # memory of each node; null: the cluster's default
     gpus_per_node: int | None = None  # null on a cluster without GPUs
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     time_min: int = 60  # the job's time limit; at its end the job saves, is queued again and resumes
-    signal_s: int = 120  # how long before the limit it is told to save; SLURM may be up to 60 s early
+    signal_s: int = 120  # seconds before the limit at which it is told to save; SLURM may be up to 60 s early
     max_requeues: int = 100  # how often a job may be queued again after a time limit
     setup: list[str] = field(default_factory=list)  # shell lines before the run, such as ["module load cuda"]
     sbatch: Any = None  # further parameters of sbatch, such as {constraint: a100}
     wait: bool = True  # false: print the job's number and return at once
     max_parallel: int | None = None  # jobs of a sweep that run at the same time; null: all
     poll_s: float = 2.0  # seconds between two queries of the queue
-    allow_mixed: bool = False  # warn, instead of refusing, where ranks differ in code, versions, data or weights
+    allow_mixed: bool = False  # warn, instead of refusing, if ranks differ in code, versions, data or weights
 
 
 @cache  # once per process
 def register() -> None:
-    """Put the schemas into Hydra's ConfigStore, as ``schema/...``, from where conf/ pulls them in."""
+    """Add the schemas to Hydra's ConfigStore as ``schema/...``, which the files in conf/ name in their defaults."""
     OmegaConf.register_new_resolver("by", _by, replace=True)
     for name, resolver in RESOLVERS.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -208,6 +208,6 @@ def register() -> None:
 
 
 def _by(key: Any, *choices: Any) -> Any:
-    """``${by:${model.size},tiny,3e-3,124M,6e-4,1e-3}``: the value that follows the key; the last one for any other."""
+    """Resolve ``${by:${model.size},tiny,3e-3,124M,6e-4,1e-3}``: the value after the key, else the last one."""
     pairs = dict(zip(choices[0:-1:2], choices[1::2], strict=True))
     return pairs.get(getattr(key, "name", key), choices[-1])
