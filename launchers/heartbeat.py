@@ -1,4 +1,4 @@
-"""What each rank is doing: a thread puts its note into the ranks' store, and who has waited in vain reads them all."""
+"""Shares what each rank is doing: a thread writes its notes to the store, and a rank whose wait timed out reads all."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _DONE, _STOPPED, _GAVE_UP, _LOST_A_PEER = "done", "stopped", "gave up", "lost a 
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank said last.
+    """The last note of a rank.
 
     Attributes:
-        step: The last step that is done.
-        doing: What it began then.
-        since: When, in seconds since the epoch.
-        left: How it has left; empty while it runs.
-        stack: Where its main thread stands, a line for each frame and the innermost first, if it stays long.
+        step: The last completed step.
+        doing: The work that it began then.
+        since: When it began, in seconds since the epoch.
+        left: How the rank has left; empty while it runs.
+        stack: If the work takes long, the stack of its main thread, one line per frame, the innermost first.
     """
 
     step: int
@@ -132,7 +132,7 @@ def await_keys(store: Store, keys: Mapping[int, str], timeout_s: float, names: l
 
 @contextmanager
 def store_of(host: str) -> Iterator[None]:
-    """Say of a store that is gone that its ``host`` is, before the first step."""
+    """Turn errors of a lost store before the first step into one that states that its ``host`` has ended."""
     try:
         yield
     except Exception as error:
@@ -177,7 +177,7 @@ def read_notes(store: Store, ranks: Iterable[int]) -> dict[int, Note]:
 
 
 def describe_stall(notes: dict[int, Note], names: list[str], timeout_s: float) -> str:
-    """Say of the ranks for which all others have given up waiting where they stand."""
+    """Return a message about the ranks for which all others have given up waiting, with what they are doing."""
     lines, stacks = [], []
     for rank, at in sorted(notes.items()):
         since = f"since step {at.step}" if at.step else "before step 1"
@@ -210,14 +210,14 @@ class Beats:
         self._thread.join(_TOLD_S)
 
     def explain(self, waited: bool, names: list[str]) -> str | None:
-        """Name the ranks that stand still, in words.
+        """Return a message that names the ranks that do not move.
 
         Args:
-            waited: Whether this rank itself has waited in vain; else it has lost a connection.
+            waited: Whether a wait of this rank has timed out; otherwise it has lost a connection.
             names: What to call each rank, by rank.
 
         Returns:
-            The words; None where no rank has waited in vain, or all have, or a rank was lost in another way.
+            The message; None if no wait has timed out, or the waits of all ranks, or a rank was lost in another way.
         """
         self.left = _GAVE_UP if waited else _LOST_A_PEER
         found: list[dict[int, Note]] = []

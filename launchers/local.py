@@ -73,12 +73,12 @@ def run_workers(
         processes: The number of ranks.
         log_dir: A folder, created where it is missing. Ranks other than 0 write stdout and stderr to rank_0001.log, ...
             there; files that stay empty are removed. Rank 0 keeps this process's console.
-        max_restarts: How often all workers are started anew after a failure, unless it is an exception whose attribute
+        max_restarts: How often all workers are restarted after a failure, unless it is an exception whose attribute
             `repeats` is true. See `launchers.world.restarts`.
         stoppable: Whether entry asks launchers.stopping and raises Stopped. Then, where this process handles the
             signals of launchers.stopping, the first one is passed on to the workers and not raised.
         timeout_s: How long workers wait for each other, in seconds: for the message about one that they waited for.
-        on_restart: Called in this process with each failure after which the workers are started anew.
+        on_restart: Called in this process with each failure after which the workers are restarted.
 
     Raises:
         LaunchError: The workers cannot be forked.
@@ -157,7 +157,7 @@ def _call(world: World, function: Callable, args: tuple, folder: str, logs: str)
 
 
 class _Workers:
-    """The workers of one start; ``stop`` is asked between polls whether to go on."""
+    """The workers of one start. Between polls they are stopped if ``stop`` requests it."""
 
     def __init__(self, job: Job, entry: Callable, args: tuple, stop: StopSignals, timeout_s: float | None) -> None:
         self._job, self._stop, self._timeout_s = job, stop, timeout_s

@@ -83,10 +83,10 @@ def connect(world: World, timeout_s: float) -> Store | None:
 
 
 def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float) -> list:
-    """Gather what each rank gives, by rank.
+    """Gather the values of all ranks, by rank.
 
-    It polls: a store's own wait() logs C++ frames when it times out. Rank 0 asks for all, and the others for what it
-    has gathered: a thousand ranks that ask for a thousand keys each would keep the store busy.
+    This polls, because a store's wait() logs C++ frames when it times out. Rank 0 reads all keys, and the others read
+    its result: a thousand ranks that ask for a thousand keys each would keep the store busy.
     """
     deadline, pause_s = time.monotonic() + timeout_s, poll_s(world.size)
     keys, gathered = [f"{what}-{rank}" for rank in range(world.size)], f"{what}-gathered"
@@ -186,7 +186,7 @@ def _retry(attempt: Callable[[float], Any], kind: type[OSError], timeout_s: floa
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The machine and address of a rank.
 
     Attributes:
         rank: The rank.
@@ -216,10 +216,10 @@ class Meeting:
     """Ranks that have met.
 
     Attributes:
-        store: What they share.
-        places: Where they are, by rank; empty where ``run_workers`` has started them.
-        names: What messages call them, by rank.
-        beats: What tells them that this rank lives.
+        store: The store that they share.
+        places: Their machines and addresses, by rank; empty if ``run_workers`` has started them.
+        names: Their names in messages, by rank.
+        beats: The thread that shows the others that this rank lives.
     """
 
     store: Store

@@ -1,4 +1,4 @@
-"""Until a run begins: rank 0 prepares it and tells the others, and they end with it where it cannot begin."""
+"""The time before a run begins: rank 0 prepares it and sends it to the others, which end if it cannot begin."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _READY = "ready"  # what rank 0 tells when all ranks are
 
 
 def tell(store: Store, what: str, content: Any) -> None:
-    """Give the other ranks what they ``hear``."""
+    """Send the other ranks the content that they wait for in ``hear``."""
     store.set(what, json.dumps({"content": content}))
 
 
 def hear(world: World, what: str, timeout_s: float, heed: bool = True) -> Any:
-    """Return what rank 0 tells, for which this rank waits as long as rank 0 lives. Call it within ``rendezvous``.
+    """Return the content that rank 0 sends, waiting as long as rank 0 lives. Call this within ``rendezvous``.
 
     Args:
         world: This rank's world.
@@ -69,7 +69,7 @@ def ending(error: BaseException) -> tuple[int, str]:
 def ending_together(
     store: Store | None, what: str, describe: Callable[[BaseException], tuple[int, str]] = ending
 ) -> Iterator[None]:
-    """On rank 0: where the block ends before it has told the others what they ``hear``, they end, too.
+    """On rank 0: if the block ends before it has sent the others the content that they wait for, they end, too.
 
     Args:
         store: The store of ``rendezvous``; None where there is one rank only.

@@ -1,4 +1,4 @@
-"""Requests to stop: some signals are noted when they come, and a run asks for them where it can end.
+"""Requests to stop: handlers note some signals, and a run checks for them at points where it can end.
 
 They are SIGTERM, SIGHUP (the terminal is gone), SIGUSR1 and SIGUSR2.
 """
@@ -44,7 +44,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stopped(KeyboardInterrupt):
-    """The run ended early, as it was told to, and can go on from what it has saved.
+    """The run ended early, as it was told to, and can be continued from its checkpoint.
 
     A KeyboardInterrupt, so that no `except Exception` on the way up takes a request to stop for a failed run. ``steps``
     is how many steps it has trained and saved.

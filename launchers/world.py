@@ -1,4 +1,4 @@
-"""Who this process is among the others."""
+"""The rank of this process and the number of ranks, from the environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SCONTROL_S = 10.0
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the run.
+    """This process's rank in the run.
 
     Attributes:
         rank: Its number over all machines.
@@ -117,8 +117,8 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
 def launcher_start(environ: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
     """Return when torchrun was started, in seconds since the epoch, and six digits that name it.
 
-    Both are the same at each restart. The time is that of the last ten minutes' beginning: what the system says of a
-    process's start drifts with its clock. None for a process that torchrun has not started.
+    Both are the same at each restart. The time is rounded down to ten minutes, because the start time that the system
+    reports for a process drifts with its clock. None for a process that torchrun has not started.
     """
     if _origin(environ) != "torchrun":
         return None

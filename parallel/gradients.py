@@ -280,7 +280,7 @@ class _Hierarchical:
             self._stream = torch.cuda.Stream(gradients.device)
         self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
         with torch.cuda.stream(self._stream):
-            return self._averaged(gradients)  # whoever waits for the future waits for what is on this stream now
+            return self._averaged(gradients)  # waiting for the future waits for the work queued on this stream
 
     def _averaged(self, gradients: Tensor) -> Future:
         peers, copies = self._peers, self._copies

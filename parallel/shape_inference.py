@@ -99,7 +99,7 @@ def trace(
             return torch.empty(real.shape, dtype=kind, device=device_type)
 
         tensors, targets = tuple(map(fake, sample.input_tensors)), fake(sample.targets)
-        # A transformer's blocks are alike, but for the last layer of a chain, which computes the loss.
+        # A transformer's blocks are alike, except for the last layer of a chain, which computes the loss.
         alike: dict[tuple, tuple[LayerTrace, tuple[Tensor, ...]]] = {}
         for layer in chain.layers:
             key = layer.build, layer is chain.layers[-1], *((TensorSpec.of(t), t.stride()) for t in tensors)

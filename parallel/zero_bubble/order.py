@@ -1,6 +1,6 @@
 """The order of a pipeline's work with the shortest simulated makespan, given how long each stage takes.
 
-Zero-bubble schedules (Qi et al. 2023, who plan theirs likewise) split the backward: gradients of inputs are sent to the
+Zero-bubble schedules (Qi et al. 2023, who also plan theirs) split the backward: gradients of inputs are sent to the
 stage before at once, and those of weights, for which no other rank waits, fill gaps. A split backward costs a little
 more than a whole one, so here only the last micro-batches' are split, as many as pay.
 

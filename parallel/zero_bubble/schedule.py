@@ -19,7 +19,7 @@ from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.zero_bubble.order import best_order
 from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
-# After so many steps, the warm-up among them, a planned order is planned anew for the times measured.
+# After so many steps, including the warm-up, a planned order is planned again for the measured times.
 MEASURED_STEPS = 4
 
 ACTIONS = {
@@ -121,7 +121,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
         return super().step(*args, **kwargs)
 
     def plan(self, seconds: Sequence[StageSeconds]) -> None:
-        """Plan the order anew. All ranks of the pipeline call it, between steps."""
+        """Plan the order again. All ranks of the pipeline call this, between steps."""
         orders = best_order(seconds, self.pp_group_size, self._n_microbatches)
         self.pipeline_order = {
             rank: [schedules._Action(action.stage, ACTIONS[action.kind], action.microbatch) for action in actions]
