@@ -34,7 +34,7 @@ class ZeroFactor(Factor):
 class FrozenLinear(nn.Linear):
     """A linear layer that is not trained, [..., in] -> [..., out].
 
-    Autocast casts its weight again for every micro-batch, and a backward that needs it would keep every cast: here it is
+    Autocast recasts its weight for every micro-batch, and a backward that needs it would keep every cast: here it is
     cast once more in the backward.
     """
 
