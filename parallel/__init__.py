@@ -1,5 +1,18 @@
 """Where a model is computed: plan, mesh, stages, one class for each way of running, schedules.
 
+    layout.py, mesh.py, plan.py      which rank does what: a layout, the ranks along its axes, a run's plan
+    strategies.py                    the registry of strategies
+    strategy.py                      what every strategy has: a step; single, ddp, fsdp and hsdp
+    local.py                         model_parallel and data_parallel, several devices in one process
+    pipeline.py, pipe_stage.py       the pipelined strategies, on torch.distributed.pipelining
+    schedules.py, orders.py          schedules, and what each rank does in which order
+    zero_bubble/                     schedules that split the backward
+    stage.py, shape_inference.py     the layers of a rank; shapes, without running them
+    gradients.py, batchnorm.py       what replicas average
+    sharding.py                      parameters shared among replicas
+    host_group.py, devices.py        ranks that share a GPU; devices and threads
+    timeline.py                      when each piece of work ran
+
 What this room uses of torch that is private or undocumented, and may change. Tried with torch 2.11, 2.13 and 2.15:
 
     pipe_stage.py, zero_bubble/   the methods of torch's pipeline stage that PipeStage overrides; schedules._Action,

@@ -1,6 +1,6 @@
 """The layout of a run: which rank runs which layers, on which micro-batches.
 
-All rules between fields of the configuration are checked here, once, before any process starts.
+``make_plan`` checks the rules between the keys of the section ``parallel``, before any process starts.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def make_plan(
     dp = _replicas(parallel.dp, ranks_per_replica, hardware, world_size)
     processes = dp * ranks_per_replica
     _check_world(processes, dp, ranks_per_replica, hardware, world_size)
-    chunks = parallel.chunks
+    chunks = parallel.chunks  # checked here; the plan gets it from ``wanted``
     if chunks == "auto":
         raise PlanError("parallel.chunks=auto is chosen for mode=train and mode=plan: give the number here")
     _check_cut(global_batch_size, dp, chunks)

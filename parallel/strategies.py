@@ -1,4 +1,4 @@
-"""The registry of strategies. Everything that depends on which strategy runs reads it here.
+"""The registry of strategies: what each can do, for the plan, the planner, verification and the tests.
 
 A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an entry in ``STRATEGIES``, and
 ``conf/parallel/NAME.yaml``.

@@ -221,7 +221,7 @@ class Strategy(ABC):
         #     sum over a replica's terms  x  loss scale / (averaged x terms)     here, as the loss's factor
         #     mean over the dp replicas                                          by DistributedDataParallel or Sharding
         #     x  averaged / loss scale  x  (dp x terms) / count                  in _agree, when count is known
-        # ``averaged`` is 1, in float16 dp: then every number is as large as in one process, and as near to overflow.
+        # ``averaged`` is 1; in float16 it is dp, so that every number is as large as in one process.
         with self._step(step, self.loss_scale.factor / (self._averaged * terms)):
             self.forward_backward(self._placed(batch))
         self.gradients.finish()

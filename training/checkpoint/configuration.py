@@ -31,7 +31,7 @@ from conf.composition import config_folder, is_override
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
 from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
-from training.checkpoint.load import Tensors
+from training.checkpoint.load import CheckpointTensors
 
 _SHOWN = 4
 
@@ -262,7 +262,7 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
 
     checkpoint = Checkpoint.find(path)
     try:
-        stored = Tensors(checkpoint)
+        stored = CheckpointTensors(checkpoint)
         shapes = {name: tuple(stored[name].shape) for name in stored if "/" not in name}
     except (OSError, SafetensorError):
         return  # damaged: loading compares the checksums and names the file

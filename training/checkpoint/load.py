@@ -77,7 +77,7 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
             "with the same optimizer, or start a new run"
         )
     try:
-        tensors = Tensors(checkpoint)
+        tensors = CheckpointTensors(checkpoint)
         strategy.load_state_dict(tensors, lambda name: name not in strategy.chain.unsaved)
         if optimizer is not None:
             _load_optimizer(tensors, strategy, optimizer)
@@ -91,11 +91,11 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read a checkpoint's whole parameters and buffers. A tied parameter is returned once, under its canonical name."""
-    tensors = Tensors(Checkpoint.find(path, verify=True))
+    tensors = CheckpointTensors(Checkpoint.find(path, verify=True))
     return {name: tensors[name][...] for name in tensors if "/" not in name}
 
 
-class Tensors(dict):
+class CheckpointTensors(dict):
     """The tensors of a checkpoint by name. Boxes are read on demand: a rank never holds the tensors of another."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -132,7 +132,7 @@ class StoredTensor:
         return (self._file.get_tensor(self._name) if box is ... else self._slice[box]).to(self.dtype)
 
 
-def _load_optimizer(tensors: Tensors, strategy: Strategy, optimizer: Optimizer) -> None:
+def _load_optimizer(tensors: CheckpointTensors, strategy: Strategy, optimizer: Optimizer) -> None:
     kinds: dict[str, list[str]] = {}
     for key in tensors:
         name, slash, kind = key.partition("/")

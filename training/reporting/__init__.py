@@ -1,6 +1,14 @@
-"""The output of a run: metrics, environment, loggers, the progress bar, the summary and the timeline.
+"""The output of a run.
 
-All pages share the layout page.html.jinja, and all figures the style in plot.py.
+recorder.py       where numbers go while a run trains: metrics.jsonl, loggers, progress bar
+metrics.py        metrics.jsonl and other files of numbers
+summary.py        summary.json, at the end
+console.py        what is printed: configuration, plan, mode=plan's table of memory, results
+timeline.py       train.trace: the picture of a pipeline's step
+run_directory.py  one run at a time in a directory
+job_record.py     job.json of a sweep's job
+page.py, plot.py  the layout that all HTML pages share, and the style of all figures
+*_run.py          wandb, TensorBoard, MLflow
 
 A lost server, a full disk or a closed terminal does not end a training run: it is reported once, and the run continues.
 """

@@ -19,17 +19,17 @@ from planner.balance import equal_stages, seconds_per_layer, stage_shares
 from planner.memory import bytes_per_layer
 from training.checkpoint.init_from import unseen, vocabulary_with
 from training.optimizer import states_of
-from training.run.checks.configuration import check_targets, check_train
-from training.run.checks.memory import check_gpu_memory, check_sample
+from training.run.checks.configuration import check_components, check_train
+from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
 from training.run.checks.model import (
     check_compile,
     check_fit,
     check_kind,
     check_length,
-    check_names,
     check_optimizer_layout,
     check_parameters,
-    check_weights,
+    check_rates_and_objective,
+    check_saved_weights,
     reads_weights,
 )
 from training.run.checks.samples import check_length_of_run, check_read, check_shapes, check_splits
@@ -66,7 +66,7 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     note(0, "preparing the data")
     data.prepare()
     note(0, "checking the run")
-    for check in (check_splits, check_fit, check_length_of_run, check_read, check_sample, check_shapes):
+    for check in (check_splits, check_fit, check_length_of_run, check_read, check_microbatch_fits, check_shapes):
         check(setup)
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
         _balance(setup, world_size, nodes, hardware)
@@ -75,10 +75,10 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
 
 def checked_model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
     """Build the chain and the data, and check everything that does not depend on the layout. Raises UserError."""
-    for check in (check_train, environment, check_targets):
+    for check in (check_train, environment, check_components):
         check(cfg)
     chain, data = model_and_data(cfg)
-    for check in (check_names, check_weights, check_length):
+    for check in (check_rates_and_objective, check_saved_weights, check_length):
         check(cfg, chain, data)
     return chain, data
 

@@ -6,5 +6,6 @@ samples.py        the data: the first samples, shapes, splits, the length of the
 memory.py         whether the run fits into memory, before any process is started
 ranks.py          whether all ranks belong to one run and start with the same weights, after they have connected
 
-``training.run.prepare.prepare`` calls all but the last, each as early as possible.
+``training.run.prepare.prepare`` calls all but ranks.py's and ``check_memory_of``, each as early as possible. A check
+takes (cfg), (cfg, chain, data) or (setup), as the tuple there that it joins.
 """

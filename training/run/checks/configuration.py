@@ -52,7 +52,7 @@ def check_train(cfg: Any) -> None:
         )
 
 
-def check_targets(cfg: Any) -> None:
+def check_components(cfg: Any) -> None:
     """Check the targets and values of optimizer, scheduler, callbacks and loggers. Raises TrainingError."""
     check_optimizer(to_dict(cfg.optim))
     build("scheduler", cfg.scheduler)

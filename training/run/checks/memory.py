@@ -55,7 +55,7 @@ def certain_states(cfg: Any) -> int | None:
     return states_of(cfg.optim, unknown=0) if cfg.mode == "train" else None
 
 
-def check_sample(setup: Setup) -> None:
+def check_microbatch_fits(setup: Setup) -> None:
     """Check that one micro-batch fits into memory, from the size of one sample.
 
     Raises:

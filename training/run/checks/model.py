@@ -48,14 +48,14 @@ def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
         )
 
 
-def check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
+def check_rates_and_objective(cfg: Any, chain: Chain, data: DataSet) -> None:
     """Check that optim.rates name parameters, and sweep.objective a metric. Raises TrainingError."""
     check_rates(to_dict(cfg.optim).get("rates"), chain)
     if cfg.sweep.objective is not None:
         check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
 
 
-def check_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
+def check_saved_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
     """Check that the checkpoint and the weights of model.init_from belong to this model. Raises UserError."""
     if (saved := _checkpoint(cfg)) is not None:
         check_fits(saved, chain, cfg)

@@ -116,7 +116,7 @@ def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
         )
 
 
-def check_targets(loss: Any, output: Tensors, size: int, targets: Tensor, whose: str) -> None:
+def check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: str) -> None:
     """Compute the loss of random outputs with real targets, the largest and the smallest among them.
 
     Args:
@@ -193,7 +193,7 @@ def check_shapes(setup: Setup) -> None:
         if whole and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
         for sample in samples:
-            check_targets(loss, output, len(batch), sample.targets, "this data" if whole else "the first sample")
+            check_labels(loss, output, len(batch), sample.targets, "this data" if whole else "the first sample")
     except UserError:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:

@@ -23,7 +23,7 @@ from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training.checkpoint.files import Checkpoint, step_name
-from training.checkpoint.load import Tensors
+from training.checkpoint.load import CheckpointTensors
 from training.reporting.metrics import METRICS, read_records
 from training.run.prepare import prepare
 from training.studies.short_run import run_on_rank, short_run
@@ -246,7 +246,7 @@ def layout_of(result: Compared) -> Layout:
 def _tensors(run: Path, step: int) -> Mapping[str, Any]:
     """Return the tensors of a run's checkpoint, to be read by ``[...]``; empty if the step was not saved."""
     folder = run / "checkpoints" / step_name(step)
-    return Tensors(Checkpoint(folder)) if folder.exists() else {}
+    return CheckpointTensors(Checkpoint(folder)) if folder.exists() else {}
 
 
 def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
