@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from training.command.command import Command
 from training.command.launch import is_queued, launch
-from training.command.modes.sample import closing_sample
 from training.studies.planning import is_automatic
 
 
@@ -15,6 +14,8 @@ def run(command: Command) -> None:
     if is_queued(cfg, command.world):
         return
     if not command.isolated:
+        from training.command.modes.sample import closing_sample  # it imports torch: workers start before
+
         print(closing_sample(cfg, run_dir, entropy), end="", flush=True)
     if automatic:
         from training.studies.planning.choice import compared_with_prediction
