@@ -304,7 +304,7 @@ SHORT = ["model=toy", "train.epochs=null", "train.steps=4", "logger=none", "devi
 def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule_has_ended(tmp_path, capsys):
     assert main([*SHORT, "scheduler=cosine_warmup", f"hydra.run.dir={tmp_path}/a"]) == 0
     (printed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("continue:")]
-    assert main([*shlex.split(printed)[4:], f"hydra.run.dir={tmp_path}/b"]) == 0
+    assert main([*shlex.split(printed)[3:], f"hydra.run.dir={tmp_path}/b"]) == 0
     rates = [step["lr"] for step in steps(tmp_path / "a") + steps(tmp_path / "b")]
     assert rates[4:] == pytest.approx(rates[3:4] * 4, rel=1e-5) and len(rates) == 8
     assert "scheduler._target_ training.optimizer.CosineWarmup -> " in capsys.readouterr().err

@@ -92,13 +92,13 @@ def test_another_base_is_refused_and_the_same_one_elsewhere_is_not(trained, publ
     state["transformer.h.0.ln_1.bias"] += 1e-3
     save_file(state, moved / "model.safetensors", metadata={"format": "pt"})
     for words in (["mode=eval"], [f"train.resume='{trained}'", "train.steps=9"]):
-        with pytest.raises(TrainingError, match=r"trained on the base sha256=\w+, and model.init_from=.*gives sha256="):
+        with pytest.raises(TrainingError, match=r"trained on the base sha256=\w+, but model.init_from=.*gives sha256="):
             prepare(again(trained, *words, here))
     for mode, act in (("export", lambda cfg: export(cfg, tmp_path)), ("sample", sample)):
         with pytest.raises(TrainingError, match="trained on the base"):
             act(again(trained, f"mode={mode}", here))
     run(tmp_path / "drawn", *recipe, *LORA, "train.steps=1")
-    with pytest.raises(TrainingError, match="trained on the base seed=1337, and .* gives seed=3"):
+    with pytest.raises(TrainingError, match="trained on the base seed=1337, but .* gives seed=3"):
         prepare(again(tmp_path / "drawn", "mode=eval", "seed=3"))
 
 
