@@ -14,7 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from conf import help_page
-from conf.composition import Composed, compose, compose_and_run, is_override, quote_values
+from conf.composition import Composed, compose, compose_and_run
+from conf.words import is_override, quote_values
 from launchers import World
 from training.command.app import execute
 from training.command.checkpoint import saved_config

@@ -1,9 +1,7 @@
-"""Converts the words of a command line for Hydra, and composes the configuration."""
+"""Composes the configuration of a command line with Hydra, and calls what is to be done with it."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import secrets
 import sys
@@ -26,21 +24,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import UserError
-from common.files import TYPED_IN, expand_home
+from common.files import TYPED_IN
 from common.machine import changed_environment
 from conf import CHOSEN, COMMAND, FOLDER, ON_TOP, TRAINED, masking
-from conf.instantiate import add_to_path, check_sections, is_ours, literal, to_config, to_dict, why_foreign
+from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
 from conf.schema import Root, register
+from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of
 from launchers.world import launcher_start
 
-GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # a run needs an option of each
 # Keys that a checkpoint does not keep.
 _WHERE = ("device", "parallel", "cluster", "launcher", "logger", "loggers", "callbacks", "import_from")
-# Keys whose values a rank executes, reads or writes. It accepts rank 0's only if its own command line gives the same.
-_GUARDED = ("parallel.env", "data", "callbacks", "checkpoint", "model.init_from")
-_ANY = "\0"  # placeholder for values that differ by process: the time of its start, in any form, and the run's id ...
-_ANY_PATH = r"(?!\.)[\w .,:+-]+(?:/(?!\.)[\w .,:+-]+)*"  # ... in a path, which this cannot lead upwards
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 
 
@@ -94,7 +88,7 @@ class Composed:
     @classmethod
     def of(cls, cfg: DictConfig, hydra: Any, saved: Any = None) -> Composed:
         """Return the configuration that Hydra has composed. ``hydra`` is Hydra's section."""
-        run_dir, brought = Path(hydra.runtime.output_dir), () if saved is None else saved.words
+        run_dir, brought = Path(hydra.runtime.output_dir), _brought(saved)
         overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
         sources = hydra.runtime.config_sources
         job = None
@@ -200,7 +194,7 @@ def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], s
         raise UserError(f"{unknown[0]}: settings are written without dashes: {setting}{value}")
     typed = expand_lists(parsed.overrides)
     words = _for_jobs(typed) if parsed.multirun else typed
-    parsed.overrides = [*(() if saved is None else saved.words), *words, *_directory(typed, *start)]
+    parsed.overrides = [*_brought(saved), *words, *_directory(typed, *start)]
     version.setbase("1.3")
     GlobalHydra.instance().clear()
     job = HydraTask(task, start, code_folders(arguments), saved)
@@ -228,7 +222,7 @@ class HydraTask:
     @property
     def brought(self) -> Sequence[str]:
         """The words that were not typed: the options of a checkpoint."""
-        return () if self._saved is None else self._saved.words
+        return _brought(self._saved)
 
     def __call__(self, cfg: Any) -> Any:
         """Call the task; in a sweep, return its result to Hydra."""
@@ -243,6 +237,11 @@ class HydraTask:
                 self.results.append(self._task(composed))
             except Exception as error:
                 raise Refused(error) from None
+
+
+def _brought(saved: Any) -> Sequence[str]:
+    """Return the words that a checkpoint brings, the options of groups; none without a checkpoint."""
+    return () if saved is None else saved.words
 
 
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
@@ -333,7 +332,7 @@ def compose(
     folder = config_folder(arguments)
     path = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     search = [] if folder is None else [f"hydra.searchpath=['file://{path}']"]
-    words = [*(saved.words if saved is not None else ()), *expand_lists(overrides)]
+    words = [*_brought(saved), *expand_lists(overrides)]
     name = get_args_parser().parse_known_args(arguments)[0].config_name or "train"
     with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
         cfg = hydra.compose(name, [*words, *search], return_hydra_config=True)
@@ -345,105 +344,6 @@ def compose(
     if saved is not None:
         saved.lay_under(cfg, choices, expand_lists(overrides))
     return cfg
-
-
-@dataclass(frozen=True)
-class OwnCommand:
-    """The configuration of a rank's own command line, with which rank 0's is compared.
-
-    Attributes:
-        tree: The configuration, as plain data.
-        run_dir: The run directory. In it and in ``tree``, ``_ANY`` stands for time and run id, which rank 0 determines.
-    """
-
-    tree: Mapping[str, Any]
-    run_dir: str
-
-
-def compose_own(
-    arguments: Sequence[str], saved: Any = None, replaced: Callable[[Any], Any] = lambda cfg: cfg
-) -> OwnCommand:
-    """Compose the configuration of this rank's own command line.
-
-    Args:
-        arguments: The command line.
-        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig).
-        replaced: How a Python program changes the configuration.
-
-    Raises:
-        HydraException: It cannot be composed.
-    """
-    cfg = compose([word for word in arguments if is_override(word)], arguments, with_hydra=True, saved=saved)
-    for name in ("began", "now", "run_id"):
-        OmegaConf.register_new_resolver(name, lambda *given: _ANY, replace=True)
-    run_dir = cfg.hydra.runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
-    HydraConfig.instance().set_config(cfg)
-    with open_dict(cfg):
-        del cfg.hydra
-    tree = json.loads(json.dumps(to_dict(replaced(cfg))))  # rank 0's configuration was converted to JSON, too
-    return OwnCommand({**tree, "import_from": code_folders(arguments)}, run_dir)
-
-
-def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
-    """Check rank 0's configuration on another rank, because it has come through a store that others may reach.
-
-    The values by which it could execute, write or read something here must be those of this rank's own command line:
-    environment variables, paths, and every section with code that is neither this project's nor torch's.
-
-    Args:
-        tree: The configuration, as plain data. Its ``import_from`` is replaced by this rank's.
-        run_dir: The run directory.
-        own: The configuration of this rank's own command line.
-
-    Raises:
-        UserError: A value differs. The message names the keys, but not the values, which may be secret.
-    """
-    tree["import_from"] = own.tree["import_from"]
-    add_to_path(tree["import_from"])
-    foreign = [node for node in _nodes(tree) if why_foreign(node["_target_"]) is not None]
-    mine = [node for node in _nodes(own.tree) if isinstance(node["_target_"], str)]
-    strange = [
-        f"_target_={node['_target_']}" for node in foreign if not any(_agrees(own_node, node) for own_node in mine)
-    ]
-    strange += [key for key in _GUARDED if not _agrees(_at(own.tree, key), _at(tree, key))]
-    if _at(tree, "train.resume") not in ("auto", _at(own.tree, "train.resume")):  # auto: found in the run directory
-        strange.append("train.resume")
-    if not _agrees(own.run_dir, run_dir):
-        strange.append(f"hydra.run.dir={run_dir}")
-    if strange:
-        raise UserError(
-            f"rank 0 sends {', '.join(sorted(strange))}, which the command line of this rank does not name: give every "
-            "machine the same command line, in the same folder, and the variables that it refers to"
-        )
-
-
-def _nodes(tree: Any) -> list[dict]:
-    """Return the sections that name a target, at any depth."""
-    if not isinstance(tree, (dict, list)):
-        return []
-    own = [tree] if isinstance(tree, dict) and "_target_" in tree else []
-    return own + [node for item in (tree.values() if isinstance(tree, dict) else tree) for node in _nodes(item)]
-
-
-def _agrees(own: Any, sent: Any) -> bool:
-    """Return whether rank 0's value equals this rank's. A size that is null here may be a number.
-
-    ``_ANY`` matches a name, or a path that only leads downwards.
-    """
-    if isinstance(own, dict) and isinstance(sent, dict):
-        return own.keys() == sent.keys() and all(_agrees(own[key], sent[key]) for key in own)
-    if isinstance(own, list) and isinstance(sent, list):
-        return len(own) == len(sent) and all(map(_agrees, own, sent))
-    if isinstance(own, str) and isinstance(sent, str) and _ANY in own:
-        return re.fullmatch(re.escape(own).replace(_ANY, _ANY_PATH), sent) is not None
-    return own == sent or (own is None and isinstance(sent, (int, float)))
-
-
-def _at(tree: Any, path: str) -> Any:
-    """Return the value at a dotted path of plain data; None if there is none."""
-    for key in path.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree or None  # an empty mapping counts as none
 
 
 def _for_jobs(overrides: list[str]) -> list[str]:
@@ -464,95 +364,3 @@ def _for_jobs(overrides: list[str]) -> list[str]:
         if any(override.is_sweep_override() and "." not in override.key_or_group for override in parsed):
             return [for_job(override, line) for override, line in zip(parsed, overrides, strict=True)]
     return overrides
-
-
-# -- the words of a command line ---------------------------------------------------------------------------------------
-
-
-def config_folder(arguments: Sequence[str]) -> Path | None:
-    """Return the folder of the user's options, ``--config-dir``; None if there is none."""
-    folder = get_args_parser().parse_known_args(arguments)[0].config_dir
-    return None if folder is None else expand_home(folder).absolute()
-
-
-def code_folders(arguments: Sequence[str]) -> list[str]:
-    """Return the folders that may have the user's code: that of ``--config-dir`` and its parent."""
-    folder = config_folder(arguments)
-    return [] if folder is None else [str(folder.parent), str(folder)]
-
-
-def is_override(word: str) -> bool:
-    """Return whether a word of a command line is an override, not an option such as ``-m``."""
-    return word.startswith("~") or ("=" in word and not word.startswith("-"))
-
-
-def key_of(word: str) -> str:
-    """Return the key of an override, or the group of an option: of ``+a.b=1`` and of ``logger@loggers.csv=csv``."""
-    return re.split(r"[=@]", word.lstrip("+~"))[0]
-
-
-def expand_lists(arguments: Sequence[str]) -> list[str]:
-    """Expand ``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` to one option of its group per section.
-
-    The first logger is the section ``logger``, the others ``loggers.NAME``; callbacks are ``callbacks.NAME``.
-    ``experiment=null`` becomes ``~experiment``, as Hydra requires.
-
-    Raises:
-        UserError: A group that a run needs is null.
-    """
-    return [word for argument in arguments for word in _expand(argument)]
-
-
-def _expand(argument: str) -> list[str]:
-    group, _, option = argument.partition("=")
-    if option == "null" and group in ON_TOP:
-        return [f"~{group}"]
-    if option == "null" and group in GROUPS:
-        none = ", such as logger=none for none" if group == "logger" else ""
-        raise UserError(f"{argument}: a run needs this section; leave it out or choose {group}=NAME{none}")
-    match = re.fullmatch(r"(logger|callbacks)=(?:\[([\w,\s-]*)\]|([\w-]+))", argument)
-    if match is None or argument in ("callbacks=null", "callbacks=[]") or (match[1] == "logger" and match[3]):
-        return [argument]
-    names = re.findall(r"[\w-]+", match[2] or match[3] or "") or ["none"]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{argument} names {repeated[0]} {names.count(repeated[0])} times; name each once")
-    group, section = ("logger", "loggers") if match[1] == "logger" else ("callback", "callbacks")
-    first = [f"logger={names.pop(0)}"] if group == "logger" else []
-    return first + [f"+{group}@{section}.{name}={name}" for name in names]
-
-
-def hydra_word(text: str) -> str:
-    """Return ``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
-    return text if re.fullmatch(r"[\w./:%@+-]+", text) else quoted(text)
-
-
-def quoted(text: str) -> str:
-    """Return ``text`` quoted for Hydra's grammar, in which a backslash escapes a quote and backslashes before it."""
-    escaped = re.sub(r"(?<!\\)(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
-    return f"'{escaped}'"
-
-
-def quote_values(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with quotes around values that Hydra's grammar would misread.
-
-    ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
-    ``${`` is text in both. ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``, because Hydra's
-    mappings cannot have such keys.
-    """
-    return [_quote_value(argument) for argument in arguments]
-
-
-def _quote_value(argument: str) -> str:
-    key, equals, value = argument.partition("=")
-    name = key.lstrip("+")
-    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    if name == "sample.prompt" and equals and not is_quoted:
-        return f"{key}={quoted(literal(value))}"
-    if name in ("sample.prompts", "model.extra_tokens"):
-        with suppress(ValueError):
-            content = json.loads(value)
-            if isinstance(content, dict):
-                return f"{key}={quoted(value)}"
-            if isinstance(content, list) and all(isinstance(item, str) for item in content):
-                return f"{key}=[{','.join(quoted(literal(item)) for item in content)}]"
-    return argument

@@ -8,7 +8,7 @@ import pytest
 from composed import compose
 
 from benchmarks import readme
-from conf.composition import quote_values
+from conf.words import quote_values
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from commandline import ROOT
 
-from conf.composition import Composed, is_override
+from conf.composition import Composed
 from conf.composition import compose as composed_of
 from conf.instantiate import to_config, to_dict
+from conf.words import is_override
 from data.loader import TrainBatches
 
 # Ranks and command line of each strategy, all with four micro-batches a step.

@@ -27,8 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
-from conf.composition import config_folder, is_override
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
+from conf.words import config_folder, is_override
 from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
 from training.checkpoint.load import CheckpointTensors

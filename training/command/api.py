@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import Composed, compose, compose_and_run, key_of, quote_values
+from conf.composition import Composed, compose, compose_and_run
 from conf.instantiate import check_role
+from conf.words import key_of, quote_values
 from launchers import World
 from models.given import GIVEN, set_given
 from training.command.app import execute, plain

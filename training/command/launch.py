@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from common.machine import changed_environment
-from conf.composition import Composed, hydra_word
+from conf.composition import Composed
 from conf.instantiate import environment, to_config, to_dict
 from conf.masking import mask_secrets
+from conf.words import hydra_word
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
 from launchers.stopping import Stopped
 from training.command.command import Command

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import printable
-from conf.composition import check_received, compose_own, quote_values
 from conf.instantiate import to_config, to_dict
 from conf.masking import hide
+from conf.received import check_received, compose_own
+from conf.words import quote_values
 from launchers import World, stopping
 from launchers.failure import EndedTogether
 from launchers.heartbeat import note

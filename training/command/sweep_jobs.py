@@ -24,9 +24,10 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import Composed, SweepJob, check_keys, expand_lists, hydra_word
+from conf.composition import Composed, SweepJob, check_keys
 from conf.instantiate import to_config, to_dict
 from conf.masking import mask_secrets
+from conf.words import expand_lists, hydra_word
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
@@ -212,7 +213,7 @@ def run_job(composed: Composed, world: World | None) -> Any:
     """
     if is_queued(composed.cfg, world):
         return _check(composed)
-    folder, job = composed.run_dir, sweep_job(composed)
+    folder, job = composed.run_dir, _sweep_job(composed)
     hold(folder)
     if multiprocessing.get_start_method(allow_none=True) == "loky":  # of hydra/launcher=joblib; torch does not know it
         multiprocessing.set_start_method(None, force=True)
@@ -245,7 +246,7 @@ def run_job(composed: Composed, world: World | None) -> Any:
     return value
 
 
-def sweep_job(composed: Composed) -> SweepJob:
+def _sweep_job(composed: Composed) -> SweepJob:
     """Return the job of a sweep that a configuration belongs to."""
     assert composed.job is not None
     return composed.job
@@ -253,17 +254,17 @@ def sweep_job(composed: Composed) -> SweepJob:
 
 def _begin(composed: Composed, status: str) -> None:
     """Record a job, and set in its configuration the checkpoint to resume from and its group and name in wandb."""
-    cfg, folder, place = composed.cfg, composed.run_dir, sweep_job(composed)
-    job, earlier = Job(place.number, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
+    cfg, folder, sweep_job = composed.cfg, composed.run_dir, _sweep_job(composed)
+    job, earlier = Job(sweep_job.number, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
         after_restart(cfg, folder)
     write_job(folder, job)
-    jobs = [one for _, one in read_jobs(Path(place.sweep_dir))]
+    jobs = [record for _, record in read_jobs(Path(sweep_job.sweep_dir))]
     keys = swept_keys(jobs)
     for section in sections(cfg).values():
         if "group" in section:
-            section.group = section.group or Path(place.sweep_dir).absolute().name
+            section.group = section.group or Path(sweep_job.sweep_dir).absolute().name
             section.name = section.name or (label(job, keys)[:120] if keys else None)
 
 

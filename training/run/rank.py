@@ -18,9 +18,9 @@ from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_me
 from common.files import jsonable
 from common.machine import styled, usable_cores
 from conf import COMMAND, TRAINED
-from conf.composition import hydra_word
 from conf.instantiate import add_to_path, build, environment, to_dict
 from conf.masking import mask_secrets
+from conf.words import hydra_word
 from launchers import World
 from launchers.meeting import rendezvous
 from launchers.rank_0 import ready_together

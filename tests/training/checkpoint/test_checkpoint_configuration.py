@@ -10,8 +10,9 @@ from composed import QUIET, config, execute, losses, run, saved, steps, typed
 
 from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, TRAINED, options
-from conf.composition import compose, quote_values
+from conf.composition import compose
 from conf.instantiate import to_config, to_dict
+from conf.words import quote_values
 from train import main
 from training.checkpoint.files import with_checksum
 from training.command.checkpoint import saved_config

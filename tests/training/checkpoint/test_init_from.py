@@ -13,7 +13,7 @@ from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import TrainingError, UserError
-from conf.composition import quote_values
+from conf.words import quote_values
 from data.vocabulary import gpt2
 from training.run.prepare import prepare
 

@@ -10,8 +10,8 @@ from composed import config, records
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import check_received, compose_own
 from conf.instantiate import literal
+from conf.received import check_received, compose_own
 from training import train
 from training.run.evaluate import record_of
 from training.run.prepare import prepare

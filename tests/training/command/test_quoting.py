@@ -10,8 +10,8 @@ from composed import compose, config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from conf.composition import quote_values, quoted
 from conf.instantiate import instantiate, to_dict
+from conf.words import quote_values, quoted
 
 
 def seen(text):

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import train
 from common.machine import styled
-from conf.composition import hydra_word
+from conf.words import hydra_word
 from training.reporting.console import describe_results, what_to_type
 from training.reporting.recorder import Progress
 from training.reporting.summary import Outcome

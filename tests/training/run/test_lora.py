@@ -12,8 +12,9 @@ from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, TrainingError
-from conf.composition import compose, quote_values
+from conf.composition import compose
 from conf.instantiate import to_config, to_dict
+from conf.words import quote_values
 from data.tensors import TensorData
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from conf.composition import config_folder
 from conf.masking import mask_secrets
+from conf.words import config_folder
 from training.reporting.console import columns
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object

@@ -1,0 +1,107 @@
+"""The words of a command line: what they name, and how they are written for Hydra."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
+
+from common.errors import UserError
+from common.files import expand_home
+from conf import CHOSEN, ON_TOP
+from conf.instantiate import literal
+
+GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # a run needs an option of each
+
+
+def config_folder(arguments: Sequence[str]) -> Path | None:
+    """Return the folder of the user's options, ``--config-dir``; None if there is none."""
+    folder = get_args_parser().parse_known_args(arguments)[0].config_dir
+    return None if folder is None else expand_home(folder).absolute()
+
+
+def code_folders(arguments: Sequence[str]) -> list[str]:
+    """Return the folders that may have the user's code: that of ``--config-dir`` and its parent."""
+    folder = config_folder(arguments)
+    return [] if folder is None else [str(folder.parent), str(folder)]
+
+
+def is_override(word: str) -> bool:
+    """Return whether a word of a command line is an override, not an option such as ``-m``."""
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+
+
+def key_of(word: str) -> str:
+    """Return the key of an override, or the group of an option: of ``+a.b=1`` and of ``logger@loggers.csv=csv``."""
+    return re.split(r"[=@]", word.lstrip("+~"))[0]
+
+
+def expand_lists(arguments: Sequence[str]) -> list[str]:
+    """Expand ``logger=[wandb,csv]`` and ``callbacks=[early_stop]`` to one option of its group per section.
+
+    The first logger is the section ``logger``, the others ``loggers.NAME``; callbacks are ``callbacks.NAME``.
+    ``experiment=null`` becomes ``~experiment``, as Hydra requires.
+
+    Raises:
+        UserError: A group that a run needs is null.
+    """
+    return [word for argument in arguments for word in _expand(argument)]
+
+
+def _expand(argument: str) -> list[str]:
+    group, _, option = argument.partition("=")
+    if option == "null" and group in ON_TOP:
+        return [f"~{group}"]
+    if option == "null" and group in GROUPS:
+        none = ", such as logger=none for none" if group == "logger" else ""
+        raise UserError(f"{argument}: a run needs this section; leave it out or choose {group}=NAME{none}")
+    match = re.fullmatch(r"(logger|callbacks)=(?:\[([\w,\s-]*)\]|([\w-]+))", argument)
+    if match is None or argument in ("callbacks=null", "callbacks=[]") or (match[1] == "logger" and match[3]):
+        return [argument]
+    names = re.findall(r"[\w-]+", match[2] or match[3] or "") or ["none"]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{argument} names {repeated[0]} {names.count(repeated[0])} times; name each once")
+    group, section = ("logger", "loggers") if match[1] == "logger" else ("callback", "callbacks")
+    first = [f"logger={names.pop(0)}"] if group == "logger" else []
+    return first + [f"+{group}@{section}.{name}={name}" for name in names]
+
+
+def hydra_word(text: str) -> str:
+    """Return ``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
+    return text if re.fullmatch(r"[\w./:%@+-]+", text) else quoted(text)
+
+
+def quoted(text: str) -> str:
+    """Return ``text`` quoted for Hydra's grammar, in which a backslash escapes a quote and backslashes before it."""
+    escaped = re.sub(r"(?<!\\)(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def quote_values(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with quotes around values that Hydra's grammar would misread.
+
+    ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
+    ``${`` is text in both. ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``, because Hydra's
+    mappings cannot have such keys.
+    """
+    return [_quote_value(argument) for argument in arguments]
+
+
+def _quote_value(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    name = key.lstrip("+")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if name == "sample.prompt" and equals and not is_quoted:
+        return f"{key}={quoted(literal(value))}"
+    if name in ("sample.prompts", "model.extra_tokens"):
+        with suppress(ValueError):
+            content = json.loads(value)
+            if isinstance(content, dict):
+                return f"{key}={quoted(value)}"
+            if isinstance(content, list) and all(isinstance(item, str) for item in content):
+                return f"{key}=[{','.join(quoted(literal(item)) for item in content)}]"
+    return argument
