@@ -280,10 +280,10 @@ def planner(toy: bool) -> Iterator[dict]:
             layout = ["parallel=auto", "parallel.dp=1", "parallel.pp=1", "logger=none"]
             cfg = plain(Composed(load_config(*words, *layout, "train.precision=bf16"), Path()))
             found, _ = predict_here(cfg, (1,))
-            whole = (one for one in found.best if one.layout.recompute == "none" and one.layout.strategy == "single")
-            for one in sorted(whole, key=lambda one: one.layout.chunks):
-                if one.layout.chunks in chunks:
-                    yield layout_row(name, one, try_layout(cfg, one, 0.1 if toy else 4.0))
+            for candidate in sorted(found.best, key=lambda candidate: candidate.layout.chunks):
+                chosen = candidate.layout
+                if chosen.strategy == "single" and chosen.recompute == "none" and chosen.chunks in chunks:
+                    yield layout_row(name, candidate, try_layout(cfg, candidate, 0.1 if toy else 4.0))
 
 
 def _device(toy: bool) -> str:

@@ -43,7 +43,9 @@ def tables(quick: bool) -> Iterator[Table]:
     for name in models:
         measured[name], chosen[name] = _pairs(name, quick)
     rows = [row(name, *pair) for name, pairs in measured.items() for pair in pairs]
-    points = [(name, trial.seconds, one.seconds.total) for name, pairs in measured.items() for one, trial in pairs]
+    points = [
+        (name, trial.seconds, candidate.seconds.total) for name, pairs in measured.items() for candidate, trial in pairs
+    ]
     yield Table("planner_here_layouts", rows, draw=partial(figure.against_measured, points=points))
     lines = [_line(name, pairs) | _choice(pairs, chosen[name]) for name, pairs in measured.items()]
     yield Table("planner_here", [*lines, _line("all", [pair for pairs in measured.values() for pair in pairs])])
@@ -53,34 +55,42 @@ def _pairs(name: str, quick: bool) -> tuple[list[Pair], Candidate]:
     """Predict all layouts of a model, let parallel=auto take one of them, and then run them all."""
     cfg = plain(Composed(load_config(*MODELS[name], *SAME), Path()))
     found, _ = predict_here(cfg, PROCESSES)
-    some = [one for one in found.best if one.layout.chunks in CHUNKS and one.layout.recompute == "none"]
+    some = [
+        candidate
+        for candidate in found.best
+        if candidate.layout.chunks in CHUNKS and candidate.layout.recompute == "none"
+    ]
     some, pairs = some[:4] if quick else some, []
     chosen, _ = pick(cfg, some)
-    for one in some:
-        trial = try_layout(cfg, one, _SECONDS)
+    for candidate in some:
+        trial = try_layout(cfg, candidate, _SECONDS)
         if trial.problem:
-            raise RuntimeError(f"{name}, {one.name}: {trial.problem}")
-        print(f"{name}: {one.name}: {one.seconds.total:.4f} s, measured {trial.seconds:.4f}", flush=True)
-        pairs.append((one, trial))
+            raise RuntimeError(f"{name}, {candidate.name}: {trial.problem}")
+        print(f"{name}: {candidate.name}: {candidate.seconds.total:.4f} s, measured {trial.seconds:.4f}", flush=True)
+        pairs.append((candidate, trial))
     return pairs, chosen
 
 
-def row(name: str, one: Candidate, trial: Trial) -> dict[str, object]:
+def row(name: str, candidate: Candidate, trial: Trial) -> dict[str, object]:
     """Return a line of the table: a layout as predicted and measured."""
     return {
-        "model": name, "layout": one.name, "processes": one.layout.processes,
-        "predicted ms": f"{1e3 * one.seconds.total:.1f}", "measured ms": f"{1e3 * trial.seconds:.1f}",
-        "off": f"{one.seconds.total / trial.seconds - 1:+.0%}",
-        "predicted MiB": f"{one.memory.total / 2**20:.0f}", "measured MiB": f"{trial.peak / 2**20:.0f}",
-        "memory off": f"{one.memory.total / trial.peak - 1:+.0%}",
+        "model": name, "layout": candidate.name, "processes": candidate.layout.processes,
+        "predicted ms": f"{1e3 * candidate.seconds.total:.1f}", "measured ms": f"{1e3 * trial.seconds:.1f}",
+        "off": f"{candidate.seconds.total / trial.seconds - 1:+.0%}",
+        "predicted MiB": f"{candidate.memory.total / 2**20:.0f}", "measured MiB": f"{trial.peak / 2**20:.0f}",
+        "memory off": f"{candidate.memory.total / trial.peak - 1:+.0%}",
     }  # fmt: skip
 
 
 def _line(name: str, pairs: Sequence[Pair]) -> dict[str, object]:
     from scipy.stats import spearmanr
 
-    seconds, real = (np.array(x) for x in zip(*((one.seconds.total, t.seconds) for one, t in pairs), strict=True))
-    memory, peak = (np.array(x) for x in zip(*((one.memory.total, t.peak) for one, t in pairs), strict=True))
+    seconds, real = (
+        np.array(x) for x in zip(*((candidate.seconds.total, t.seconds) for candidate, t in pairs), strict=True)
+    )
+    memory, peak = (
+        np.array(x) for x in zip(*((candidate.memory.total, t.peak) for candidate, t in pairs), strict=True)
+    )
     off, off_memory = np.abs(seconds / real - 1), np.abs(memory / peak - 1)
     says, does = (size[:, None] / 2**30 <= _LIMITS for size in (memory, peak))
     rank = "" if name == "all" else f"{spearmanr(seconds, real).statistic:.3f}"
@@ -100,10 +110,10 @@ def _choice(pairs: Sequence[Pair], chosen: Candidate) -> dict[str, str]:
     The same again of the layouts of several processes: of the first by prediction, and of the fastest of those that
     parallel=auto would try.
     """
-    took = {one.name: trial.seconds for one, trial in pairs}  # they come in the order of what is predicted
-    several = [one for one, _ in pairs if one.layout.processes > 1]
-    best, least = min(took, key=took.get), min(took[one.name] for one in several)
-    tried = min(took[one.name] for one in nearest(several))
+    took = {candidate.name: trial.seconds for candidate, trial in pairs}  # they come in the order of what is predicted
+    several = [candidate for candidate, _ in pairs if candidate.layout.processes > 1]
+    best, least = min(took, key=took.get), min(took[candidate.name] for candidate in several)
+    tried = min(took[candidate.name] for candidate in nearest(several))
     return {
         "best": best, "chosen": chosen.name, "regret": f"{took[chosen.name] / took[best] - 1:.1%}",
         "of several processes, by prediction": f"{took[several[0].name] / least - 1:.1%}",

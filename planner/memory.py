@@ -166,12 +166,8 @@ class _Rank:
         gathered = self._gathered(parameters, trained) if layout.shards > 1 else 0.0
         weights = allocation.number * parameters / layout.shards
         gradients = 0.0 if self.states is None else allocation.number * trained / layout.shards
-        # What is gathered in the compute dtype is not cast.
-        cast = (
-            0.0
-            if layout.shards > 1 and allocation.gathered < allocation.number
-            else sum(w.cast for w in own) / layout.tp
-        )
+        gathered_cast = layout.shards > 1 and allocation.gathered < allocation.number  # in the compute dtype already
+        cast = 0.0 if gathered_cast else sum(work.cast for work in own) / layout.tp
         kept, recomputed = self._activations(own)
         if layout.pipelined:
             kept *= in_flight(layout.schedule, layout.pp, layout.chunks, layout.per_rank, position)

@@ -8,22 +8,19 @@ from typing import Any
 from conf.instantiate import to_config, to_dict
 from launchers import World
 from models.given import unpack_given
-from parallel.layout import Layout
 from training.run.rank import run
 
 
-def short_run(cfg: Any, layout: Layout, **train: Any) -> Any:
+def short_run(cfg: Any, **train: Any) -> Any:
     """Return a configuration that trains for a few steps and reports nothing.
 
     Args:
-        cfg: The configuration of the training.
-        layout: The layout to train in.
+        cfg: The configuration of the training. Its layout stays, until the caller sets another.
         **train: Keys of the section ``train``; ``steps`` at least.
     """
     tree = to_dict(cfg)
     tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
     tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
-    layout.into(tree["parallel"])
     tree["train"] |= {"resume": None, "epochs": None, "profile": 0, "trace": False, **train}
     return to_config(tree)
 

@@ -16,7 +16,6 @@ from common.errors import PlanError
 from conf.instantiate import to_dict
 from launchers import WorkerFailed, call_in_workers
 from models.given import pack_given
-from parallel.layout import Layout
 from parallel.timeline import WORK, Interval, Steps, steady_steps, work_span
 from planner.layout import PlannedLayout
 from planner.search import Candidate
@@ -61,7 +60,7 @@ def lay_out(cfg: Any, layout: PlannedLayout) -> None:
 def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
     """Train in a candidate's layout for about ``seconds`` seconds."""
     steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, seconds / candidate.seconds.total)))
-    trial = short_run(cfg, Layout.of(cfg.parallel), steps=steps, eval_every=None, checkpoint_every=None)
+    trial = short_run(cfg, steps=steps, eval_every=None, checkpoint_every=None)
     lay_out(trial, candidate.layout)
     trial.callbacks = [{"_target_": "training.studies.planning.trial.Watch"}]
     try:

@@ -113,6 +113,13 @@ def typed_name(layout: Layout, precision: str | None = None) -> str:
     return " ".join([*words, *[f"schedule={layout.schedule}"] * layout.pipelined])
 
 
+def in_layout(cfg: Any, layout: Layout, **train: Any) -> Any:
+    """Return the configuration of a short run in a layout; see ``short_run``."""
+    run = short_run(cfg, **train)
+    layout.into(run.parallel)
+    return run
+
+
 class Runs:
     """Runs layouts, and compares each with the first one.
 
@@ -194,7 +201,7 @@ class Runs:
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
         own, train = part == "own", self.cfg.train
-        cfg = short_run(
+        cfg = in_layout(
             self.cfg, layout_of(result), steps=steps or self.steps, eval_every=None if own else 0,
             eval_batches=min(train.eval_batches or 2, 2), checkpoint_every=None if own else 1,
             keep_checkpoints=self.steps + 1, max_skipped=0, resume=before and str(self.path(before) / "plain"),

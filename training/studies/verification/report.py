@@ -29,9 +29,8 @@ from training.reporting.page import render
 from training.reporting.recorder import describe
 from training.run.prepare import prepare
 from training.run.setup import Setup
-from training.studies.short_run import short_run
 from training.studies.verification.difference import first_difference
-from training.studies.verification.layouts import COMPARED, Compared, Runs, layouts
+from training.studies.verification.layouts import COMPARED, Compared, Runs, in_layout, layouts
 from training.studies.verification.probes import Finding, probe
 
 _SAMPLES = 8  # of a step, where no batch was typed
@@ -115,7 +114,7 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     cfg = _settled(cfg, typed)
     with changed_environment(environment(cfg)):
         start_fork_server(["training.command.preload"])
-    setup = prepare(short_run(cfg, _single(cfg, chunks=1), steps=cfg.verify.steps))
+    setup = prepare(in_layout(cfg, _single(cfg, chunks=1), steps=cfg.verify.steps))
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
 
@@ -182,7 +181,7 @@ def _layouts(
     if chosen:
         layout = Layout.of(cfg.parallel)
         layout = replace(layout, chunks=2) if layout.chunks == "auto" else layout
-        plan = prepare(short_run(cfg, layout, steps=cfg.verify.steps)).plan
+        plan = prepare(in_layout(cfg, layout, steps=cfg.verify.steps)).plan
         count, wanted = plan.dp * plan.chunks, [replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks)]
         cfg.verify.processes = plan.processes
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)

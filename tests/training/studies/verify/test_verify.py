@@ -23,9 +23,8 @@ from parallel.strategies import STRATEGIES
 from training import load_config, verify
 from training.command.api import with_given
 from training.run.prepare import prepare
-from training.studies.short_run import short_run
 from training.studies.verification import probes
-from training.studies.verification.layouts import layouts, typed_name
+from training.studies.verification.layouts import in_layout, layouts, typed_name
 from training.studies.verification.probes import probe
 from training.studies.verification.report import _single
 
@@ -162,7 +161,7 @@ def test_every_layout_of_a_sound_model_holds_and_the_certificate_says_so(tmp_pat
 def test_one_process_is_planned_whatever_was_typed_of_the_layout_to_compare():
     words = ("parallel=fsdp", "parallel.dp=2", "parallel.reshard=false", "parallel.order=pp_dp")
     cfg = plain(load_config("model=toy", *words, *WORDS))
-    plan = prepare(short_run(cfg, _single(cfg, chunks=2), steps=1)).plan
+    plan = prepare(in_layout(cfg, _single(cfg, chunks=2), steps=1)).plan
     assert (plan.strategy, plan.processes, plan.chunks, plan.order) == ("single", 1, 2, "pp_dp")
 
 
