@@ -78,7 +78,11 @@ def mask_secrets(value: Any) -> Any:
 
 def _masked(value: Any, name: str, secrets: list[str], suspect: re.Pattern) -> Any:
     if isinstance(value, dict):
-        return {key: _masked(item, str(key), secrets, suspect) for key, item in value.items() if key != KEY}
+        masked = {key: item for key, item in value.items() if key != KEY}
+        for key, item in masked.items():
+            if isinstance(item, (dict, list, tuple)) or suspect.search(f"{key}={item}"):
+                masked[key] = _masked(item, str(key), secrets, suspect)
+        return masked
     if isinstance(value, (list, tuple)):
         return [_masked(item, name, secrets, suspect) for item in value]
     # A commit has forty hexadecimal digits, as a key of wandb does.

@@ -205,10 +205,11 @@ def _is_step(environ: Mapping[str, str]) -> bool:
     """Return whether ``environ`` is that of one task of several, and does not set RANK or WORLD_SIZE already."""
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return False
-    if any(names["LOCAL_RANK"] in environ for names in _OF_MPI):  # mpirun's daemons are the tasks of such a step
-        return False
     # A batch script has SLURM_PROCID too, but no step.
-    return bool(environ.get("SLURM_STEP_ID")) and int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+    if not environ.get("SLURM_STEP_ID") or int(environ.get("SLURM_STEP_NUM_TASKS") or 1) < 2:
+        return False
+    # mpirun's daemons are the tasks of a step, too.
+    return not any(names["LOCAL_RANK"] in environ for names in _OF_MPI)
 
 
 def _of_mpi(environ: Mapping[str, str]) -> Mapping[str, str]:

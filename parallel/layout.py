@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 from parallel.mesh import COPIES, ORDERS, PEERS, PIPELINE, SHARDS, Mesh
@@ -105,17 +106,17 @@ class Layout:
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
         return " ".join([*words, f"chunks={self.chunks}"])
 
-    @property
+    @cached_property
     def info(self) -> StrategyInfo:
         """What the strategy is."""
         return strategy_info(self.strategy)
 
-    @property
+    @cached_property
     def pipelined(self) -> bool:
         """Whether stages run on ranks of their own (and not all in one process)."""
         return self.info.stage_per_rank
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         """Whether the replicas of a group share parameters, gradients and optimizer state."""
         return self.info.sharded
@@ -141,7 +142,7 @@ class Layout:
         """Return the mesh of ranks, seen from ``rank``."""
         return Mesh(self.axes, rank)
 
-    @property
+    @cached_property
     def group(self) -> int:
         """How many neighbouring replicas reduce gradients among themselves first."""
         return self.shard or (self.dp if self.sharded else 1)
@@ -163,7 +164,7 @@ class Layout:
             return 1
         return self.stages_per_rank or (2 if self.looped else 1)
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """The number of layers of each stage, where ``balance`` says it."""
         return self.balance if isinstance(self.balance, tuple) else ()

@@ -81,11 +81,14 @@ class Mesh:
 
     def axis(self, *names: str) -> Axis:
         """Return the ranks along an axis, or along several together, that have this rank's index on the others."""
-        names = tuple(name for name, size in self.sizes.items() if name in names and size > 1)
         if names not in self._axes:
-            here = tuple(slice(None) if name in names else index for name, index in self.index.items())
-            ranks = self._ranks[here].flatten().tolist()
-            self._axes[names] = Axis(ranks, ranks.index(self.rank))
+            # Axes that add the same ranks are one axis, so that they share a group.
+            several = tuple(name for name, size in self.sizes.items() if name in names and size > 1)
+            if several not in self._axes:
+                here = tuple(slice(None) if name in several else index for name, index in self.index.items())
+                ranks = self._ranks[here].flatten().tolist()
+                self._axes[several] = Axis(ranks, ranks.index(self.rank))
+            self._axes[names] = self._axes[several]
         return self._axes[names]
 
     def lines(self, *names: str) -> list[list[int]]:
@@ -101,7 +104,7 @@ class Mesh:
         Along the other axes ranks have the same, and the first one counts. What is on one position of the pipeline is
         on no other.
         """
-        return all(index == 0 for name, index in self.index.items() if name not in (*cut_along, PIPELINE))
+        return self.axis(*(self.sizes.keys() - {*cut_along, PIPELINE})).index == 0
 
     # -- replicas and positions --------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -140,7 +140,7 @@ def make_plan(
     dp = _replicas(parallel.dp, ranks_per_replica, hardware, world_size)
     processes = dp * ranks_per_replica
     _check_world(processes, dp, ranks_per_replica, hardware, world_size)
-    chunks = parallel.chunks  # checked here; the plan gets it from ``wanted``
+    chunks = parallel.chunks
     if chunks == "auto":
         raise PlanError("parallel.chunks=auto is chosen for mode=train and mode=plan: give the number here")
     _check_cut(global_batch_size, dp, chunks)
@@ -157,17 +157,18 @@ def make_plan(
     runs = partition_layers(chain.names, parallel.pp * per_rank, parallel.balance, costs)
     layers = dict(skeleton.items())
     parameters, frozen = _count(layers.values())
+    layout = replace(
+        wanted,
+        dp=dp,
+        schedule=parallel.schedule if pipelined else None,
+        stages_per_rank=per_rank,
+        balance=tuple(map(len, runs)),
+        shard=parallel.shard if info.shards == "all" else group if group > 1 else None,
+        reshard=reshard,
+        devices=_devices(parallel, info, hardware),
+    )
     return Plan(
-        **{
-            **vars(wanted),
-            "dp": dp,
-            "schedule": parallel.schedule if pipelined else None,
-            "stages_per_rank": per_rank,
-            "balance": tuple(map(len, runs)),
-            "shard": parallel.shard if info.shards == "all" else group if group > 1 else None,
-            "reshard": reshard,
-            "devices": _devices(parallel, info, hardware),
-        },
+        **asdict(layout),
         device_type=hardware.device_type,
         precision=hardware.precision if precision == "auto" else precision,
         stages=tuple(StagePlan(i, tuple(run), *_count(layers[name] for name in run)) for i, run in enumerate(runs)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.chain import LOSS, Chain, Tensors, as_tuple, converted, is_within
+from models.chain import LOSS, Chain, Tensors, converted, is_within
 from models.losses import Sums
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
 
@@ -227,7 +227,7 @@ class Stage(nn.Module):
             # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
             seed = derive_seed(self.seed, self.step, first, name)
             # The inputs' device counts: ``data_parallel`` runs copies of the stage on others.
-            seed_generators(as_tuple(given)[0].device, seed)
+            seed_generators((given[0] if isinstance(given, tuple) else given).device, seed)
             with computing(Samples(count, first, self.seed, self.step), seed):
                 return call(given, *more)
         except Exception as error:

@@ -100,15 +100,16 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
         LaunchError: On every rank: ranks that write have another directory. The message names them.
     """
     # The name is new on every machine: network file systems cache for a while that a file does not exist.
-    token = run_dir / mesh.gather(f".shared-{secrets.token_hex(8)}")[0]
-    made = True
+    token: Path | None = run_dir / f".shared-{secrets.token_hex(8)}"
     if mesh.rank == 0:
         try:
             token.touch()
         except OSError:
-            made = False  # a full or read-only disk is reported when a file is to be kept
-    if not mesh.gather(made)[0]:
+            token = None  # a full or read-only disk is reported when a file is to be kept
+    name = mesh.gather(token and token.name)[0]
+    if name is None:
         return None
+    token = run_dir / name
     waited_s, deadline = min(_APPEARS_S, timeout_s / 2), time.monotonic()
     while not (seen := os.path.exists(token)) and time.monotonic() < deadline + waited_s:
         time.sleep(_POLL_S)
