@@ -1,1 +1,12 @@
-"""What is computed: models as chains of layers, and their losses. Knows nothing of devices, ranks or strategies."""
+"""What is computed: models as chains of layers, and their losses. Knows nothing of devices, ranks or strategies.
+
+chain.py                            what a model is: named layers, and what every model must fulfil
+losses.py, fused_cross_entropy.py   losses; the last layer of a language model
+seeds.py                            random numbers that depend on names; dropout by sample
+gpt2.py, llama.py, transformer.py, resnet50.py, classifier.py, convnet.py, toy.py     the models of conf/model
+given.py, sequential.py, lora.py    a model from Python; a chain of an nn.Sequential; adapters
+attention.py, batchnorm.py          parts that several models have
+generate.py                         a text continued token by token
+huggingface.py, config_json.py      names, shapes and sizes in Hugging Face's files
+resolvers.py                        what a model computes from its configuration
+"""

@@ -3,7 +3,7 @@
     layout.py, mesh.py, plan.py      which rank does what: a layout, the ranks along its axes, a run's plan
     strategies.py                    the registry of strategies
     strategy.py                      what every strategy has: a step; single, ddp, fsdp and hsdp
-    local.py                         model_parallel and data_parallel, several devices in one process
+    several_devices.py               model_parallel and data_parallel, several devices in one process
     pipeline.py, pipe_stage.py       the pipelined strategies, on torch.distributed.pipelining
     schedules.py, orders.py          schedules, and what each rank does in which order
     zero_bubble/                     schedules that split the backward

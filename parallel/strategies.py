@@ -1,7 +1,14 @@
 """The registry of strategies: what each can do, for the plan, the planner, verification and the tests.
 
 A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an entry in ``STRATEGIES``, and
-``conf/parallel/NAME.yaml``.
+``conf/parallel/NAME.yaml``. Two rules hold for each:
+
+* After each step it has the weights that ``single`` has. Checkpoints, ``mode=verify`` and ``parallel=auto`` rely on it.
+  ``parallel=auto`` may choose any strategy of the registry, at the costs of its entry's properties (planner/).
+* A class says how a batch passes through the stages. How ranks share parameters and optimizer state is decided
+  elsewhere: in ``parallel.sharding`` and ``training.optimizer``.
+
+A key of its own goes from ``conf.schema.Parallel`` through ``parallel.strategy.Options``.
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ class StrategyInfo:
 
 STRATEGIES = {
     "single": StrategyInfo("parallel.strategy:LocalStrategy"),
-    "model_parallel": StrategyInfo("parallel.local:ModelParallel", stages=True, several_devices=True),
+    "model_parallel": StrategyInfo("parallel.several_devices:ModelParallel", stages=True, several_devices=True),
     "ddp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True),
     "pipelined": StrategyInfo("parallel.pipeline:Pipeline", stages=True, stage_per_rank=True),
     "pipe_ddp": StrategyInfo("parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True),
@@ -52,7 +59,7 @@ STRATEGIES = {
     "pipe_fsdp": StrategyInfo(
         "parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True, shards="all"
     ),
-    "data_parallel": StrategyInfo("parallel.local:DataParallel", several_devices=True, gpu_only=True),
+    "data_parallel": StrategyInfo("parallel.several_devices:DataParallel", several_devices=True, gpu_only=True),
 }
 
 

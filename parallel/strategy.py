@@ -1,8 +1,9 @@
 """What every strategy has: its part of the model, and a step that all ranks take together.
 
-Subclasses say how a batch passes through the stages: ``LocalStrategy``, ``parallel.local`` for several devices in one
-process, ``parallel.pipeline``. What happens around that is in ``Strategy``, once: scaling the loss, summing the
-gradients of tied parameters, agreeing on the step's numbers, clipping.
+Subclasses say how a batch passes through the stages: ``LocalStrategy`` through one stage, ``parallel.pipeline`` through
+those of several ranks, ``parallel.several_devices`` through those of several devices in one process. What happens
+around that is in ``Strategy``, once: scaling the loss, summing the gradients of tied parameters, agreeing on the step's
+numbers, clipping.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ prepare.py           from a configuration to the objects of a run, checked
 setup.py             these objects: model, data, plan
 checks/              what is checked before the first step
 rank.py              what one rank does, from connecting to the summary
-loop.py              the training loop
+loop.py              the training loop, and the profiler (train.profile)
 evaluate.py          an evaluation
 first_not_finite.py  where in a step the first numbers that are not finite come from
 restore.py           a checkpoint's whole model in one process

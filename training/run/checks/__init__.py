@@ -6,6 +6,8 @@ samples.py        the data: the first samples, shapes, splits, the length of the
 memory.py         whether the run fits into memory, before any process is started
 ranks.py          whether all ranks belong to one run and start with the same weights, after they have connected
 
-``training.run.prepare.prepare`` calls all but ranks.py's and ``check_memory_of``, each as early as possible. A check
-takes (cfg), (cfg, chain, data) or (setup), as the tuple there that it joins.
+``training.run.prepare`` has tuples of checks, which it calls as early as possible: those that take (cfg) and those that
+take (cfg, chain, data) in ``checked_model_and_data``, which paper plans call, too; those that take (setup) in
+``prepare``. A check joins the first tuple that has what it needs. ``check_memory_of`` and ranks.py's are called
+elsewhere. What every model must fulfil, whatever the mode, is checked in ``models.chain`` when the chain is made.
 """

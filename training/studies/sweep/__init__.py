@@ -1,6 +1,6 @@
 """Sweeps (`python train.py -m …`): each job leaves a record, and the records become a table, a figure and a page.
 
-table.py   the rows: what each job was, how it ended, and how jobs compare
+table.py   the rows: what each job was, how it ended (row.summary is its summary.json), and how jobs compare
 figure.py  the figures
 report.py  sweep.csv, sweep.png and report.html, with the figures that report._figures yields
 

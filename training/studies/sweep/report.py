@@ -141,7 +141,7 @@ def page(table: Table, command: str) -> str:
 
 
 def _figures(table: Table) -> Iterator[tuple[str, str]]:
-    """Each figure's caption and its picture as an address."""
+    """Each figure's caption and its picture as an address, where some job has a score."""
     from training.reporting.plot import embedded
     from training.studies.sweep.figure import loss_figure, score_figure
     from training.studies.sweep.table import TIME
