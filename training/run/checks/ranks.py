@@ -100,13 +100,13 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
         LaunchError: On every rank: ranks that write have another directory. The message names them.
     """
     # The name is new on every machine: network file systems cache for a while that a file does not exist.
-    token: Path | None = run_dir / f".shared-{secrets.token_hex(8)}"
+    name: str | None = f".shared-{secrets.token_hex(8)}"
     if mesh.rank == 0:
         try:
-            token.touch()
+            (run_dir / name).touch()
         except OSError:
-            token = None  # a full or read-only disk is reported when a file is to be kept
-    name = mesh.gather(token and token.name)[0]
+            name = None  # a full or read-only disk is reported when a file is to be kept
+    name = mesh.gather(name)[0]
     if name is None:
         return None
     token = run_dir / name
