@@ -11,16 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from conf import help_page
-from conf.composition import Composed, compose, compose_and_run
-from conf.words import is_override, quote_values
+from conf.composition import Composed
 from launchers import World
-from training.command.app import execute
-from training.command.checkpoint import saved_config
+from training.command.app import execute, run_words
 from training.command.errors import clear_errors
-from training.command.ranks import follow, leading
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,45 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     try:
         with unfailing_output(), clear_errors():
-            world = World.detect()
-            if world is not None and world.rank > 0:
-                follow(world, arguments)
-                return 0
-            with leading(world, arguments):
-                _lead(arguments)
-    except SystemExit as leaving:  # Hydra leaves this way after --cfg
+            if {"-h", "--help"} & set(arguments):
+                print(help_page(), end="", flush=True)
+            else:
+                run_words(arguments, run)
+    except SystemExit as leaving:  # Hydra leaves this way after --cfg, a rank other than 0 after its run
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
 
 
-def _lead(arguments: Sequence[str]) -> None:
-    """Do what a command line says, in the one process of a run that reads it."""
-    from training.reporting.run_directory import locked_directories
-
-    if {"-h", "--help"} & set(arguments):
-        print(help_page(), end="", flush=True)
-        return
-    words = quote_values(arguments)
-    saved = saved_config(words)
-    if saved is not None and {"--cfg", "-c"} & set(words):  # of which Hydra would show the files' part
-        print(OmegaConf.to_yaml(compose(list(filter(is_override, words)), words, saved=saved)))
-        return
-    with locked_directories():
-        compose_and_run(run, words, saved)
-
-
-def run(composed: Composed) -> Any:
+def run(composed: Composed, world: World | None) -> Any:
     """Run what was composed: one run, or one job of a sweep, whose objective is returned."""
-    from training.reporting.run_directory import removed_if_unused
+    if composed.job is None:
+        return execute(composed, world)
+    from training.command.sweep_jobs import run_job
 
-    with removed_if_unused(composed.run_dir, composed.files):
-        composed = composed.complete()
-        if composed.job is not None:
-            from training.command.sweep_jobs import run_job
-
-            return run_job(composed, World.detect())
-        execute(composed, World.detect())
-    return None
+    return run_job(composed, world)
 
 
 if __name__ == "__main__":

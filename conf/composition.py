@@ -181,7 +181,7 @@ def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], s
     Raises:
         HydraException: The configuration cannot be composed.
         UserError: Hydra's logging cannot be set up.
-        SystemExit: Hydra has answered the command itself (--cfg job).
+        SystemExit: The command was only to be shown (--cfg job).
     """
     masking.named.update(masking.references(arguments))
     # A rank that torchrun starts again finds the directory of the attempt before.
@@ -192,6 +192,9 @@ def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], s
     if unknown:
         setting, value = unknown[0].lstrip("-"), "" if "=" in unknown[0] else "=VALUE"
         raise UserError(f"{unknown[0]}: settings are written without dashes: {setting}{value}")
+    if saved is not None and parsed.cfg:  # Hydra would show the files' part only
+        print(OmegaConf.to_yaml(compose(parsed.overrides, arguments, saved=saved)))
+        raise SystemExit(0)
     typed = expand_lists(parsed.overrides)
     words = _for_jobs(typed) if parsed.multirun else typed
     parsed.overrides = [*_brought(saved), *words, *_directory(typed, *start)]

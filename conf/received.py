@@ -37,14 +37,14 @@ class OwnCommand:
 
 
 def compose_own(
-    arguments: Sequence[str], saved: Any = None, replaced: Callable[[Any], Any] = lambda cfg: cfg
+    arguments: Sequence[str], saved: Any = None, replaced: Callable[[Any], Any] | None = None
 ) -> OwnCommand:
     """Compose the configuration of this rank's own command line.
 
     Args:
         arguments: The command line.
         saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig).
-        replaced: How a Python program changes the configuration.
+        replaced: How a Python program changes the configuration; None: it does not.
 
     Raises:
         HydraException: It cannot be composed.
@@ -56,7 +56,8 @@ def compose_own(
     HydraConfig.instance().set_config(cfg)
     with open_dict(cfg):
         del cfg.hydra
-    tree = json.loads(json.dumps(to_dict(replaced(cfg))))  # rank 0's configuration was converted to JSON, too
+    cfg = cfg if replaced is None else replaced(cfg)
+    tree = json.loads(json.dumps(to_dict(cfg)))  # rank 0's configuration was converted to JSON, too
     return OwnCommand({**tree, "import_from": code_folders(arguments)}, run_dir)
 
 

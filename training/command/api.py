@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.composition import Composed, compose, compose_and_run
+from conf.composition import Composed, compose
 from conf.instantiate import check_role
+from conf.messages import explain
 from conf.words import key_of, quote_values
 from launchers import World
 from models.given import GIVEN, set_given
-from training.command.app import execute, plain
+from training.command.app import execute, plain, run_words
 from training.command.checkpoint import saved_config
-from training.command.ranks import follow, leading
+from training.reporting.metrics import METRICS, SUMMARY, read_object, read_records
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +49,6 @@ class Result:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl."""
-        from training.reporting.metrics import METRICS, read_records
-
         return read_records(self.run_dir / METRICS)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -109,7 +108,13 @@ def train(
         UserError: An error that the command line would report as a message.
         KeyboardInterrupt: The run was interrupted; its processes have ended.
     """
-    return _run_words(_trained, overrides, config, model, data)
+
+    def act(composed: Composed, world: World | None) -> Result:
+        execute(composed, world)
+        run_dir = composed.run_dir
+        return Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
+
+    return _run_words(act, overrides, config, model, data)
 
 
 def verify(
@@ -134,7 +139,7 @@ def verify(
     if config is not None:  # all of its values count as the user's choice
         words, typed = list(overrides), ["train.precision", "train.global_batch_size", "parallel"]
 
-    def act(composed: Composed, *_: Any) -> Report:
+    def act(composed: Composed, world: World | None) -> Report:
         from training.studies.verification.report import prove
 
         return prove(plain(composed), composed.run_dir, typed)
@@ -145,9 +150,7 @@ def verify(
 def _run_words(
     act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Chain | None, data: DataSet | tuple | None
 ) -> Any:
-    """Compose the words of a call of ``train`` and return ``act(composed, world, model)``."""
-    from training.reporting.run_directory import locked_directories
-
+    """Compose the words of a call of ``train`` and return ``act(composed, world)``."""
     _check_words(overrides)
     if _SWEEPS & set(overrides):
         raise TrainingError("train() is one run, not a sweep (-m): call it once for each value")
@@ -159,15 +162,11 @@ def _run_words(
     if config is not None and any(not word.startswith("hydra.") for word in overrides):
         raise TrainingError("with config=, change the configuration itself; only hydra.… may be given as words")
     objects = _checked(overrides, model, data)
-    world = World.detect()
+    replaced = partial(_replaced, config, objects) if config is not None or objects else None
     set_given(objects)
     try:
-        if world is not None and world.rank > 0:
-            follow(world, overrides, partial(_replaced, config, objects))
-            raise SystemExit  # as on the command line, only rank 0 continues
-        with leading(world, overrides), locked_directories(), _user_errors():
-            words = quote_values(overrides)
-            return compose_and_run(partial(_run, act, config, objects, world), words, saved_config(words))
+        with _user_errors():
+            return run_words(overrides, act, replaced)
     finally:
         set_given(None)
 
@@ -198,31 +197,12 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
     return objects
 
 
-def _run(act: Callable, config: Any, objects: dict[str, Any], world: World | None, composed: Composed) -> Any:
-    """Run ``config`` or, if it is None, the composed configuration, with the objects that were given."""
-    from training.reporting.run_directory import removed_if_unused
-
-    with removed_if_unused(composed.run_dir, composed.files):
-        composed = composed.complete()
-        if config is not None or objects:
-            if objects and world is None and (composed.cfg if config is None else config).launcher.name == "slurm":
-                raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
-            composed = composed.made_by_program(_replaced(config, objects, composed.cfg))
-        return act(composed, world, objects.get("model"))
-
-
-def _trained(composed: Composed, world: World | None, model: Chain | None) -> Result:
-    from training.reporting.metrics import SUMMARY, read_object
-
-    execute(composed, world)
-    run_dir = composed.run_dir
-    return Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
-
-
 def _replaced(config: Any, objects: dict[str, Any], cfg: Any) -> Any:
     """Return the configuration to run: ``config`` or, if it is None, the composed ``cfg``, with the given objects."""
     cfg = cfg if config is None else config
-    return with_given(cfg, objects) if objects or config is not None else cfg
+    if objects and World.detect() is None and cfg.launcher.name == "slurm":
+        raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
+    return with_given(cfg, objects)
 
 
 def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
@@ -243,8 +223,6 @@ def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
 @contextmanager
 def _user_errors() -> Iterator[None]:
     """Raise errors that the user can act on as UserError."""
-    from conf.messages import explain
-
     try:
         yield
     except Exception as error:

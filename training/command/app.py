@@ -1,17 +1,53 @@
-"""Runs a command: converts its configuration to plain data, checks it, and calls its mode."""
+"""Runs a command: composes its words, converts the configuration to plain data, checks it, and calls its mode."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from common.errors import exit_is_failure
-from conf.composition import Composed
+from conf.composition import Composed, compose_and_run
 from conf.instantiate import add_to_path
+from conf.words import quote_values
 from launchers import World
+from training.command.checkpoint import saved_config
 from training.command.command import Command
+from training.command.ranks import follow, leading
+from training.reporting.run_directory import locked_directories, removed_if_unused
 
 _OPEN_FILES = 4096  # that a process may have open: a launcher has several for each worker
+
+
+def run_words(
+    arguments: Sequence[str], act: Callable[[Composed, World | None], Any], replaced: Callable[[Any], Any] | None = None
+) -> Any:
+    """Compose the words of a command line, and return the result of acting on them.
+
+    Args:
+        arguments: The words.
+        act: Called with the complete configuration and the ranks that exist already; in a sweep, for each job.
+        replaced: How a Python program changes the composed configuration.
+
+    Raises:
+        SystemExit: On ranks other than 0, whose run has ended with that of rank 0; after --cfg.
+    """
+    world = World.detect()
+    if world is not None and world.rank > 0:
+        follow(world, arguments, replaced)
+        raise SystemExit(0)
+    with leading(world, arguments), locked_directories():
+        words = quote_values(arguments)
+        return compose_and_run(partial(_complete_and_act, act, replaced), words, saved_config(words))
+
+
+def _complete_and_act(act: Callable, replaced: Callable[[Any], Any] | None, composed: Composed) -> Any:
+    with removed_if_unused(composed.run_dir, composed.files):
+        composed = composed.complete()
+        if replaced is not None:
+            composed = composed.made_by_program(replaced(composed.cfg))
+        return act(composed, World.detect())
 
 
 @exit_is_failure()

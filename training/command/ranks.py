@@ -73,7 +73,7 @@ def lead(setup: Setup, run_dir: Path, world: World) -> None:
         run(cfg, run_dir, world, store, setup)
 
 
-def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] = lambda cfg: cfg) -> None:
+def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] | None = None) -> None:
     """Run rank 0's job on another rank, under torchrun or srun.
 
     The configuration and the run directory are rank 0's, so that all ranks have the same. Prints nothing unless it
