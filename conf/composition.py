@@ -6,8 +6,8 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,15 @@ class Refused(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
         self.error = error
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Carry the errors of a block, or of a decorated callback, through Hydra."""
+    try:
+        yield
+    except Exception as error:
+        raise Refused(error) from None
 
 
 @dataclass(frozen=True)
@@ -236,10 +245,8 @@ class HydraTask:
         with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
             if composed.job is not None:
                 return self._task(composed)  # a sweep records the errors of its jobs
-            try:
+            with refusing():
                 self.results.append(self._task(composed))
-            except Exception as error:
-                raise Refused(error) from None
 
 
 def _brought(saved: Any) -> Sequence[str]:

@@ -15,9 +15,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import TrainingError, printable
 from common.files import explain
-from conf.composition import Refused
+from conf.composition import refusing
 from conf.masking import mask_files, mask_secrets
 from launchers import World
 from launchers.world import restarts
@@ -125,26 +124,13 @@ def removed_if_unused(run_dir: Path, files: Path | None) -> Iterator[None]:
         raise
 
 
-def _refusing(check: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a method of a callback so that its errors end the run: Hydra would only warn and continue."""
-
-    @wraps(check)
-    def method(self: Callback, config: DictConfig, **kwargs: Any) -> None:
-        try:
-            check(self, config, **kwargs)
-        except Exception as error:
-            raise Refused(error) from None
-
-    return method
-
-
 class RunDirectoryGuard(Callback):
     """Checks the run directory before Hydra writes its first file there, and masks secrets in the files it writes.
 
     The directories of a sweep are checked job by job elsewhere.
     """
 
-    @_refusing
+    @refusing()
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Lock the directory, and refuse one that holds another run or cannot be written."""
         if not config.hydra.run.dir:
@@ -158,7 +144,7 @@ class RunDirectoryGuard(Callback):
                 f"{folder} holds another run; choose another hydra.run.dir, or continue it with train.resume=auto"
             )
 
-    @_refusing
+    @refusing()
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Lock the directory, and refuse a sweep under torchrun."""
         world = World.detect()
@@ -168,7 +154,7 @@ class RunDirectoryGuard(Callback):
             )
         _take(Path(config.hydra.sweep.dir), "hydra.sweep.dir", depth=3)
 
-    @_refusing
+    @refusing()
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Mask secrets in the files that Hydra has written."""
         content = OmegaConf.to_container(config, resolve=False)
