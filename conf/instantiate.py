@@ -348,12 +348,18 @@ def resolve(target: Any) -> Any:
     return item
 
 
-def targets(node: Any) -> list[Any]:
-    """Return all targets that a tree names, at any depth."""
-    if not isinstance(node, (dict, list)):
+def nodes_with_target(tree: Any) -> list[dict]:
+    """Return the sections that name a target, at any depth."""
+    if not isinstance(tree, (dict, list)):
         return []
-    own = [node["_target_"]] if isinstance(node, dict) and "_target_" in node else []
-    return own + [target for item in (node.values() if isinstance(node, dict) else node) for target in targets(item)]
+    own = [tree] if isinstance(tree, dict) and "_target_" in tree else []
+    items = tree.values() if isinstance(tree, dict) else tree
+    return own + [node for item in items for node in nodes_with_target(item)]
+
+
+def targets(tree: Any) -> list[Any]:
+    """Return all targets that a tree names, at any depth."""
+    return [node["_target_"] for node in nodes_with_target(tree)]
 
 
 def why_foreign(target: Any) -> str | None:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf, open_dict
 
 from common.errors import UserError
 from conf.composition import compose
-from conf.instantiate import add_to_path, to_dict, why_foreign
+from conf.instantiate import add_to_path, nodes_with_target, to_dict, why_foreign
 from conf.words import code_folders, is_override
 
 # Keys whose values a rank executes, reads or writes. It accepts rank 0's only if its own command line gives the same.
@@ -77,8 +77,8 @@ def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
     """
     tree["import_from"] = own.tree["import_from"]
     add_to_path(tree["import_from"])
-    foreign = [node for node in _nodes(tree) if why_foreign(node["_target_"]) is not None]
-    mine = [node for node in _nodes(own.tree) if isinstance(node["_target_"], str)]
+    foreign = [node for node in nodes_with_target(tree) if why_foreign(node["_target_"]) is not None]
+    mine = [node for node in nodes_with_target(own.tree) if isinstance(node["_target_"], str)]
     strange = [
         f"_target_={node['_target_']}" for node in foreign if not any(_agrees(own_node, node) for own_node in mine)
     ]
@@ -92,14 +92,6 @@ def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
             f"rank 0 sends {', '.join(sorted(strange))}, which the command line of this rank does not name: give every "
             "machine the same command line, in the same folder, and the variables that it refers to"
         )
-
-
-def _nodes(tree: Any) -> list[dict]:
-    """Return the sections that name a target, at any depth."""
-    if not isinstance(tree, (dict, list)):
-        return []
-    own = [tree] if isinstance(tree, dict) and "_target_" in tree else []
-    return own + [node for item in (tree.values() if isinstance(tree, dict) else tree) for node in _nodes(item)]
 
 
 def _agrees(own: Any, sent: Any) -> bool:
