@@ -100,23 +100,17 @@ def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
 
 
 def summarise(
-    strategy: Strategy,
-    outcome: Outcome,
-    test: dict[str, float],
-    ranks: list[RankResult],
-    model: str,
-    sample: Batch,
-    tokens_per_sample: int | None,
+    setup: Any, strategy: Strategy, outcome: Outcome, test: dict[str, float], ranks: list[RankResult]
 ) -> dict[str, Any]:
-    """Return the content of summary.json. ``sample`` is a micro-batch with the shapes of the training."""
-    plan = strategy.plan
+    """Return the content of summary.json. ``test`` has the results on the test split, ``ranks`` those of all ranks."""
+    plan, tokens_per_sample = strategy.plan, setup.data.seq_len
     step_time = ranks[0].step_time_s
     samples = plan.global_batch_size / step_time if step_time else None
     bubble = None
     if plan.pipelined:
         bubble = bubble_fraction([ranks[rank].intervals for rank in strategy.mesh.pipeline(0)])
     return {
-        "model": model,
+        "model": setup.cfg.model.name,
         "parallel": plan.strategy,
         "device": plan.device_type,
         "world_size": plan.processes,
@@ -142,7 +136,7 @@ def summarise(
         "ideal_bubble_fraction": plan.ideal_bubble,
         "stages": [
             {"layers": list(stage.layers), "parameters": stage.parameters, "activation_bytes": activations}
-            for stage, activations in zip(plan.stages, _activations(plan, strategy, sample), strict=True)
+            for stage, activations in zip(plan.stages, _activations(plan, strategy, setup.sample), strict=True)
         ],
     }
 

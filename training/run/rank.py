@@ -123,7 +123,7 @@ def run(
                 outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
                 test = _test(setup, strategy, loop)
                 ranks = gather_results(strategy, outcome, optimizer.state_of)
-                summary = _summary(setup, strategy, outcome, test, ranks)
+                summary = summarise(setup, strategy, outcome, test, ranks)
                 loop.callbacks.call("on_end", summary)
             else:
                 recorder.say(f"step {done} was the last one and summary.json is written: nothing is left to do")
@@ -153,7 +153,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
                 if (warning := problem(results[split], setup.plan.global_batch_size)) is not None:
                     recorder.say(warning)
         outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
-        summary = _summary(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
+        summary = summarise(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
         return summary
     finally:
         recorder.close(summary)
@@ -309,13 +309,6 @@ def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
     if (warning := problem(result, setup.plan.global_batch_size)) is not None:
         loop.recorder.say(warning)
     return result
-
-
-def _summary(
-    setup: Setup, strategy: Strategy, outcome: Outcome, test: dict[str, float], ranks: list[RankResult]
-) -> dict[str, Any]:
-    model = setup.cfg.model.name
-    return summarise(strategy, outcome, test, ranks, model, setup.sample, setup.data.seq_len)
 
 
 def _report(
