@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from statistics import median_low
@@ -53,40 +52,6 @@ _TOP, _BLOCK, _STRIP_TOP, _STRIP = -0.40, 0.62, 0.26, 0.10  # of a row of height
 _HANDS_ON = {FORWARD: RECEIVE_ACTIVATION, BACKWARD: RECEIVE_GRADIENT, BACKWARD_INPUT: RECEIVE_GRADIENT}
 
 Colour = tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A tensor that a stage receives from a neighbouring one.
-
-    Attributes:
-        kind: RECEIVE_ACTIVATION or RECEIVE_GRADIENT.
-        stage: The receiving stage.
-        microbatch: The micro-batch's index.
-        posted: When the receive was posted, in seconds.
-        ready: When the neighbour had finished computing the tensor, or ``posted`` if that is later.
-        used: When the tensor was first used.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-    posted: float
-    ready: float
-    used: float
-
-
-def transfers(step: Sequence[Interval]) -> list[Transfer]:
-    """Return the receives in one step, from the intervals of all ranks of one pipeline."""
-    done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in step}
-    received = []
-    for kind, stage, microbatch, posted, used in step:
-        if kind in WORK:
-            continue
-        sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
-        ready = done.get((kind, sender, microbatch), posted)
-        received.append(Transfer(kind, stage, microbatch, posted, min(max(posted, ready), used), used))
-    return received
 
 
 @plot.style()
@@ -163,14 +128,17 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
                     middle = (left + right) / 2, row + _TOP + _BLOCK / 2
                     axes.text(*middle, str(microbatch), color=ink, fontsize=size, ha="center", va="center_baseline")
     row_of = {stage: row for row, own in enumerate(stages) for stage in own}
-    moves = transfers(everything)
-    for colour, ends in ((_WAITING, lambda t: (t.posted, t.ready)), (_SENT, lambda t: (t.ready, t.used))):
-        for transfer in moves:
-            left, right = (max(0.0, 1e3 * (end - first)) for end in ends(transfer))
-            _bar(axes, left, right, row_of[transfer.stage] + _STRIP_TOP, _STRIP, color=colour)
+    done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in everything}
+    receives = [i for i in everything if i.kind not in WORK]
+    for kind, stage, microbatch, posted, used in receives:
+        sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
+        ready = min(max(posted, done.get((kind, sender, microbatch), posted)), used)
+        for colour, begin, end in ((_WAITING, posted, ready), (_SENT, ready, used)):
+            left, right = (max(0.0, 1e3 * (time - first)) for time in (begin, end))
+            _bar(axes, left, right, row_of[stage] + _STRIP_TOP, _STRIP, color=colour)
 
     shown = [legend[key] for key in sorted(legend)] + [("idle (bubble)", _IDLE)]
-    if moves:
+    if receives:
         shown += [("receive: sender still computing", _WAITING), ("receive: sent, until used", _SENT)]
     _finish(axes, span, [_label(rank, own) for rank, own in zip(ranks, stages, strict=True)])
     return [Patch(facecolor=colour, edgecolor="#999999", lw=0.5, label=name) for name, colour in shown]
