@@ -10,7 +10,7 @@ import torch
 from common.errors import TrainingError
 from parallel.sharding import whole
 from training.callbacks import Callback, TrainingRun
-from training.reporting import MetricsFile
+from training.reporting.metrics import MetricsFile
 
 
 class GradientHistogram(Callback):

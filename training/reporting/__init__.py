@@ -13,18 +13,7 @@ page.py, plot.py  the layout that all HTML pages share, and the style of all fig
 A lost server, a full disk or a closed terminal does not end a training run: it is reported once, and the run continues.
 """
 
-from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, write_json
-from training.reporting.recorder import CsvLogger, NoLogger, Progress, describe
+from training.reporting.recorder import CsvLogger, NoLogger, describe
 from training.reporting.wandb_run import WandbRun
 
-__all__ = [
-    "METRICS",
-    "SUMMARY",
-    "CsvLogger",
-    "MetricsFile",
-    "NoLogger",
-    "Progress",
-    "WandbRun",
-    "describe",
-    "write_json",
-]
+__all__ = ["CsvLogger", "NoLogger", "WandbRun", "describe"]

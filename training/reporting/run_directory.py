@@ -30,7 +30,7 @@ from conf.composition import refusing
 from conf.masking import mask_files, mask_secrets
 from launchers import World
 from launchers.world import restarts
-from training.reporting import METRICS
+from training.reporting.metrics import METRICS
 
 LOCK = ".lock"
 EARLIER_ATTEMPT_S = 120.0  # seconds that a network file system may keep the lock of a machine that has died

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from conf.masking import mask_secrets
-from training.reporting import MetricsFile, describe, write_json
+from training.reporting import describe
+from training.reporting.metrics import MetricsFile, write_json
 from training.reporting.recorder import git_state
 
 

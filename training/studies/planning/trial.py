@@ -20,8 +20,7 @@ from parallel.timeline import WORK, Interval, Steps, steady_steps, work_span
 from planner.layout import PlannedLayout
 from planner.search import Candidate
 from training.callbacks import Callback, TrainingRun
-from training.reporting import METRICS
-from training.reporting.metrics import after_warmup, read_records
+from training.reporting.metrics import METRICS, after_warmup, read_records
 from training.run.prepare import prepare
 from training.studies.short_run import run_on_rank, short_run
 
