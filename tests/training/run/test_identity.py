@@ -26,7 +26,7 @@ class TwoRanks(Mesh):
         return [value, {**value, "node": "n2", **self.other}]
 
 
-@pytest.mark.parametrize("name", ["commit", "project files", "torch", "Python", "data", None])
+@pytest.mark.parametrize("name", ["project files", "torch", "Python", "data", None])
 def test_ranks_that_differ_are_refused_with_both_values(monkeypatch, name):
     setup = prepare(config(*FEW))
     if name is None:

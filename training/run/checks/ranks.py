@@ -27,7 +27,6 @@ from parallel.sharding import piece_of
 from parallel.strategy import Strategy
 from training.checkpoint.init_from import digest_read
 from training.reporting.metrics import flat
-from training.reporting.recorder import git_state
 
 _ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
@@ -135,9 +134,7 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
 
 def describe_rank(setup: Any) -> dict[str, str | None]:
     """Return versions and digests, which must be equal on all ranks, by name; None for an unknown one."""
-    commit, _ = git_state()  # the digest of the files covers uncommitted changes
     return {
-        "commit": commit and commit[:_DIGITS],
         "project files": _project_digest(),
         "torch": torch.__version__,
         "Python": platform.python_version(),
