@@ -23,14 +23,13 @@ from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from common.errors import UserError
 from common.files import TYPED_IN
 from common.machine import changed_environment
 from conf import CHOSEN, COMMAND, FOLDER, ON_TOP, TRAINED, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
 from conf.schema import Root, register
-from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of
+from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of, parse
 from launchers.world import launcher_start
 
 # Keys that a checkpoint does not keep.
@@ -189,20 +188,16 @@ def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], s
 
     Raises:
         HydraException: The configuration cannot be composed.
-        UserError: Hydra's logging cannot be set up.
+        UserError: A word begins with a dash, and is no option.
         SystemExit: The command was only to be shown (--cfg job).
     """
     masking.named.update(masking.references(arguments))
     # A rank that torchrun starts again finds the directory of the attempt before.
     start = launcher_start() or (time.time(), secrets.token_hex(3))
     _register_resolvers(*start)
-    parser = get_args_parser()
-    parsed, unknown = parser.parse_known_intermixed_args(arguments)
-    if unknown:
-        setting, value = unknown[0].lstrip("-"), "" if "=" in unknown[0] else "=VALUE"
-        raise UserError(f"{unknown[0]}: settings are written without dashes: {setting}{value}")
+    parsed = parse(arguments)
     if saved is not None and parsed.cfg:  # Hydra would show the files' part only
-        print(OmegaConf.to_yaml(compose(parsed.overrides, arguments, saved=saved)))
+        print(OmegaConf.to_yaml(compose(arguments, saved=saved)))
         raise SystemExit(0)
     typed = expand_lists(parsed.overrides)
     words = _for_jobs(typed) if parsed.multirun else typed
@@ -214,7 +209,7 @@ def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], s
     error = None
     try:
         with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # then Hydra raises its errors instead of printing them
-            _run_hydra(parsed, parser, job, str(FOLDER), "train")
+            _run_hydra(parsed, get_args_parser(), job, str(FOLDER), "train")
     except Refused as refused:
         error = refused.error
     finally:
@@ -323,36 +318,34 @@ def _is_where(word: str) -> bool:
     return key_of(word).partition(".")[0] in _WHERE or not all(map(is_ours, named_code))
 
 
-def compose(
-    overrides: Sequence[str], arguments: Sequence[str] = (), with_hydra: bool = False, saved: Any = None
-) -> Any:
+def compose(arguments: Sequence[str], with_hydra: bool = False, saved: Any = None) -> Any:
     """Compose the configuration of a command line without running anything.
 
     Args:
-        overrides: Its words.
-        arguments: The whole command line, which may name a folder of the user's options (``--config-dir``).
+        arguments: The command line, which may name a folder of the user's options (``--config-dir``).
         with_hydra: Whether to return Hydra's section too, which has the option of each group.
         saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig).
 
     Raises:
         HydraException: It cannot be composed.
+        UserError: A word begins with a dash, and is no option.
     """
     register()
     GlobalHydra.instance().clear()
-    folder = config_folder(arguments)
+    parsed, folder = parse(arguments), config_folder(arguments)
     path = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     search = [] if folder is None else [f"hydra.searchpath=['file://{path}']"]
-    words = [*_brought(saved), *expand_lists(overrides)]
-    name = get_args_parser().parse_known_args(arguments)[0].config_name or "train"
+    typed = expand_lists(parsed.overrides)
     with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
-        cfg = hydra.compose(name, [*words, *search], return_hydra_config=True)
+        words = [*_brought(saved), *typed, *search]
+        cfg = hydra.compose(parsed.config_name or "train", words, return_hydra_config=True)
     choices = cfg.hydra.runtime.choices
     if not with_hydra:
         with open_dict(cfg):
             del cfg.hydra
     cfg = named(cfg, choices)
     if saved is not None:
-        saved.lay_under(cfg, choices, expand_lists(overrides))
+        saved.lay_under(cfg, choices, typed)
     return cfg
 
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf, open_dict
 from common.errors import UserError
 from conf.composition import compose
 from conf.instantiate import add_to_path, nodes_with_target, to_dict, why_foreign
-from conf.words import code_folders, is_override
+from conf.words import code_folders
 
 # Keys whose values a rank executes, reads or writes. It accepts rank 0's only if its own command line gives the same.
 _GUARDED = ("parallel.env", "data", "callbacks", "checkpoint", "model.init_from")
@@ -49,7 +49,7 @@ def compose_own(
     Raises:
         HydraException: It cannot be composed.
     """
-    cfg = compose([word for word in arguments if is_override(word)], arguments, with_hydra=True, saved=saved)
+    cfg = compose(arguments, with_hydra=True, saved=saved)
     for name in ("began", "now", "run_id"):
         OmegaConf.register_new_resolver(name, lambda *given: _ANY, replace=True)
     run_dir = cfg.hydra.runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,19 @@ from conf.instantiate import literal
 GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # a run needs an option of each
 
 
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Return the options and the ``overrides`` of a command line, as Hydra reads them.
+
+    Raises:
+        UserError: Another word begins with a dash.
+    """
+    parsed, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
+    if unknown:
+        setting, value = unknown[0].lstrip("-"), "" if "=" in unknown[0] else "=VALUE"
+        raise UserError(f"{unknown[0]}: settings are written without dashes: {setting}{value}")
+    return parsed
+
+
 def config_folder(arguments: Sequence[str]) -> Path | None:
     """Return the folder of the user's options, ``--config-dir``; None if there is none."""
     folder = get_args_parser().parse_known_args(arguments)[0].config_dir
@@ -28,11 +42,6 @@ def code_folders(arguments: Sequence[str]) -> list[str]:
     """Return the folders that may have the user's code: that of ``--config-dir`` and its parent."""
     folder = config_folder(arguments)
     return [] if folder is None else [str(folder.parent), str(folder)]
-
-
-def is_override(word: str) -> bool:
-    """Return whether a word of a command line is an override, not an option such as ``-m``."""
-    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def key_of(word: str) -> str:

@@ -11,7 +11,6 @@ from commandline import ROOT
 from conf.composition import Composed
 from conf.composition import compose as composed_of
 from conf.instantiate import to_config, to_dict
-from conf.words import is_override
 from data.loader import TrainBatches
 
 # Ranks and command line of each strategy, all with four micro-batches a step.
@@ -48,7 +47,7 @@ def typed(*words: str, folder: Path | str = ".") -> Composed:
     """What a command line composes, with how it was composed."""
     from omegaconf import open_dict
 
-    cfg = composed_of(list(filter(is_override, words)), words, with_hydra=True)
+    cfg = composed_of(words, with_hydra=True)
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
         hydra.runtime.output_dir = str(folder)

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
-from conf.words import config_folder, is_override
+from conf.words import config_folder, parse
 from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
 from training.checkpoint.load import CheckpointTensors
@@ -47,11 +47,11 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
         TrainingError: Another model was typed, or several checkpoints with different configurations.
     """
     try:
-        typed = _typed(filter(is_override, arguments))
+        typed = _typed(parse(arguments).overrides)
     except HydraException:
         return None  # Hydra raises a better message
     paths = _checkpoints(typed)
-    if not paths or any(word.partition("=")[0] in ("--config-name", "-cn") for word in arguments):
+    if not paths or parse(arguments).config_name is not None:
         return None  # --config-name names a composed configuration, which is complete
     configs = [_config_of(Path(path)) for path in paths]
     if configs[0] is None:

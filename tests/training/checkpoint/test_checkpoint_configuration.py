@@ -146,8 +146,7 @@ class Pretended:
     def resumed(self, *words):
         """The sections of a command line that resumes it."""
         arguments = quote_values([*words, f"train.resume='{self.folder}'"])
-        overrides = [word for word in arguments if not word.startswith("--")]
-        tree = to_dict(compose(overrides, arguments, saved=saved_config(arguments)))
+        tree = to_dict(compose(arguments, saved=saved_config(arguments)))
         tree["train"].pop("resume")
         return json.loads(json.dumps({name: tree[name] for name in ("seed", "recipe", *TRAINED)}))
 
@@ -256,7 +255,7 @@ def test_a_checkpoint_chooses_among_options_and_does_nothing_else(a_run, monkeyp
         assert not differing(trained, a_run.resumed())
     a_run.holds({**sections, "launcher": {"setup": ["touch executed"]}, "hydra": {"callbacks": {"x": {}}}})
     words = quote_values([f"train.resume='{a_run.folder}'"])
-    cfg = compose(words, words, with_hydra=True, saved=saved_config(words))
+    cfg = compose(words, with_hydra=True, saved=saved_config(words))
     assert "setup" not in cfg.launcher and "x" not in cfg.hydra.callbacks
     assert not differing(trained, a_run.resumed())
 
