@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from data.dataset import DataSet, Source
@@ -77,14 +77,20 @@ def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[st
     return {name: f"{len(b)} of {b.whole} batches" for name, b in batches.items() if len(b) < b.whole}
 
 
-def evaluate_split(setup: Any, strategy: Strategy, split: str) -> dict[str, float]:
+def evaluate_split(setup: Any, strategy: Strategy, split: str, say: Callable[[str], None]) -> dict[str, float]:
     """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl.
 
-    The result is empty if no target counts.
+    The result is empty if the run does not have the split, or if no target counts. ``say`` prints a warning if there
+    are no results, or some that are not finite.
     """
     source = setup.data.valid if split == "val" else setup.data.test
+    if source is None:
+        return {}
     result = evaluate(strategy, source, setup.cfg.train.eval_batches)
-    return record_of(result, split, language=setup.data.seq_len is not None)
+    record = record_of(result, split, language=setup.data.seq_len is not None)
+    if (warning := problem(record, setup.plan.global_batch_size)) is not None:
+        say(warning)
+    return record
 
 
 def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str, float]:

@@ -32,7 +32,7 @@ from training.reporting.console import numbers
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
 from training.run.checks.ranks import recipe
-from training.run.evaluate import IGNORED_TARGETS, evaluate_split, problem
+from training.run.evaluate import IGNORED_TARGETS, evaluate_split
 from training.run.first_not_finite import first_not_finite
 from training.run.setup import Setup
 
@@ -231,23 +231,17 @@ class Loop:
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate on the validation split, and return whether that has given a loss. Stop if the run is told to."""
-        if self.setup.data.valid is None:
-            return False
         heartbeat.note(step, "evaluating")
         try:
-            record = evaluate_split(self.setup, self.strategy, "val")
+            record = evaluate_split(self.setup, self.strategy, "val", self.say)
         except Stopped:
             self.stop(step)
-        warning = problem(record, self.setup.plan.global_batch_size)
-        if record:
-            if record["val_loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
-                self.outcome.best_val_loss, self.outcome.best_step = record["val_loss"], self.skipping.counted
-            self.recorder.record({"step": step, **record})
-            self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
-        if warning is not None:
-            self.say(warning)
         if not record:
             return False
+        if record["val_loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
+            self.outcome.best_val_loss, self.outcome.best_step = record["val_loss"], self.skipping.counted
+        self.recorder.record({"step": step, **record})
+        self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
         self.callbacks.call("on_evaluation", {"step": step, **record})
         return True
 

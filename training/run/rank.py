@@ -42,7 +42,7 @@ from training.reporting.metrics import SUMMARY, read_object
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.run.checks.ranks import changes, check_ranks, check_run_directory, check_weights, follows_total
-from training.run.evaluate import evaluate_split, problem
+from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
 from training.run.prepare import build_setup
 from training.run.setup import Setup
@@ -141,17 +141,14 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
     step = load(checkpoint_of(setup.cfg), strategy).step
     _warn(strategy.mesh, check_weights(strategy, _allows_mixed(setup.cfg)))
     recorder = _recorder(setup, strategy, run_dir, first_step=1)
-    results: dict[str, dict[str, float]] = {"val": {}, "test": {}}
+    results: dict[str, dict[str, float]] = {}
     summary = None
     try:
-        for split, source in (("val", setup.data.valid), ("test", setup.data.test)):
-            if source is not None:
-                results[split] = evaluate_split(setup, strategy, split)
-                if results[split]:
-                    recorder.record({"step": step, **results[split]})
-                    recorder.say(numbers(results[split], setup.extents.get(split)))
-                if (warning := problem(results[split], setup.plan.global_batch_size)) is not None:
-                    recorder.say(warning)
+        for split in ("val", "test"):
+            results[split] = evaluate_split(setup, strategy, split, recorder.say)
+            if results[split]:
+                recorder.record({"step": step, **results[split]})
+                recorder.say(numbers(results[split], setup.extents.get(split)))
         outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
         summary = summarise(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
         return summary
@@ -300,15 +297,12 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
 
 def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
     """Return the results on the test split; empty if there is no test split, or if none of its targets counts."""
-    if setup.data.test is None or setup.cfg.train.eval_every is None:
+    if setup.cfg.train.eval_every is None:
         return {}
     try:
-        result = evaluate_split(setup, strategy, "test")
+        return evaluate_split(setup, strategy, "test", loop.say)
     except Stopped:
         loop.stop(loop.outcome.steps)
-    if (warning := problem(result, setup.plan.global_batch_size)) is not None:
-        loop.recorder.say(warning)
-    return result
 
 
 def _report(
