@@ -29,11 +29,9 @@ from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
 from conf.words import config_folder, parse
-from models.chain import Chain
 from training.checkpoint.files import MANIFEST, Checkpoint
-from training.checkpoint.load import CheckpointTensors
 
-_SHOWN = 4
+_NAMES_ONE = re.compile(r"\+*(checkpoint|train\.resume)=")
 
 
 def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
@@ -46,6 +44,8 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
         CheckpointError: The named path has no complete checkpoint.
         TrainingError: Another model was typed, or several checkpoints with different configurations.
     """
+    if not any(map(_NAMES_ONE.match, arguments)):
+        return None
     try:
         typed = _typed(parse(arguments).overrides)
     except HydraException:
@@ -248,38 +248,3 @@ def checkpoint_of(cfg: Any) -> Path:
     if cfg.checkpoint is None:
         raise TrainingError(f"mode={cfg.mode} needs checkpoint=PATH: a run directory, or RUN_DIR/checkpoints/latest")
     return Path(cfg.checkpoint)
-
-
-def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
-    """Check that a checkpoint holds the model ``chain``, built from ``cfg``.
-
-    Only the names and shapes of tensors are compared; no tensor is read.
-
-    Raises:
-        CheckpointError: A tensor does not fit. The message names it, and the keys that differ from the checkpoint's.
-    """
-    from safetensors import SafetensorError
-
-    checkpoint = Checkpoint.find(path)
-    try:
-        stored = CheckpointTensors(checkpoint)
-        shapes = {name: tuple(stored[name].shape) for name in stored if "/" not in name}
-    except (OSError, SafetensorError):
-        return  # damaged: loading compares the checksums and names the file
-    for name, tensor in chain.skeleton().state_dict().items():
-        shape, expected = shapes.get(chain.canonical(name)), tuple(tensor.shape)
-        if shape != expected and name not in chain.unsaved:
-            problem = "is not in it" if shape is None else f"has {shape}, expected {expected}"
-            reasons = _differences(checkpoint.config, cfg)
-            raise CheckpointError(f"{path} does not fit this model: {chain.canonical(name)} {problem}{reasons}")
-
-
-def _differences(config: Mapping[str, Any] | None, cfg: Any) -> str:
-    """Return the end of a message: the keys of model and data whose values differ from the checkpoint's."""
-    differing = [
-        f"{section}.{key}={value} in the checkpoint and {cfg[section].get(key)} in this command"
-        for section in ("model", "data")
-        for key, value in (config or {}).get(section, {}).items()
-        if cfg[section].get(key) != value
-    ]
-    return f"; {', '.join(differing[:_SHOWN])}" if differing else ""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError
+from models.chain import Chain
 from parallel.mesh import Mesh
 from parallel.sharding import Box, Boxes
 from parallel.strategy import Strategy
@@ -28,6 +29,7 @@ from training.checkpoint.files import (
 )
 
 AUTO = "auto"
+_SHOWN = 4  # keys that differ
 T = TypeVar("T")
 
 
@@ -145,6 +147,41 @@ def _load_optimizer(tensors: CheckpointTensors, strategy: Strategy, optimizer: O
             if kind != "step" and "#" not in kind and name in tensors and value.dtype == tensors[name].dtype:
                 value.dtype = parameter.dtype
         optimizer.load_state_of(parameter, state)
+
+
+def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
+    """Check that a checkpoint holds the model ``chain``, built from ``cfg``.
+
+    Only the names and shapes of tensors are compared; no tensor is read.
+
+    Raises:
+        CheckpointError: A tensor does not fit. The message names it, and the keys that differ from the checkpoint's.
+    """
+    from safetensors import SafetensorError
+
+    checkpoint = Checkpoint.find(path)
+    try:
+        stored = CheckpointTensors(checkpoint)
+        shapes = {name: tuple(stored[name].shape) for name in stored if "/" not in name}
+    except (OSError, SafetensorError):
+        return  # damaged: loading compares the checksums and names the file
+    for name, tensor in chain.skeleton().state_dict().items():
+        shape, expected = shapes.get(chain.canonical(name)), tuple(tensor.shape)
+        if shape != expected and name not in chain.unsaved:
+            problem = "is not in it" if shape is None else f"has {shape}, expected {expected}"
+            reasons = _differences(checkpoint.config, cfg)
+            raise CheckpointError(f"{path} does not fit this model: {chain.canonical(name)} {problem}{reasons}")
+
+
+def _differences(config: Mapping[str, Any] | None, cfg: Any) -> str:
+    """Return the end of a message: the keys of model and data whose values differ from the checkpoint's."""
+    differing = [
+        f"{section}.{key}={value} in the checkpoint and {cfg[section].get(key)} in this command"
+        for section in ("model", "data")
+        for key, value in (config or {}).get(section, {}).items()
+        if cfg[section].get(key) != value
+    ]
+    return f"; {', '.join(differing[:_SHOWN])}" if differing else ""
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------

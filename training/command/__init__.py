@@ -1,6 +1,6 @@
 """From a command line or a Python program to processes that run.
 
-app.py         a composed configuration is made plain, and its mode is called
+app.py         words are composed, the configuration is made plain, and its mode is called
 modes/         what each mode does: mode=NAME is NAME.py
 launch.py      a run of training or evaluation: prepared, then started on this machine, among ranks, or in a queue
 ranks.py       ranks that exist already (torchrun, srun): rank 0 tells the others what to run
@@ -9,6 +9,5 @@ slurm_job.py   a run as a job of a SLURM cluster
 api.py         train, load_config and verify, for Python programs
 command.py     what a mode is given
 errors.py      errors that the user can act on, as one message and an exit code
-checkpoint.py  the checkpoint that a command names
 preload.py     what the process that forks workers imports
 """

@@ -18,8 +18,8 @@ from conf.messages import explain
 from conf.words import key_of, quote_values
 from launchers import World
 from models.given import GIVEN, set_given
+from training.checkpoint.configuration import saved_config
 from training.command.app import execute, plain, run_words
-from training.command.checkpoint import saved_config
 from training.reporting.metrics import METRICS, SUMMARY, read_object, read_records
 
 if TYPE_CHECKING:

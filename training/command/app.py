@@ -12,7 +12,7 @@ from conf.composition import Composed, compose_and_run
 from conf.instantiate import add_to_path
 from conf.words import quote_values
 from launchers import World
-from training.command.checkpoint import saved_config
+from training.checkpoint.configuration import saved_config
 from training.command.command import Command
 from training.command.ranks import follow, leading
 from training.reporting.run_directory import locked_directories, removed_if_unused

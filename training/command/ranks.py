@@ -18,7 +18,7 @@ from launchers import World, stopping
 from launchers.failure import EndedTogether
 from launchers.heartbeat import note
 from launchers.stopping import Stopped
-from training.command.checkpoint import saved_config
+from training.checkpoint.configuration import saved_config
 from training.command.errors import described
 
 if TYPE_CHECKING:

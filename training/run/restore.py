@@ -10,9 +10,9 @@ from parallel.devices import share_cores
 from parallel.layout import Layout
 from parallel.plan import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
-from training.checkpoint.configuration import check_fits, checkpoint_of
+from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import check_base, read_base
-from training.checkpoint.load import load
+from training.checkpoint.load import check_fits, load
 from training.run.prepare import model_and_data
 
 

@@ -14,8 +14,8 @@ from conf.composition import compose
 from conf.instantiate import to_config, to_dict
 from conf.words import quote_values
 from train import main
+from training.checkpoint.configuration import saved_config
 from training.checkpoint.files import with_checksum
-from training.command.checkpoint import saved_config
 from training.run.rank import kept
 
 

@@ -11,8 +11,9 @@ from data.dataset import DataSet
 from models.chain import Chain
 from parallel.devices import check_compiler
 from parallel.schedules import SCHEDULES
-from training.checkpoint.configuration import check_fits, checkpoint_of
+from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import check_base, check_copies, check_start
+from training.checkpoint.load import check_fits
 from training.optimizer import check_layout, check_others, check_rates
 from training.reporting.summary import check_objective
 
