@@ -3,7 +3,7 @@
 A checkpoint keeps the option of each group and every value that determine what is trained, not where it is trained
 (see ``training.run.rank.kept``). They are restored in two steps. First, the options are put on the command line, before
 the typed words, which override them, so that Hydra composes the files of the same options (``SavedConfig.words``).
-Then, the checkpoint's values replace those of the files, except where a key was typed (``SavedConfig.lay_under``).
+Then, the checkpoint's values replace those of the files, and what was typed is put back (``SavedConfig.lay_under``).
 
 The checkpoint's values of a group apply only if the group has the option that the checkpoint was trained with. Another
 option, typed or selected by an experiment, starts from its own defaults. The checkpoint's values override an
@@ -31,6 +31,7 @@ from conf.instantiate import PACKAGES, literal, targets, why_foreign
 from conf.words import config_folder, parse
 from training.checkpoint.files import MANIFEST, Checkpoint
 
+_AT_ROOT = ("seed", "recipe")  # keys beside the sections
 _NAMES_ONE = re.compile(r"\+*(checkpoint|train\.resume)=")
 
 
@@ -117,27 +118,25 @@ class SavedConfig:
             *(group for group in CHOSEN if group not in self._chosen or choices.get(group) == self._had[group]),
         ]
         values = {f"{section}.{key}": value for section in sections for key, value in config[section].items()}
-        values |= {key: config[key] for key in ("seed", "recipe") if key in config}
-        new = [self._read(key, choices.get(key)) for key in ON_TOP if self._is_new(key, choices.get(key))]
-        winning = {*typed, *(leaf for file in new for leaf in _leaves(file))}
+        values |= {key: config[key] for key in _AT_ROOT if key in config}
+        if raw["mode"] == "eval":
+            values["train.eval_batches"] = None  # the whole split, as in conf/model
         with flag_override(cfg, ["struct", "readonly"], False):
             for group in sections[1:]:
                 same_target = raw[group].get("_target_") == config[group].get("_target_")
                 if choices.get(group) != self._had[group] or not same_target:  # the option's file is missing
                     for key in raw[group].keys() - config[group].keys():
-                        if f"{group}.{key}" not in winning:
-                            cfg[group].pop(key)
-            for key in values.keys() - winning - _derived(cfg, raw, values):
-                below = {leaf: OmegaConf.select(cfg, leaf) for leaf in winning if leaf.startswith(f"{key}.")}
-                # mode=eval evaluates the whole split, as in conf/model.
-                whole_split = key == "train.eval_batches" and raw["mode"] == "eval"
-                OmegaConf.update(cfg, key, None if whole_split else literal(values[key]), merge=False)
-                for leaf, value in below.items():
-                    if leaf in typed and typed[leaf].is_delete():
-                        parent, _, name = leaf.rpartition(".")
-                        OmegaConf.select(cfg, parent).pop(name, None)
-                    else:
-                        OmegaConf.update(cfg, leaf, value, force_add=True)
+                        cfg[group].pop(key)
+            for key in values.keys() - _derived(cfg, raw, values):
+                OmegaConf.update(cfg, key, literal(values[key]), merge=False)
+            for key in ON_TOP:
+                if self._is_new(key, choices.get(key)):
+                    file = self._read(key, choices.get(key))
+                    cfg.merge_with({name: file[name] for name in (*sections, *_AT_ROOT) if name in file})
+            for key, override in typed.items():
+                section, _, name = key.partition(".")
+                if key in _AT_ROOT or (name and section in sections):
+                    _put_back(cfg, raw, key, override.is_delete())
         for section in sections:
             foreign = set(targets(OmegaConf.to_container(cfg[section], resolve=False, enum_to_str=True)))
             for target in foreign - set(targets(raw)):
@@ -162,15 +161,15 @@ class SavedConfig:
         return {}
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the values of a file by dotted key, without its defaults list; an empty mapping is a value."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            found |= _leaves(value, f"{path}{name}.")
-        elif f"{path}{name}" != "defaults":
-            found[f"{path}{name}"] = value
-    return found
+def _put_back(cfg: DictConfig, raw: Any, key: str, deleted: bool) -> None:
+    """Set the value of a typed key as it was composed, or delete the key."""
+    *parents, name = key.split(".")
+    for parent in parents:
+        raw = raw.get(parent, {})
+    if deleted:
+        OmegaConf.select(cfg, ".".join(parents)).pop(name, None)
+    else:
+        OmegaConf.update(cfg, key, raw[name], merge=False, force_add=True)
 
 
 def _groups_of(file: Mapping[str, Any]) -> set[str]:
