@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -77,11 +76,10 @@ def hold(folder: Path, patience_s: float = 0.0) -> None:
         if os.fstat(descriptor).st_nlink == 0:  # its holder has removed the file since it was opened
             os.close(descriptor)
             continue
-        with suppress(OSError):  # on a full disk the lock is held, but does not name its holder
-            os.ftruncate(descriptor, 0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
         _held[folder] = descriptor, made
+        os.ftruncate(descriptor, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
 
 
 def release(folder: Path) -> None:
@@ -173,7 +171,6 @@ def started_again() -> bool:
 def _take(folder: Path, key: str, depth: int) -> None:
     """Lock a directory, after checking that it can be written and that no link, down to a depth, leads out of it."""
     try:
-        _try_to_write(folder)
         for level in range(1, depth + 1):
             for path in filter(Path.is_symlink, folder.glob("/".join("*" * level))):
                 if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
@@ -187,11 +184,3 @@ def _take(folder: Path, key: str, depth: int) -> None:
         raise TrainingError(
             f"the {kind} directory {folder} cannot be written: {explain(error, folder)}; choose another {key}"
         ) from error
-
-
-def _try_to_write(folder: Path) -> None:
-    """Write a small file to ``folder``, or to the nearest folder above it that exists. Raises OSError."""
-    existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
-    with tempfile.NamedTemporaryFile(dir=existing, prefix=".writable-") as file:
-        file.write(b"\n" * 4096)
-        file.flush()

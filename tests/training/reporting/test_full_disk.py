@@ -89,10 +89,14 @@ def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_the_last_good_che
     assert again.code == 0, again.console
 
 
-def test_a_run_directory_that_cannot_be_written_is_an_error_before_anything_starts(small_disk, tmp_path):
+@pytest.mark.parametrize("reason", ["Read-only file system", "No space left on device"])
+def test_a_run_directory_that_cannot_be_written_is_an_error_before_anything_starts(reason, small_disk, tmp_path):
     root = small_disk("1m")
-    subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True, timeout=20)
+    if reason == "Read-only file system":
+        subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True, timeout=20)
+    else:
+        fill(root)
     ended = train([f"hydra.run.dir='{root}/run'"], tmp_path / "run", own_folder=False)
     assert ended.code == 1
-    assert ended.stderr.startswith(f"error: the run directory {root}/run cannot be written: Read-only file system; ")
+    assert ended.stderr.startswith(f"error: the run directory {root}/run cannot be written: {reason}; ")
     assert "MiB are free" in ended.stderr and "hydra.run.dir" in ended.stderr
