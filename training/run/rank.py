@@ -94,7 +94,7 @@ def run(
             keep=cfg.train.keep_checkpoints,
             timeout_s=cfg.parallel.timeout_s,
             config=kept(cfg),
-            check=partial(check_weights, strategy, _allows_mixed(cfg)),
+            check=partial(check_weights, strategy, cfg.launcher.allow_mixed),
         )
         resumed, done, ended = None, 0, False
         if cfg.train.resume is not None:
@@ -139,7 +139,7 @@ def run(
 def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict[str, Any]:
     """Evaluate a checkpoint on the validation and the test split (``mode=eval``)."""
     step = load(checkpoint_of(setup.cfg), strategy).step
-    _warn(strategy.mesh, check_weights(strategy, _allows_mixed(setup.cfg)))
+    _warn(strategy.mesh, check_weights(strategy, setup.cfg.launcher.allow_mixed))
     recorder = _recorder(setup, strategy, run_dir, first_step=1)
     results: dict[str, dict[str, float]] = {}
     summary = None
@@ -265,10 +265,6 @@ def _has_ended(total: int, resumed: Checkpoint, own: bool) -> bool:
     return resumed.step == total
 
 
-def _allows_mixed(cfg: Any) -> bool:
-    return cfg.launcher.get("allow_mixed", False)
-
-
 def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] | None:
     """Return the summary.json of a run that ended with ``step``, which rank 0 reads; None if there is none."""
     summary = read_object(run_dir / SUMMARY) if strategy.mesh.rank == 0 else None
@@ -280,8 +276,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     cfg, logger = setup.cfg, None
     if strategy.mesh.rank == 0:
         name = f"{cfg.model.name}-{cfg.parallel.name}"
-        shown = {key: value for key, value in mask_secrets(to_dict(cfg)).items() if key != COMMAND}
-        supplied = {"run_dir": run_dir, "run_config": shown, "run_name": name}
+        supplied = {"run_dir": run_dir, "run_config": setup.shown, "run_name": name}
         logger = Loggers(sections(cfg), partial(build, **supplied))
     recorder = Recorder(run_dir, logger, setup.total_steps, first_step, resumed=cfg.train.resume is not None)
     if cfg.mode == "train" and cfg.train.trace and not setup.plan.pipelined:

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from conf import COMMAND
+from conf.instantiate import to_dict
+from conf.masking import mask_secrets
 from data.dataset import Batch, DataSet
 from data.loader import TrainBatches
 from models.chain import LOSS, Chain
@@ -37,6 +40,11 @@ class Setup:
     data: DataSet
     plan: Plan
     shares: tuple[list[float], str] | None = None
+
+    @cached_property
+    def shown(self) -> dict[str, Any]:
+        """The configuration as plain data, with secrets masked."""
+        return {key: value for key, value in mask_secrets(to_dict(self.cfg)).items() if key != COMMAND}
 
     @cached_property
     def per_epoch(self) -> int:

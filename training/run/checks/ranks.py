@@ -20,7 +20,6 @@ from torch import Tensor
 from common.errors import DataError, LaunchError, TrainingError
 from conf import COMMAND, ON_TOP, TRAINED
 from conf.instantiate import to_dict
-from conf.masking import mask_secrets
 from data.dataset import Batch, DataSet, Source
 from parallel.mesh import Mesh
 from parallel.sharding import piece_of
@@ -75,7 +74,7 @@ def check_ranks(mesh: Mesh, setup: Any) -> str | None:
     if not problems:
         return None
     differs = f"the ranks do not run the same: {'; '.join(problems)}"
-    if setup.cfg.launcher.get("allow_mixed", False):
+    if setup.cfg.launcher.allow_mixed:
         return f"{differs} (launcher.allow_mixed=true)"
     raise LaunchError(
         f"{differs}. Give every machine the same working copy, packages, data and weights; launcher.allow_mixed=true "
@@ -253,18 +252,17 @@ def _content(tensor: Tensor) -> bytes:
 
 def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
     """Return the settings in which a resumed run should equal the run before, by the names that users type."""
-    cfg = setup.cfg
-    train = {name: cfg.train[name] for name in _LEARNED} | {"precision": setup.plan.precision}
-    tree = {"seed": cfg.seed, "train": train, **{name: to_dict(cfg[name]) for name in TRAINED if name != "train"}}
+    tree = {name: setup.shown[name] for name in ("seed", *TRAINED)}
+    tree["train"] = {name: tree["train"][name] for name in _LEARNED} | {"precision": setup.plan.precision}
     if setup.chain.base is None:  # an older checkpoint has no such keys
-        tree["model"].pop("lora", None)
+        tree["model"] = {name: value for name, value in tree["model"].items() if name != "lora"}
     if follows_total(schedule, setup.total_steps, setup.per_epoch):
         tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
-    tree["choice"] = to_dict(cfg[COMMAND]["choices"]) if COMMAND in cfg else {}
+    tree["choice"] = to_dict(setup.cfg[COMMAND]["choices"]) if COMMAND in setup.cfg else {}
     size, _ = setup.by_microbatch
     if size is not None:
         tree[_MICROBATCH] = size
-    return {**flat(mask_secrets(tree)), _SAMPLES_KEY: data_digest(setup.data)}
+    return {**flat(tree), _SAMPLES_KEY: data_digest(setup.data)}
 
 
 def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
