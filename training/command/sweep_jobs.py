@@ -24,7 +24,7 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import Composed, SweepJob, check_keys
+from conf.composition import Composed, check_keys
 from conf.instantiate import to_config, to_dict
 from conf.masking import mask_secrets
 from conf.words import expand_lists, hydra_word
@@ -213,7 +213,8 @@ def run_job(composed: Composed, world: World | None) -> Any:
     """
     if is_queued(composed.cfg, world):
         return _check(composed)
-    folder, job = composed.run_dir, _sweep_job(composed)
+    folder, job = composed.run_dir, composed.job
+    assert job is not None
     hold(folder)
     if multiprocessing.get_start_method(allow_none=True) == "loky":  # of hydra/launcher=joblib; torch does not know it
         multiprocessing.set_start_method(None, force=True)
@@ -246,15 +247,10 @@ def run_job(composed: Composed, world: World | None) -> Any:
     return value
 
 
-def _sweep_job(composed: Composed) -> SweepJob:
-    """Return the job of a sweep that a configuration belongs to."""
-    assert composed.job is not None
-    return composed.job
-
-
 def _begin(composed: Composed, status: str) -> None:
     """Record a job, and set in its configuration the checkpoint to resume from and its group and name in wandb."""
-    cfg, folder, sweep_job = composed.cfg, composed.run_dir, _sweep_job(composed)
+    cfg, folder, sweep_job = composed.cfg, composed.run_dir, composed.job
+    assert sweep_job is not None
     job, earlier = Job(sweep_job.number, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():

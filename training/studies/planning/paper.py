@@ -191,13 +191,8 @@ class Model:
     def _row(self, candidate: Candidate, parts: Sequence[str], peak: float | None) -> list[str]:
         total, shown = candidate.seconds.total, [f"{getattr(candidate.seconds, part):.3g}" for part in parts]
         speed = f"{self.batch * (self.tokens or 1) / total:,.0f}"
-        row = [
-            candidate.name,
-            f"{total:.3g}",
-            *shown,
-            *(f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.devices.memory)),
-            speed,
-        ]
+        memory = [f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.devices.memory)]
+        row = [candidate.name, f"{total:.3g}", *shown, *memory, speed]
         if peak is None:
             return row
         flops = 3 * self.batch * sum(work.flops + work.attention for work in self.layers)
@@ -223,18 +218,11 @@ def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
 
 def command(words: Sequence[str], candidate: Candidate) -> str:
     """Return the typed command, changed to train in a candidate's layout."""
-    # The stages of one process are typed, and no part of what is predicted.
-    said = [
-        key
-        for key in _OF_LAYOUT
-        if key != "parallel.pp" or not strategy_info(candidate.layout.strategy).several_devices
-    ]
-    keys = [word.partition("=")[0] for word in words]
-    own = [
-        word
-        for word, key in zip(words, keys, strict=True)
-        if key not in said and key.partition(".")[0] not in _NOT_COPIED
-    ]
+    said = {*_OF_LAYOUT}
+    if strategy_info(candidate.layout.strategy).several_devices:
+        said.remove("parallel.pp")  # the stages of one process are typed, and no part of what is predicted
+    keys = {word: word.partition("=")[0] for word in words}
+    own = [word for word, key in keys.items() if key not in said and key.partition(".")[0] not in _NOT_COPIED]
     return shlex.join(["python", "train.py", *own, *candidate.layout.words()])
 
 
