@@ -7,7 +7,6 @@ ranks.py       ranks that exist already (torchrun, srun): rank 0 tells the other
 sweep_jobs.py  the jobs of a sweep: which still have to run, and how each is run or queued
 slurm_job.py   a run as a job of a SLURM cluster
 api.py         train, load_config and verify, for Python programs
-command.py     what a mode is given
 errors.py      errors that the user can act on, as one message and an exit code
 preload.py     what the process that forks workers imports
 """

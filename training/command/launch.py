@@ -18,7 +18,7 @@ from conf.masking import mask_secrets
 from conf.words import hydra_word
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
 from launchers.stopping import Stopped
-from training.command.command import Command
+from training.command.app import Command
 from training.command.ranks import lead
 from training.studies.planning import is_automatic
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launchers import stopping
-from training.command.command import Command
+from training.command.app import Command
 from training.command.launch import nothing_begun, preload
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import TrainingError
 from common.files import expand_home
 from launchers import stopping
-from training.command.command import Command
+from training.command.app import Command
 from training.export.write import check_export, write
 from training.run.restore import restore
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launchers import stopping
-from training.command.command import Command
+from training.command.app import Command
 from training.command.launch import preload, prepared
 from training.studies.planning import is_automatic
 

@@ -14,7 +14,7 @@ from data.words import WordVocabulary, basic_english
 from launchers import stopping
 from models.generate import Draws, generate
 from parallel.devices import autocast
-from training.command.command import Command
+from training.command.app import Command
 from training.reporting.console import describe_sample
 from training.reporting.metrics import SUMMARY, read_object
 from training.run.restore import restore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training.command.command import Command
+from training.command.app import Command
 from training.command.launch import is_queued, launch
 from training.studies.planning import is_automatic
 

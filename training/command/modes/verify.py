@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import TrainingError
 from conf import COMMAND
-from training.command.command import Command
+from training.command.app import Command
 
 
 def run(command: Command) -> None:
