@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from data.dataset import DataSet, Source
+from data.dataset import Source
 from data.loader import EvalBatches, read_ahead
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
@@ -65,16 +65,6 @@ def problem(record: Mapping[str, float], batch: int) -> str | None:
         f"warning: {', '.join(wrong)}: in an evaluation, the weights or BatchNorm's running statistics give numbers "
         f"that are not finite; train with a lower optim.lr, or with more than train.global_batch_size={batch}"
     )
-
-
-def extents(data: DataSet, global_batch_size: int, limit: int | None) -> dict[str, str]:
-    """Return the part of the splits "val" and "test" that an evaluation covers, such as "2 of 73 batches".
-
-    Splits that it covers completely, and splits that the data set does not have, are left out.
-    """
-    sources = {"val": data.valid, "test": data.test}
-    batches = {name: EvalBatches(source, global_batch_size, limit=limit) for name, source in sources.items() if source}
-    return {name: f"{len(b)} of {b.whole} batches" for name, b in batches.items() if len(b) < b.whole}
 
 
 def evaluate_split(setup: Any, strategy: Strategy, split: str, say: Callable[[str], None]) -> dict[str, float]:

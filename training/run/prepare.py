@@ -92,8 +92,11 @@ def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardwar
     if cfg.parallel.balance == "time":
         if hardware is not None:
             return  # the run's first rank measures
-        apart = plan.device_type == "cuda" and world_size is None and plan.processes > 1
-        costs = _seconds_in_own_process(cfg) if apart else seconds_of_layers(setup)
+        if plan.device_type == "cuda" and world_size is None and plan.processes > 1:
+            # In a separate process: this one would keep a context on a GPU that the run's ranks use.
+            (costs,) = call_in_workers(_measure, (to_dict(cfg),), 1)
+        else:
+            costs = seconds_of_layers(setup)
     else:
         costs = bytes_per_layer(plan, setup.layers, states_of(cfg.optim), cfg.train.activation_checkpointing)
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
@@ -106,12 +109,6 @@ def seconds_of_layers(setup: Setup) -> list[float]:
     """Measure the seconds of each layer of the model on this machine."""
     cfg = setup.cfg
     return seconds_per_layer(setup.plan, setup.chain, setup.sample, cfg.seed, cfg.parallel.threads)
-
-
-def _seconds_in_own_process(cfg: Any) -> list[float]:
-    """Measure in a separate process: this process would keep a context on a GPU that the run's ranks use."""
-    (seconds,) = call_in_workers(_measure, (to_dict(cfg),), 1)
-    return seconds
 
 
 def _measure(world: World, tree: dict) -> list[float]:

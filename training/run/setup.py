@@ -14,13 +14,12 @@ from conf import COMMAND
 from conf.instantiate import to_dict
 from conf.masking import mask_secrets
 from data.dataset import Batch, DataSet
-from data.loader import TrainBatches
+from data.loader import EvalBatches, TrainBatches
 from models.chain import LOSS, Chain
 from parallel.plan import Plan
 from parallel.shape_inference import drawing_by_microbatch
 from parallel.strategies import strategy_info
 from planner.work import Works, work_of
-from training.run.evaluate import extents
 
 
 @dataclass
@@ -70,8 +69,11 @@ class Setup:
 
     @property
     def extents(self) -> dict[str, str]:
-        """How many batches of "val" and "test" a limited evaluation covers; see ``training.run.evaluate.extents``."""
-        return extents(self.data, self.plan.global_batch_size, self.cfg.train.eval_batches)
+        """How much of "val" and "test" a limited evaluation covers, such as "2 of 73 batches"; not if it is all."""
+        batch, limit = self.plan.global_batch_size, self.cfg.train.eval_batches
+        sources = {"val": self.data.valid, "test": self.data.test}
+        batches = {name: EvalBatches(source, batch, limit=limit) for name, source in sources.items() if source}
+        return {name: f"{len(b)} of {b.whole} batches" for name, b in batches.items() if len(b) < b.whole}
 
     @cached_property
     def by_microbatch(self) -> tuple[str | None, list[str]]:
