@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     try:
         with unfailing_output(), clear_errors():
-            if {"-h", "--help"} & set(arguments):
-                print(help_page(), end="", flush=True)
-            else:
+            if not {"-h", "--help"} & set(arguments):
                 run_words(arguments, run)
+            elif (world := World.detect()) is None or world.rank == 0:
+                print(help_page(), end="", flush=True)
     except SystemExit as leaving:  # Hydra leaves this way after --cfg, a rank other than 0 after its run
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
