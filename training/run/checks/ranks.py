@@ -28,7 +28,9 @@ from training.checkpoint.init_from import digest_read
 from training.reporting.metrics import flat
 
 _ROOT = Path(__file__).resolve().parents[3]
-_PACKAGES = ("common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
+_PACKAGES = (
+    "common", "conf", "data", "launchers", "models", "parallel", "planner", "training", "hydra_plugins",
+)  # fmt: skip
 _APPEARS_S = 10.0  # seconds that a file may take until another machine sees it
 _POLL_S = 0.1
 _SAMPLES = 8  # of each split
