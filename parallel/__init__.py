@@ -1,29 +1,29 @@
-"""Where a model is computed: plan, mesh, stages, one class for each way of running, schedules.
+"""How a model is computed on several ranks: the layout, the mesh, stages, strategies and schedules.
 
-    layout.py, mesh.py, plan.py      which rank does what: a layout, the ranks along its axes, a run's plan
+    layout.py, mesh.py, plan.py      a layout, the ranks along its axes, and the plan of a run
     strategies.py                    the registry of strategies
-    strategy.py                      what every strategy has: a step; single, ddp, fsdp and hsdp
+    strategy.py                      the base class of all strategies; single, ddp, fsdp and hsdp
     several_devices.py               model_parallel and data_parallel, several devices in one process
     pipeline.py, pipe_stage.py       the pipelined strategies, on torch.distributed.pipelining
-    schedules.py, orders.py          schedules, and what each rank does in which order
+    schedules.py, orders.py          schedules, and the order in which each rank works
     zero_bubble/                     schedules that split the backward
-    stage.py, shape_inference.py     the layers of a rank; shapes, without running them
+    stage.py, shape_inference.py     the layers of a rank; their shapes, inferred without running them
     gradients.py, batchnorm.py       what replicas average
     sharding.py                      parameters shared among replicas
     host_group.py, devices.py        ranks that share a GPU; devices and threads
     timeline.py                      when each piece of work ran
 
-What this room uses of torch that is private or undocumented, and may change. Tried with torch 2.11, 2.13 and 2.15:
+These modules use parts of torch that are private or undocumented and may change. Tested with torch 2.11, 2.13 and 2.15:
 
     pipe_stage.py, zero_bubble/   the methods of torch's pipeline stage that PipeStage overrides; schedules._Action,
                                   _PipelineScheduleRuntime with its _prepare_schedule_with_comms, _num_stages and
                                   _n_microbatches
-    host_group.py                 a subclass of ProcessGroup: _get_backend, _allgather_base and _reduce_scatter_base;
-                                  ProcessGroupGloo's; the options in distributed_c10d
+    host_group.py                 a subclass of ProcessGroup, with _get_backend, _allgather_base and
+                                  _reduce_scatter_base; the methods of ProcessGroupGloo; options in distributed_c10d
     shape_inference.py            torch._subclasses.fake_tensor, torch.utils._python_dispatch, Operator._schema,
                                   UntypedStorage._cdata
     stage.py, gradients.py        aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
     gradients.py, batchnorm.py    torch._foreach_*; aten.native_batch_norm_backward
-    devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; where torch keeps
+    devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; the file of
                                   torch._dynamo.config
 """

@@ -1,8 +1,8 @@
 """BatchNorm across micro-batches and replicas.
 
-Running statistics get one update per step. On request, the micro-batches that the replicas compute at the same time are
-normalised by one mean and variance: ``nn.SyncBatchNorm`` refuses CPU tensors, and its running statistics depend on the
-layout.
+Running statistics get one update per step. Optionally, the micro-batches that the replicas compute at the same time are
+normalised by one mean and variance. ``nn.SyncBatchNorm`` is not used because it refuses CPU tensors, and its running
+statistics depend on the layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models.batchnorm import StepBatchNorm
 
-# reportPrivateImportUsage: torch's stubs do not export its functions of several tensors (_foreach_), which it has.
+# reportPrivateImportUsage: torch's stubs do not export its _foreach_ functions.
 
 
 class RunningStatistics:
@@ -30,17 +30,18 @@ class RunningStatistics:
         replicas: dist.ProcessGroup | None,
         synchronise: bool = False,
     ) -> None:
-        """Refer to the layers of some stages, of which there is one at least.
+        """Refer to the BatchNorm layers of some stages, at least one layer.
 
-        ``microbatches`` is how many each replica computes in a step, ``replicas`` the ranks that hold the same stages
-        (None where there is one), and ``synchronise`` whether to normalise over the replicas' micro-batches together.
+        ``microbatches`` is the number that each replica computes in a step, ``replicas`` the group of the ranks that
+        hold the same stages (None if there is one replica), and ``synchronise`` whether to normalise over the
+        micro-batches of all replicas together.
         """
         self._microbatches, self._replicas = microbatches, replicas
         of_stage = {stage: [m for m in stage.modules() if isinstance(m, StepBatchNorm)] for stage in stages}
         norms = [norm for some in of_stage.values() for norm in some]
-        # Tensors are listed once: a GPU waits for what the host does at the end of a step.
+        # Tensors are listed once, because a GPU waits for the host at the end of a step.
         self._moments = {stage: [norm.moments for norm in some] for stage, some in of_stage.items()}
-        self._sums = {stage: [torch.zeros_like(one) for one in moments] for stage, moments in self._moments.items()}
+        self._sums = {stage: [*map(torch.zeros_like, moments)] for stage, moments in self._moments.items()}
         self._all_sums = [tensor for some in self._sums.values() for tensor in some]
         self._to_clear = [*self._all_sums, *(norm.moments for norm in norms)]
         self._running = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
@@ -52,21 +53,21 @@ class RunningStatistics:
                 norm.normalise = partial(normalise_over_replicas, group=replicas)
 
     def add(self, stage: nn.Module) -> None:
-        """Add up what a stage's layers saw in the newest micro-batch, after its forward."""
+        """Add the moments that a stage's layers computed in the newest micro-batch. Called after its forward."""
         if self._sums[stage]:
             torch._foreach_add_(self._sums[stage], self._moments[stage])  # pyright: ignore[reportPrivateImportUsage]
 
     def take(self) -> None:
-        """Take the means over the step's micro-batches, before the host waits for the step's numbers.
+        """Compute the means over the step's micro-batches, before the host waits for the step's numbers.
 
-        All layers together: one by one, the launches of their kernels take milliseconds.
+        All layers are computed together, because launching kernels for each of them takes milliseconds.
         """
         means = torch._foreach_div(self._all_sums, self._microbatches)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_zero_(self._to_clear)  # pyright: ignore[reportPrivateImportUsage]
-        self._means = means  # what is not finite is gone from the sums
+        self._means = means  # the sums are clear, so a number that is not finite does not stay in them
 
     def update(self) -> None:
-        """Update the running statistics with what was taken, where the step updates the weights."""
+        """Update the running statistics with the means of ``take``. Called if the step updates the weights."""
         means = self._means
         if self._replicas is not None:
             flat = torch.cat([mean.flatten() for mean in means]) / dist.get_world_size(self._replicas)
@@ -80,7 +81,7 @@ class RunningStatistics:
 def normalise_over_replicas(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor, *, group: dist.ProcessGroup
 ) -> Tensor:
-    """Normalise over the equally large micro-batches of all ranks of ``group``, who call this together.
+    """Normalise over the equally large micro-batches of all ranks of ``group``, which call this together.
 
     Statistics are computed in float32 at least. The backward communicates too.
 
@@ -89,7 +90,7 @@ def normalise_over_replicas(
         weight: [c].
         bias: [c].
         eps: Added to the variance.
-        moments: [2, c]; gets the mean and the unbiased variance of all ranks' micro-batches.
+        moments: [2, c], filled with the mean and the unbiased variance of all ranks' micro-batches.
         group: The replicas.
     """
     mean, variance = _moments(x.detach(), group)
@@ -99,19 +100,19 @@ def normalise_over_replicas(
 
 
 def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return mean [c] and biased variance [c] of all ranks' ``x`` from the ranks' own: sums of squares would cancel."""
+    """Return mean [c] and biased variance [c] of all ranks' ``x``, from those of each: sums of squares would cancel."""
     wide, dims = x.to(torch.promote_types(x.dtype, torch.float32)), [d for d in range(x.dim()) if d != 1]
     variance, mean = torch.var_mean(wide, dim=dims, correction=0)
-    own = torch.stack((mean, variance))
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
+    local = torch.stack((mean, variance))
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
     means, variances = torch.stack(parts).unbind(1)
     mean = means.mean(0)
     return mean, (variances + (means - mean).square()).mean(0)
 
 
 class _Normalise(torch.autograd.Function):
-    """torch's kernels for statistics that are given, and what moving them with x adds to the gradient."""
+    """Normalisation by given statistics. Its gradient takes into account that the statistics depend on x."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean, variance, eps, group):
@@ -122,7 +123,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, mean, variance = ctx.saved_tensors
-        # These count this rank's x only. DDP averages the parameters'; x also moved the mean and variance of all ranks.
+        # These are of this rank's x only. DDP averages those of the parameters; x also changes all ranks' statistics.
         dx, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             dy, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )

@@ -22,13 +22,13 @@ from torch.distributed.distributed_c10d import Store
 from common.errors import PlanError
 from common.machine import usable_cores
 
-# What products are computed in. bf16_residual: what layers pass on is bf16, too.
+# The dtype of products. With bf16_residual, the tensors that layers pass on are bf16, too.
 _COMPUTE = {"bf16": torch.bfloat16, "bf16_residual": torch.bfloat16, "fp16": torch.float16}
-CPU_PRECISION = "CPU_PRECISION"  # an environment variable: what auto is on a CPU, whatever the CPU can do
+CPU_PRECISION = "CPU_PRECISION"  # an environment variable that overrides what auto selects on a CPU
 
 
 def resolve_device_type(wanted: str, processes: int | None = None) -> str:
-    """Replace ``auto`` by the best available device; mps is for one process only.
+    """Replace ``auto`` by the best available device, which can be mps if there is one process only.
 
     Raises:
         PlanError: If the machine has no such device.
@@ -41,20 +41,20 @@ def resolve_device_type(wanted: str, processes: int | None = None) -> str:
     if not present[wanted]:
         available = ", ".join(name for name, is_available in present.items() if is_available)
         raise PlanError(
-            f"device={wanted} but this machine has none; here are: {available} (device=auto takes the best)"
+            f"device={wanted}, but this machine has none; available are: {available} (device=auto uses the best)"
         )
     return wanted
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run will find where it runs.
+    """The hardware of the machines of a run.
 
     Attributes:
         device_type: cpu, cuda or mps.
         count: The number of such devices of a machine. None for CPUs, whose cores any number of processes may share,
-            and where it is not known.
-        precision: What ``auto`` stands for there; ``auto`` where it is not known.
+            and if it is not known.
+        precision: The precision that ``auto`` selects; ``auto`` if it is not known.
     """
 
     device_type: str
@@ -70,10 +70,10 @@ class Hardware:
 
 
 def local_device(device_type: str, local_rank: int) -> torch.device:
-    """Return the device of this rank, the CPU that all share or a GPU, and make it the current one.
+    """Return the device of this rank, which is the CPU or a GPU, and make it the current device.
 
-    GPUs are dealt in turn. Where there are fewer of them than ranks, ranks share them, unless each rank sees only the
-    GPU that a queue has given it: ``gpus_in_common`` finds out.
+    GPUs are assigned in turn. If there are fewer GPUs than ranks, ranks share them, unless a queue shows each rank only
+    a GPU of its own (see ``gpus_in_common``).
     """
     if device_type == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -95,7 +95,7 @@ def gpus_in_common(store: Store, rank: int, size: int, device: torch.device) -> 
 
     Slices of GPUs (MIG), between which NCCL does not send, count as one.
     """
-    # Every GPU of the world has a number of its own, whatever index a process sees it under.
+    # A GPU's uuid is unique, unlike the index under which a process sees it.
     gpu = torch.cuda.get_device_properties(device)
     store.set(f"gpu-{rank}", "MIG" if " MIG " in gpu.name else str(gpu.uuid))
     ranks_of: dict[bytes, list[int]] = {}
@@ -105,7 +105,7 @@ def gpus_in_common(store: Store, rank: int, size: int, device: torch.device) -> 
 
 
 def share_cores(processes: int, wanted: int | None) -> int:
-    """Set the number of this process's threads, and return it: ``wanted``, or an equal part of the machine's cores."""
+    """Set and return the number of this process's threads: ``wanted``, or an equal part of the machine's cores."""
     threads = max(1, usable_cores() // processes) if wanted is None else wanted
     torch.set_num_threads(threads)
     return threads
@@ -114,7 +114,7 @@ def share_cores(processes: int, wanted: int | None) -> int:
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
     """Return the peak memory of this process in bytes: of the resident set on a CPU, of torch's allocator on CUDA.
 
-    Metal keeps no peak: on ``mps`` it is what is allocated now.
+    Metal records no peak: on ``mps`` the memory that is allocated now is returned.
     """
     kind = str(device).partition(":")[0]
     if kind == "cuda":
@@ -136,13 +136,14 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
 
 
 def keep_freed_memory(weights: int = 0) -> None:
-    """Let the C allocator keep what a CPU run frees, for the next micro-batch; ``weights`` are its own, in bytes.
+    """Let the C allocator keep the memory that a CPU run frees. ``weights`` is the size of the model in bytes.
 
-    glibc hands every large tensor back to the kernel when it is freed and has its pages zeroed again for the next:
-    a third of the time of a GPT-2 step. Not in torch's huge pages (THP_MEM_ALLOC_ENABLE): steps are as fast without,
-    and its aligned blocks leave gaps that glibc fills with fresh memory for another five steps. With more than 1 GiB
-    of weights tensors from 32 MiB on are still handed back, a sixth slower: gradients move once into DDP's buckets,
-    and what the heap keeps of the first copy is the model's size once more. Other C libraries are left as they are.
+    By default glibc returns every large tensor to the kernel when it is freed, and the kernel zeroes the pages of the
+    next one, which takes a third of the time of a GPT-2 step. torch's huge pages (THP_MEM_ALLOC_ENABLE) are not used:
+    steps are as fast without them, and their aligned blocks leave gaps that glibc fills with fresh memory for another
+    five steps. With more than 1 GiB of weights, tensors from 32 MiB on are still returned, and steps are a sixth
+    slower: gradients move once into DDP's buckets, and the heap would keep the memory of the first copy, the model's
+    size again. Nothing is changed in other C libraries.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -157,7 +158,7 @@ _LARGEST_INT = 2**31 - 1
 
 
 def check_compiler() -> None:
-    """Raise PlanError where torch.compile has no C++ compiler to call (CPU code; a GPU's launchers too)."""
+    """Raise PlanError if torch.compile finds no C++ compiler, which it needs for CPU code and for a GPU's launchers."""
     named = os.environ.get("CXX")
     candidates = [named] if named else ["g++", "clang++", "c++"]
     if not any(shutil.which(name) for name in candidates):
@@ -170,15 +171,15 @@ def check_compiler() -> None:
 def import_compiler_late() -> None:
     """Keep torch from importing its compiler in this process until something is compiled.
 
-    torch imports it, 1.4 s, to tell it which functions it must not compile: those of optimizers, of modes, of the meta
-    device. Where nothing is compiled, these can be called as they are.
+    torch imports it, which takes 1.4 s, to exclude some functions from compilation: those of optimizers, of modes, of
+    the meta device. If nothing is compiled, these can be called as they are.
     """
     if _COMPILER in sys.modules:
         return
     late = sys.modules[_COMPILER] = _LateCompiler(_COMPILER)
-    # Fake tensors read its settings, a file that imports nothing of the compiler.
+    # Fake tensors read its settings, which are in a file that does not import the compiler.
     spec = spec_from_file_location(f"{_COMPILER}.config", Path(torch.__file__).parent / "_dynamo" / "config.py")
-    assert spec is not None and spec.loader is not None  # of a file that ends in .py
+    assert spec is not None and spec.loader is not None  # the file's name ends in .py
     late.config = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(late.config)
 
@@ -187,17 +188,17 @@ _COMPILER = "torch._dynamo"
 
 
 class _LateCompiler(ModuleType):
-    """Stands in for ``torch._dynamo`` until it is asked for anything else."""
+    """Replaces ``torch._dynamo`` until another attribute of it is used."""
 
     config: ModuleType
-    graph_break = "".format  # takes anything and does nothing: there is no graph
+    graph_break = "".format  # takes any arguments and does nothing, since there is no graph
 
     def disable(self, function: Callable | None = None, *args: Any, **kwargs: Any) -> Callable:
         """Leave a function as it is; without one, return a decorator that does."""
         return (lambda decorated: decorated) if function is None else function
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # which importing its parts asks for
+        if name.startswith("__") and name != "__path__":  # needed to import its submodules
             raise AttributeError(name)
         if sys.modules.get(_COMPILER) is self:
             del sys.modules[_COMPILER]
@@ -208,15 +209,15 @@ class _LateCompiler(ModuleType):
 
 
 def best_precision(device_type: str) -> str:
-    """Return bf16 where the device computes it in hardware, else fp32.
+    """Return bf16 if the device computes it in hardware, otherwise fp32.
 
-    On a CPU the environment variable ``CPU_PRECISION`` decides where it is set.
+    On a CPU the environment variable ``CPU_PRECISION`` overrides this.
     """
     if device_type == "cuda":
         return "bf16" if torch.cuda.get_device_capability()[0] >= 8 else "fp32"  # Ampere; older cards emulate it
     if device_type == "mps":
         return "fp32"
-    # Private names: where torch has them no more, fp32 is used, which is always right.
+    # These names are private. If torch removes them, fp32 is used, which is always correct.
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     fast = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
     chosen = os.environ.get(CPU_PRECISION) or ("bf16" if fast else "fp32")
@@ -226,12 +227,12 @@ def best_precision(device_type: str) -> str:
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of weights, gradients and optimizer state: bf16 and fp16 are computed under autocast."""
+    """Return the dtype of weights, gradients and optimizer state. bf16 and fp16 are computed under autocast."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def between_layers(precision: str) -> torch.dtype | None:
-    """Return the dtype in which layers pass floating-point tensors on; None where each layer decides by itself.
+    """Return the dtype in which layers pass on floating-point tensors; None if each layer chooses its own.
 
     Under autocast a residual stream stays in float32. In bf16 it is half as large, in memory and between stages.
     """
@@ -246,9 +247,9 @@ def autocast(precision: str, device_type: str, keep_casts: bool = True):
 
 
 def outside_autocast(device_type: str):
-    """Return the context for a backward within a step's ``autocast``, where gradients get the dtype of their forward.
+    """Return the context for a backward within a step's ``autocast``, so that gradients get the dtype of their forward.
 
-    Autocast would compute those of a layer in bf16 that keeps itself in float32. What is recomputed in a backward
-    enters the forward's autocast by itself.
+    Autocast would compute gradients in bf16 even for a layer that computes in float32. Activations that are recomputed
+    in the backward enter the forward's autocast by themselves.
     """
     return torch.autocast(device_type, enabled=False)

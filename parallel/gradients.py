@@ -22,36 +22,36 @@ from parallel.plan import HIERARCHICAL, Plan
 from parallel.sharding import local, piece_of
 from parallel.stage import Stage
 
-# reportPrivateImportUsage: torch's stubs do not export its functions of several tensors (_foreach_), which it has.
+# reportPrivateImportUsage: torch's stubs do not export its _foreach_ functions.
 
 # Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
 Average = Callable[[Tensor], Future]
 
-# torch 2.13 renamed the argument and warns at the old name.
+# torch 2.13 renamed the argument and warns about the old name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 # The dtype in which gradients are sent; under a hierarchy, between groups.
 _COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "hierarchical_bf16": torch.bfloat16}
 
-_ROW, _LARGE = 512, 2**16  # elements: of a row that is summed in float32, and of the smallest gradient cut into rows
+_ROW, _LARGE = 512, 2**16  # the elements of a row that is summed in float32, and of the least gradient cut into rows
 
 
 class Gradients:
     """The gradients that the stages of a rank hold.
 
     A tied parameter that several stages hold has a copy in each, and all copies get the summed gradient. Copies start
-    equal (they are drawn under the same name) and get equal updates, so they stay equal. Where replicas share
-    parameters, a rank has the same box of each copy.
+    equal (they are drawn under the same name) and get equal updates, so they stay equal. If replicas share parameters,
+    a rank has the same box of each copy.
     """
 
     def __init__(
         self, plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, device: torch.device, timeout_s: float
     ) -> None:
         self._device = device
-        # Listed once: walking through the modules of a ResNet-50 takes a millisecond, of which a GPU waits for most.
+        # Listed once: iterating over the modules of a ResNet-50 takes a millisecond, and a GPU waits for most of it.
         self._parameters = [p for stage in stages for p in stage.layers.parameters()]
-        # Those that this rank counts, and those that another rank counts, which holds the same numbers.
+        # True: the parameters that this rank counts. False: those that another rank counts, which holds them as well.
         self._counted: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for stage in stages:
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
@@ -64,8 +64,8 @@ class Gradients:
     def clear(self) -> None:
         """Clear the last step's gradients.
 
-        With replicas they are views of buckets and stay so, zeroed: gradients beside the buckets would take the model's
-        size in memory once more. Where replicas share parameters, there are no buckets.
+        With replicas, gradients are views of DDP's buckets and are zeroed in place, because gradients outside the
+        buckets would take the model's size in memory again. Replicas that share parameters have no buckets.
         """
         if self._in_buckets and (present := self._present()):
             torch._foreach_zero_(present)  # pyright: ignore[reportPrivateImportUsage]
@@ -75,10 +75,10 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Do what the backward has left to do. Called once per step, by all ranks.
+        """Complete the gradients after the last backward. All ranks call this, once per step.
 
-        Trainable parameters that the step has not used get a gradient of zero, in every layout alike: without one, some
-        optimizers leave a parameter alone, and replicas have one as soon as any of them uses it. Every copy of a tied
+        Trainable parameters that the step has not used get a gradient of zero in every layout. Some optimizers skip a
+        parameter without a gradient, and with replicas it has one as soon as any of them uses it. Every copy of a tied
         parameter gets the sum of all copies' gradients.
         """
         for parameter in self._parameters:
@@ -108,10 +108,10 @@ class Gradients:
 
     @torch.no_grad()
     def squared_norm(self, of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> Tensor:
-        """Compute this rank's part of the squared norm of the whole model's gradients, or of what ``of`` gives.
+        """Compute this rank's part of the squared norm of the whole model's gradients, or of the tensors from ``of``.
 
-        Of what several ranks hold alike, such as replicas, one adds its own (``Piece.counts``). The others add 0, or
-        NaN where theirs is not finite. A tied parameter is added where its canonical name is.
+        If several ranks hold the same tensor, as replicas do, one of them adds it (``Piece.counts``). The others add 0,
+        or NaN if their copy is not finite. A tied parameter is added by the stage that has its canonical name.
         """
         dtype, sums = sum_dtype(self._device), []
         for counts, parameters in self._counted.items():
@@ -131,9 +131,9 @@ class Gradients:
 def _norms(gradients: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Compute the norms of gradients, or of the rows into which a gradient is cut, on ``device``.
 
-    A sum in float32 depends on how the elements are divided among ranks: for 40 million of them, from the third digit
-    on. In float64 a CPU can add only what it has copied to float64, in four times the time. There, the rows of a large
-    gradient are summed in float32: they are short, and their errors cancel.
+    A sum in float32 depends on how the elements are divided among ranks; for 40 million elements, from the third digit
+    on. A sum in float64 takes a CPU four times as long, because it must copy the elements to float64. On a CPU the rows
+    of a large gradient are therefore summed in float32: they are short, and their errors cancel.
     """
 
     def is_cut(gradient: Tensor) -> bool:
@@ -159,7 +159,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def _copies(
     plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, timeout_s: float
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
-    """Return the copies that this rank holds of each tied parameter of several stages, and the ranks that hold some."""
+    """Return this rank's copies of each tied parameter that several stages hold, and the group of ranks with copies."""
     found = []
     for original in sorted(set(chain.tied.values())):
         names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
@@ -181,16 +181,16 @@ def _copies(
 
 
 def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) -> nn.Module:
-    """Wrap a stage in DistributedDataParallel, unless there is one replica, or nothing to average.
+    """Wrap a stage in DistributedDataParallel, unless there is one replica, or nothing is trained.
 
-    Gradients are sent during the backward, in buckets of about ``bucket_mb`` MiB, as ``averaging`` says.
+    Gradients are averaged during the backward, in buckets of about ``bucket_mb`` MiB, by ``averaging``.
     """
     if mesh.dp_group is None or not any(p.requires_grad for p in stage.parameters()):
         return stage
     replicated = DistributedDataParallel(
         stage,
         process_group=mesh.dp_group,
-        init_sync=False,  # weights are drawn by name or read: equal already, which the run checks
+        init_sync=False,  # weights are drawn by name or loaded, so they are equal, which the run checks
         **_NO_BUFFER_SYNC,
         gradient_as_bucket_view=True,
         bucket_cap_mb=bucket_mb,
@@ -202,10 +202,10 @@ def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) ->
 
 
 def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):
-    """Make every parameter a part of what the stage returns: DDP waits for each of them in the backward.
+    """Make the stage's output depend on every parameter, because DDP waits for each of them in the backward.
 
-    Those that the forward has not used get no gradient from there, which DDP takes for zero. It costs nothing, while
-    ``find_unused_parameters`` searches the graph in every backward.
+    Parameters that the forward has not used get no gradient this way, which DDP treats as zero. This costs nothing,
+    while ``find_unused_parameters`` searches the graph in every backward.
     """
     outputs = list(output) if isinstance(output, tuple) else [output]
     at = next((i for i, tensor in enumerate(outputs) if tensor.requires_grad), None)
@@ -219,7 +219,7 @@ class _Reach(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output: Tensor, *parameters: Tensor) -> Tensor:
         ctx.parameters = len(parameters)
-        return torch.ops.aten._unsafe_view(output, output.shape)  # torch detaches what is sent, which a view refuses
+        return torch.ops.aten._unsafe_view(output, output.shape)  # torch detaches it in place, which fails for a view
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -234,7 +234,7 @@ def averaging(mesh: Mesh, comm_hook: str) -> Average:
     """Return the function that averages over the replicas of a mesh.
 
     bf16 and fp16 send gradients in that dtype. hierarchical averages within each group of replicas first, then between
-    groups; hierarchical_bf16 likewise, in bf16 between groups.
+    groups; hierarchical_bf16 does the same, in bf16 between groups.
     """
     dtype = _COMPRESSED.get(comm_hook)
     if comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1:
@@ -244,7 +244,7 @@ def averaging(mesh: Mesh, comm_hook: str) -> Average:
 
 
 def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Tensor) -> Future:
-    """Divide, round to the smaller type if there is one, sum, and widen in place.
+    """Divide the gradients, convert them to ``dtype`` if it is given, sum over the group, and convert back in place.
 
     torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
     """
@@ -254,7 +254,7 @@ def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Ten
     sent = work.get_future()  # pyright: ignore[reportOptionalMemberAccess]  # None only without async_op
 
     def widen(done: Future) -> Tensor:
-        (mean,) = done.value()  # raises what the sending has raised
+        (mean,) = done.value()  # raises the error of the all-reduce
         return mean if dtype is None else gradients.copy_(mean)
 
     return sent.then(widen)
@@ -263,9 +263,9 @@ def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Ten
 class _Hierarchical:
     """Reduce-scatter among peers, all-reduce of one part between their groups, all-gather among peers.
 
-    Each rank sends 1/peers of the bytes between groups. The three collectives of a bucket follow each other before the
-    next bucket's begin: ranks must call those of a process group in one order. On a GPU they do so on a stream of their
-    own: the backward does not wait for them.
+    Each rank sends 1/peers of the bytes between groups. The three collectives of a bucket are called before those of
+    the next bucket, since all ranks must call the collectives of a process group in one order. On a GPU they run on a
+    stream of their own, so that the backward does not wait for them.
     """
 
     def __init__(self, mesh: Mesh, across: torch.dtype | None) -> None:

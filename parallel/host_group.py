@@ -1,8 +1,8 @@
 """A process group for ranks that share a GPU: tensors travel through main memory, by gloo.
 
 NCCL refuses two ranks on one device, also on slices of it (MIG), and gloo itself does not send a GPU's tensors from
-rank to rank. Here every operation copies what it reads to main memory, has gloo work on that, and copies the result
-back. The copies wait for the device, so no operation overlaps with computation: it is the slow way that always works.
+rank to rank. Here every operation copies its inputs to main memory, calls gloo on the copies, and copies the result
+back. The copies wait for the device, so no operation overlaps with computation. This is slow, but it always works.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
-    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]  # torch forgets it among its exports
+    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]  # torch's stub does not export it
     AllreduceCoalescedOptions,
     AllreduceOptions,
     BarrierOptions,
@@ -40,7 +40,7 @@ def init_process_group(device_type: str, rank: int, size: int, local_rank: int, 
 
 
 def choose_backend(device_type: str, rank: int, size: int, local_rank: int, store: Store) -> tuple[str, dict[str, Any]]:
-    """Return the backend with which ranks exchange tensors, and more arguments for it; rank 0 says who share GPUs."""
+    """Return the backend by which ranks exchange tensors, and its arguments. Rank 0 prints which ranks share a GPU."""
     if device_type != "cuda":
         return "gloo", {}
     device = local_device("cuda", local_rank)
@@ -50,12 +50,12 @@ def choose_backend(device_type: str, rank: int, size: int, local_rank: int, stor
     register()
     if rank == 0:
         named = ", ".join(" and ".join(map(str, ranks)) for ranks in shared)
-        print(f"ranks that share a GPU, or have slices of some: {named}; tensors go through main memory", flush=True)
+        print(f"ranks that share a GPU or use slices of it: {named}; tensors go through main memory", flush=True)
     return BACKEND, {}
 
 
 def register() -> None:
-    """Make ``init_process_group("host")`` and groups made after it such groups."""
+    """Register ``HostGroup`` with torch, for ``init_process_group("host")`` and the groups that are made after it."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _new_group, devices=["cpu", "cuda"])
 
@@ -66,7 +66,7 @@ def _new_group(store: Store, rank: int, size: int, timeout: timedelta) -> HostGr
 
 
 class _Gloo(Protocol):
-    """The operations of ``ProcessGroupGloo``, which torch's stub of it leaves out."""
+    """The operations of ``ProcessGroupGloo``, which torch's stub leaves out."""
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions, /) -> dist.Work: ...
     def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceCoalescedOptions, /) -> dist.Work: ...
@@ -80,9 +80,9 @@ class _Gloo(Protocol):
 
 
 class HostGroup(dist.ProcessGroup):
-    """What strategies, DistributedDataParallel and torch's pipelines ask of a group.
+    """A process group with the operations that strategies, DistributedDataParallel and torch's pipelines use.
 
-    The methods are those that torch.distributed's functions call, under its names.
+    The methods have the names by which torch.distributed's functions call them.
     """
 
     def __init__(self, gloo: _Gloo, rank: int, size: int) -> None:
@@ -94,7 +94,7 @@ class HostGroup(dist.ProcessGroup):
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> _Gloo:
-        return self._gloo  # torch 2.11 asks it whether operations can be coalesced
+        return self._gloo  # torch 2.11 reads from it whether operations can be coalesced
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> dist.Work:
         """Reduce in place."""
@@ -112,7 +112,7 @@ class HostGroup(dist.ProcessGroup):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: AllgatherOptions | None = None
     ) -> dist.Work:
         """Collect every rank's tensor in a list."""
-        hosts = [list(map(_empty_host, of_one)) for of_one in outputs]
+        hosts = [list(map(_empty_host, gathered)) for gathered in outputs]
         work = self._gloo.allgather(hosts, list(map(_host, inputs)), _or(opts, AllgatherOptions))
         return _Work(work, sum(outputs, []), sum(hosts, []), outputs)
 
@@ -128,7 +128,7 @@ class HostGroup(dist.ProcessGroup):
         work = self._gloo._reduce_scatter_base(host, _host(inputTensor), _or(opts, ReduceScatterOptions))
         return _Work(work, [outputTensor], [host], outputTensor)
 
-    # torch 2.13's names of the two
+    # torch 2.13's names of these two
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
 
@@ -156,12 +156,12 @@ class HostGroup(dist.ProcessGroup):
 
 
 class _Work(dist.Work):
-    """An operation under way. Whoever waits for it brings the results to the device."""
+    """An operation in progress. ``wait`` copies the results to the device."""
 
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], hosts: Sequence[Tensor], result) -> None:
         super().__init__()
         self._work, self._result = work, result
-        # This also keeps what is sent alive until it is gone.
+        # This also keeps tensors alive until they are sent.
         self._tensors, self._hosts = list(tensors), list(hosts)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

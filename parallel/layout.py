@@ -1,7 +1,7 @@
 """A layout: how many replicas and stages a model is trained in, and what else decides where a number is computed.
 
-It is one value wherever layouts are spoken of: read from the section ``parallel`` and written into it, typed on a
-command line, planned, compared, and kept in checkpoints.
+Wherever a layout is needed, it is a ``Layout``: read from the section ``parallel`` or written into it, typed on a
+command line, planned, compared, or kept in a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Layout:
     Attributes:
         strategy: The name in the registry (``parallel.strategies``).
         dp: The number of replicas.
-        pp: The number of stages, divided by those of each rank.
+        pp: The number of ranks of each pipeline, or of stages if one process runs all of them.
         chunks: The number of micro-batches per replica and step.
-        schedule: The name in ``parallel.schedules``. It has no meaning where one process runs all stages.
-        stages_per_rank: How many stages each rank runs; None: what the schedule needs.
+        schedule: The name in ``parallel.schedules``, ignored if one process runs all stages.
+        stages_per_rank: The number of stages of each rank; None for the default of the schedule.
         balance: How layers are divided into stages: the name of a rule, or the number of layers of each stage.
         order: dp_pp or pp_dp, the numbering of the ranks.
-        shard: How many neighbouring replicas form a group (``parallel.mesh``); None: all that share parameters.
-        reshard: Whether shared parameters are whole one layer at a time; None: not in pipelines.
-        devices: Where one process puts its stages or copies; empty: where the plan puts them.
+        shard: The number of neighbouring replicas in a group (``parallel.mesh``); None for all that share parameters.
+        reshard: Whether shared parameters are gathered one layer at a time; None for yes, except in pipelines.
+        devices: The devices of the stages or copies that one process runs; empty to let the plan choose them.
     """
 
-    AXES: ClassVar = ("dp", "pp")  # whose degrees multiply to the number of processes
+    AXES: ClassVar = ("dp", "pp")  # the keys that hold the degrees
 
     strategy: str = "single"
     dp: int = 1
@@ -50,20 +50,20 @@ class Layout:
 
     @classmethod
     def single(cls, chunks: int = 1) -> Layout:
-        """Return the layout of one process on one device: all keys that ``parallel=single`` takes."""
+        """Return the layout of one process on one device, as ``parallel=single`` sets it."""
         return cls(chunks=chunks)
 
     @classmethod
     def of(cls, section: Any) -> Layout:
-        """Return what a section ``parallel`` says; ``dp`` is None there, and ``chunks`` "auto", until it is chosen."""
-        said = {key: getattr(section, key) for key in _KEYS}
-        balance = said["balance"]
-        said["balance"] = balance if isinstance(balance, str | None) else tuple(balance)
-        return cls(**{**said, "strategy": section.name, "devices": tuple(section.devices or ())})
+        """Read a layout from a section ``parallel``. ``dp`` may be None and ``chunks`` "auto" until they are chosen."""
+        keys = {key: getattr(section, key) for key in _KEYS}
+        balance = keys["balance"]
+        keys["balance"] = balance if isinstance(balance, str | None) else tuple(balance)
+        return cls(**{**keys, "strategy": section.name, "devices": tuple(section.devices or ())})
 
     @classmethod
     def from_manifest(cls, saved: Mapping[str, Any]) -> Layout:
-        """Return what a checkpoint's manifest says (``Plan.manifest``); old ones say no schedule."""
+        """Read a layout from a checkpoint's manifest (``Plan.manifest``). Old manifests have no schedule."""
         stages, schedule = saved["stages"], saved.get("schedule")
         return cls(
             strategy=saved["parallel"],
@@ -75,21 +75,21 @@ class Layout:
         )
 
     def into(self, section: Any) -> Any:
-        """Write the layout into a section ``parallel``, or into a dict; return that."""
+        """Write the layout into a section ``parallel`` or a dict, and return the section or dict."""
         keys = {key: getattr(self, key) for key in _KEYS}
         keys["balance"] = [*self.counts] or self.balance
         section.update({"name": self.strategy, **keys, "devices": [*self.devices] or None})
         return section
 
     def keys(self) -> dict[str, Any]:
-        """Return what a planner chooses, as keys of the section ``parallel``; the others stay as they were typed."""
+        """Return the keys of the section ``parallel`` that a planner chooses. It leaves the others as they are."""
         keys = {"name": self.strategy, "dp": self.dp, "pp": self.pp, "chunks": self.chunks}
         if self.pipelined and self.schedule is not None:
             keys |= {"schedule": self.schedule, "stages_per_rank": self.per_rank if self.looped else None}
         return keys
 
     def words(self) -> list[str]:
-        """Return what is typed for ``keys``."""
+        """Return the words of a command line that set ``keys``."""
         words = [f"parallel={self.strategy}"]
         words += [f"parallel.dp={self.dp}"] if self.info.replicas else []
         if self.pipelined:
@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The layout in a few words."""
+        """The layout's name, such as ``pipe_ddp dp=2 pp=2 gpipe chunks=4``."""
         words = [self.strategy, *(f"{axis}={n}" for axis in self.AXES if (n := getattr(self, axis)) > 1)]
         words += [self.schedule] if self.pipelined and self.schedule is not None else []
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
@@ -108,7 +108,7 @@ class Layout:
 
     @cached_property
     def info(self) -> StrategyInfo:
-        """What the strategy is."""
+        """The strategy's entry in the registry."""
         return strategy_info(self.strategy)
 
     @cached_property
@@ -130,7 +130,7 @@ class Layout:
 
     @property
     def ranks_per_replica(self) -> int:
-        """How many ranks compute the same samples, each its part."""
+        """The number of ranks that compute the same samples, each a part of the model."""
         return self.pp if self.pipelined else 1
 
     @property
@@ -144,12 +144,12 @@ class Layout:
 
     @cached_property
     def group(self) -> int:
-        """How many neighbouring replicas reduce gradients among themselves first."""
+        """The number of neighbouring replicas that reduce gradients among themselves first."""
         return self.shard or (self.dp if self.sharded else 1)
 
     @property
     def shards(self) -> int:
-        """How many ranks share one copy of the parameters; 1 where each has its own."""
+        """The number of ranks that share one copy of the parameters; 1 if each rank has its own."""
         return self.group if self.sharded else 1
 
     @property
@@ -159,15 +159,15 @@ class Layout:
 
     @property
     def per_rank(self) -> int:
-        """How many stages each rank runs."""
+        """The number of stages of each rank."""
         if not self.pipelined:
             return 1
         return self.stages_per_rank or (2 if self.looped else 1)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """The number of layers of each stage, where ``balance`` says it."""
+        """The number of layers of each stage; empty if ``balance`` is the name of a rule."""
         return self.balance if isinstance(self.balance, tuple) else ()
 
 
-_KEYS = [key.name for key in fields(Layout) if key.name != "strategy"]  # which the section has by the same names
+_KEYS = [key.name for key in fields(Layout) if key.name != "strategy"]  # the section has the same names for these

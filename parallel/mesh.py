@@ -1,6 +1,6 @@
 """The ranks of a run as a mesh of named axes, and the process groups along them.
 
-A mesh is the ranks in one array, which has an axis for each way to divide the work. For parallel=pipe_ddp with dp=2,
+A mesh arranges the ranks in an array with one axis for each way to divide the work. For parallel=pipe_ddp with dp=2,
 pp=2, and parallel.order=dp_pp (copies before pipeline: rank = replica x pp + position):
 
               position 0   position 1
@@ -8,7 +8,7 @@ pp=2, and parallel.order=dp_pp (copies before pipeline: rank = replica x pp + po
     copy 1      rank 2       rank 3
                   ^- along copies: ranks 0 and 2 hold the same stages and average their gradients
 
-parallel.order=pp_dp has pipeline before copies, and numbers down the columns instead.
+With parallel.order=pp_dp, pipeline comes before copies, and the ranks are numbered down the columns.
 
 A copy of the parameters belongs to one replica, or is shared among the replicas along shards. dp counts the ranks along
 copies and shards together: each replica computes samples of its own. For parallel=hsdp with dp=4 and parallel.shard=2:
@@ -19,8 +19,8 @@ copies and shards together: each replica computes samples of its own. For parall
                 ^- along copies: ranks 0 and 2 all-reduce what each holds after the reduce-scatter
 
 With parallel.comm_hook=hierarchical each replica has a copy of its own, and the columns are peers: the peers of a row
-reduce gradients among themselves first. They are an axis beside shards, so that every group lies along an axis, and no
-flag says whether a group shares its parameters.
+reduce gradients among themselves first. Peers and shards are different axes, so that no flag is needed to say whether a
+group shares its parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from common.errors import LaunchError
 
 COPIES, PEERS, SHARDS, PIPELINE = "copies", "peers", "shards", "pipeline"
 REPLICAS = (COPIES, PEERS, SHARDS)  # the axes along which ranks compute different samples
-ORDERS = {"dp_pp": (*REPLICAS, PIPELINE), "pp_dp": (PIPELINE, *REPLICAS)}  # of the axes, the slowest first
+ORDERS = {"dp_pp": (*REPLICAS, PIPELINE), "pp_dp": (PIPELINE, *REPLICAS)}  # all axes, the slowest first
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Axis:
 
     Attributes:
         ranks: The ranks, this one included, in order.
-        index: This rank's place among them, from 0.
-        group: Their process group; None before ``Mesh.connect``, and for one rank.
+        index: This rank's index in ``ranks``.
+        group: Their process group; None before ``Mesh.connect``, and for a single rank.
     """
 
     ranks: list[int]
@@ -67,7 +67,7 @@ class Mesh:
 
     Attributes:
         sizes: The number of ranks along each axis by its name, the slowest first.
-        index: This rank's place along each axis, from 0.
+        index: This rank's index along each axis, from 0.
         rank: This process's rank.
         size: The number of all ranks.
     """
@@ -99,10 +99,10 @@ class Mesh:
         return in_lines.reshape(-1, math.prod(in_lines.shape[len(across) :])).tolist()
 
     def counts(self, cut_along: Collection[str] = ()) -> bool:
-        """Return whether this rank counts, and saves, what it has of something that is cut along some axes.
+        """Return whether this rank counts and saves its part of a tensor that is cut along the axes ``cut_along``.
 
-        Along the other axes ranks have the same, and the first one counts. What is on one position of the pipeline is
-        on no other.
+        The ranks along the other axes hold the same part, and the first of them counts it. Each position of a pipeline
+        holds tensors of its own.
         """
         return self.axis(*(self.sizes.keys() - {*cut_along, PIPELINE})).index == 0
 
@@ -120,7 +120,7 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """How many ranks share one copy of the parameters; 1 where each has its own."""
+        """The number of ranks that share one copy of the parameters; 1 if each rank has its own."""
         return self.axis(SHARDS).size
 
     @property
@@ -130,7 +130,7 @@ class Mesh:
 
     @property
     def position(self) -> int:
-        """This rank's place in its pipeline, from 0."""
+        """This rank's position in its pipeline, from 0."""
         return self.axis(PIPELINE).index
 
     @property
@@ -154,7 +154,7 @@ class Mesh:
     # -- communication -----------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> Mesh:
-        """Make the process groups along each axis and along those of the replicas. Every rank calls this."""
+        """Make the process groups along each axis, and along all axes of replicas together. Every rank calls this."""
         for names in (*((name,) for name in self.sizes), REPLICAS):
             axis = self.axis(*names)
             if axis.group is None:
@@ -162,7 +162,7 @@ class Mesh:
         return self
 
     def disconnect(self) -> None:
-        """Close the process groups of ``connect``. Every rank calls this, once none uses them any more."""
+        """Close the process groups of ``connect``. Every rank calls this when no rank uses them any more."""
         for axis in self._axes.values():
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
@@ -171,8 +171,8 @@ class Mesh:
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
         """Return every rank's value, by rank. All ranks of ``group`` call this together (None: all ranks of the mesh).
 
-        Values travel as JSON in tensors of bytes, never as pickles: whoever can reach the ranks' connections can end
-        the run, and can execute nothing. A value is made of what JSON knows; tuples come back as lists.
+        Values are sent as JSON in tensors of bytes, never as pickles, so that another program that reaches the ranks'
+        connections can end the run but cannot execute code. Values consist of JSON's types; tuples become lists.
         """
         mine = json.dumps(value).encode()
         if self.size == 1:
@@ -181,7 +181,7 @@ class Mesh:
         longest = int(max(self._gather_tensors(torch.tensor([len(mine)], device=device), group)))
         padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
         messages = self._gather_tensors(padded, group)
-        try:  # JSON ignores the spaces behind it
+        try:  # JSON ignores trailing spaces
             return [json.loads(message.cpu().numpy().tobytes()) for message in messages]
         except ValueError as error:
             raise LaunchError(
@@ -196,11 +196,11 @@ class Mesh:
 
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
         """Make a group for each line of several ranks; return that of this rank, if any. All ranks call this."""
-        own = None
+        mine = None
         for ranks in lines:
             if len(ranks) < 2:
                 continue
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
             if isinstance(group, dist.ProcessGroup):  # this rank is one of them
-                own = group
-        return own
+                mine = group
+        return mine

@@ -9,7 +9,7 @@ from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work: a kind of ``parallel.timeline.WORK``, of a stage on a micro-batch of the replica."""
+    """One piece of a rank's work (``parallel.timeline.WORK``): its stage, its kind, and its replica's micro-batch."""
 
     stage: int
     kind: str
@@ -34,15 +34,15 @@ class StageSeconds(NamedTuple):
 
 _FIELDS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
 
-# Before anything is measured: the textbook's times, and a little more for a split backward.
+# The times to use before any are measured: the textbook's, and a little more for a split backward.
 UNMEASURED = StageSeconds(1.0, 2.0, 1.0, 1.05)
 
 
 def stage_seconds(steps: Steps) -> dict[int, StageSeconds]:
-    """Read off how long each of this rank's stages takes, by the stage's index.
+    """Return how long each of this rank's stages takes, by the stage's index.
 
-    It is the least of the steps after the warm-up, since disturbances only add. Of a backward that was only seen
-    whole, or only split, the other is estimated.
+    It is the minimum over the steps after the warm-up, since disturbances only add time. If a backward was only
+    measured whole, or only split, the other time is estimated.
     """
     least: dict[tuple[str, int], float] = {}
     for step in steps[WARM_UP_STEPS:]:

@@ -1,4 +1,4 @@
-"""torch's pipeline stage, with what this project adds to it."""
+"""A pipeline stage of torch that also sends tensors without gradients and records a timeline."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from parallel.timeline import BACKWARD, BACKWARD_INPUT, FORWARD, RECEIVE_ACTIVAT
 
 
 class PipeStage(PipelineStage):
-    """A stage that also passes tensors without gradients on, and records when it works.
+    """A stage that also passes on tensors without gradients, and records when it works.
 
-    torch's stage knows only those of the tensors at its borders that have a gradient: before torch 2.13 it expects one
-    for every tensor that it sends. The others (token numbers, masks) are sent after them, by this class.
+    torch's stage is only given the tensors at its borders that have a gradient, because before torch 2.13 it expects a
+    gradient for every tensor that it sends. This class sends the others (token numbers, masks) after them.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class PipeStage(PipelineStage):
         sent: Sequence[TensorSpec],
     ) -> None:
         plan, mesh = strategy.plan, strategy.mesh
-        assert strategy.timeline is not None  # of a pipeline
+        assert strategy.timeline is not None  # a pipeline has one
         stages, ranks = len(plan.stages), mesh.pipeline(mesh.replica)
-        # Tensors that need no gradient, by their places among those that arrive and those that leave.
+        # The positions of tensors that need no gradient, among the tensors received and the tensors sent.
         self._constants_in = [i for i, spec in enumerate(received) if index > 0 and not spec.gradient]
         self._constants_out = [i for i, spec in enumerate(sent) if index < stages - 1 and not spec.gradient]
         incoming = [_example(stage, spec, sent=index > 0) for spec in received]
@@ -61,13 +61,13 @@ class PipeStage(PipelineStage):
 
     @staticmethod
     def wrapped(strategy: Strategy, stage: Stage) -> nn.Module:
-        """Return the stage's ``module``: the stage with what averages its gradients over replicas, for all shapes."""
+        """Wrap a stage so that its gradients are averaged over replicas. All shapes share the result, ``module``."""
         return strategy.replicate(stage)
 
     def wait(self) -> None:
-        """Wait until the gradients of the step are averaged: DistributedDataParallel has, in the last backward."""
+        """Wait until the step's gradients are averaged. DistributedDataParallel has done so in the last backward."""
 
-    # -- what crosses the borders ----------------------------------------------------------------------------------
+    # -- sends and receives ----------------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of a micro-batch's activations."""
@@ -101,7 +101,7 @@ class PipeStage(PipelineStage):
     # -- computation -----------------------------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
-        """Compute a micro-batch's forward, and record when."""
+        """Compute a micro-batch's forward, and record when it ran."""
         self.strategy.computing = FORWARD, fwd_chunk_id
         start = self.timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
         self._microbatch = fwd_chunk_id
@@ -113,7 +113,7 @@ class PipeStage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs):
-        """Call the module with all incoming tensors, and hand torch those of its outputs that have gradients."""
+        """Call the module with all incoming tensors, and return to torch the outputs that have gradients."""
         if self._constants_in:
             tensors = list(args)
             for position, tensor in zip(self._constants_in, self._arriving.pop(self._microbatch), strict=True):
@@ -122,16 +122,16 @@ class PipeStage(PipelineStage):
         output = super().forward_maybe_with_nosync(*args, **kwargs)
         if not self._dtypes_out:
             return output
-        # The next stage receives what training gives. In an evaluation a layer may give another dtype, as torch's
+        # The next stage expects the dtypes of training. In an evaluation a layer may return another dtype, as torch's
         # nn.TransformerEncoderLayer does under autocast.
-        outputs = tuple(one.to(dtype) for one, dtype in zip(as_tuple(output), self._dtypes_out, strict=True))
+        outputs = tuple(tensor.to(dtype) for tensor, dtype in zip(as_tuple(output), self._dtypes_out, strict=True))
         if not self._constants_out:
             return outputs if isinstance(output, tuple) else outputs[0]
         self._leaving[self._microbatch] = [outputs[i] for i in self._constants_out]
         return _without(outputs, self._constants_out)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
-        """Compute a micro-batch's backward, or its first part, and record when."""
+        """Compute a micro-batch's backward, or its first part, and record when it ran."""
         self.strategy.computing = BACKWARD, bwd_chunk_id
         start = self.timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
         _unwrapped(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
@@ -146,12 +146,12 @@ class PipeStage(PipelineStage):
         return tuple(_as_sent(*pair) for pair in zip(inputs, gradients, strict=False)), deferred
 
     def backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
-        """Return the gradients of the inputs, and what a later call of type "weight" takes as ``param_groups``."""
+        """Return the gradients of the inputs, and the ``param_groups`` for a later call of type "weight"."""
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
 def _unwrapped(method: Callable, *args, **kwargs):
-    """Call a method of torch's stage; what a layer raises is raised as it is, and not as torch's RuntimeError of it."""
+    """Call a method of torch's stage. A layer's error is raised instead of the RuntimeError in which torch wraps it."""
     try:
         return method(*args, **kwargs)
     except RuntimeError as error:
@@ -162,7 +162,7 @@ def _unwrapped(method: Callable, *args, **kwargs):
 
 
 def _as_sent(x: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return the gradient of input ``x`` as the stage before waits for it, also where ``x`` had no part in the loss."""
+    """Return the gradient of input ``x`` to send to the stage before; zeros if the loss does not depend on ``x``."""
     if gradient is not None:
         return gradient.contiguous()
     return torch.zeros_like(x) if isinstance(x, Tensor) and x.requires_grad else None

@@ -1,20 +1,20 @@
 """Stages on ranks of their own, under a schedule of torch.distributed.pipelining.
 
-A schedule of that package calls ``loss_fn(output, target)`` on the last rank. Here the loss is the last layer of the
-last stage: it is computed in that stage's forward, which gets the targets as keyword arguments, and the stage adds up
-the sums of loss and metrics. So what the schedule takes for an output is the loss already: its ``loss_fn`` returns it
-as it is, and its ``target`` is a placeholder that it may cut into micro-batches. The sums wait in the stage until the
-step's all-reduce (``Strategy._agree``) brings them to all ranks.
+A schedule of that package calls ``loss_fn(output, target)`` on the last rank. Here the loss is computed in the forward
+of the last stage, which gets the targets as keyword arguments and adds up the sums of loss and metrics. The output that
+the schedule sees is therefore the loss: its ``loss_fn`` returns the output unchanged, and its ``target`` is a
+placeholder that can be cut into micro-batches. The sums stay in the stage until the step's all-reduce
+(``Strategy._agree``) sends them to all ranks.
 
-What goes wrong in that package, and what is done about it here:
-* Without static metadata the first step runs each stage on uninitialised memory: shapes and dtypes at stage borders
-  come from ``stage_borders``.
-* It averages gradients over chunks by dividing, also those that were there before: ``scale_grads`` is off, the loss
-  carries its own factor, and gradients are cleared before an evaluation.
-* Outputs of the last stage are collected unless told otherwise: the stage gives its loss, and nothing is collected.
-* A stage sends and receives tensors of one shape: there is a set of stages and a schedule for each shape of the
-  micro-batches, made at its first step and kept. Ranks exchange no shapes, since all of a pipeline read its batch. The
-  sets share the modules, and so weights, gradients and DistributedDataParallel.
+The package has pitfalls that are avoided here:
+* Without static metadata, the first step runs each stage on uninitialised memory. The shapes and dtypes at stage
+  borders are therefore given, by ``stage_borders``.
+* It averages gradients over chunks by dividing them, including those from before. ``scale_grads`` is therefore off, the
+  loss contains the factor, and gradients are cleared before an evaluation.
+* By default it collects the outputs of the last stage. Here the output is the loss, and nothing is collected.
+* A stage sends and receives tensors of one shape only. A set of stages and a schedule are therefore made for each shape
+  of micro-batches, at its first step. Ranks exchange no shapes, since all ranks of a pipeline read its batch. The sets
+  share the modules, and with them weights, gradients and DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from parallel.timeline import Timeline
 
 
 class Pipeline(Strategy):
-    """A pipeline of stages, with or without replicas of it: ``pipelined``, ``pipe_ddp`` and ``pipe_fsdp``."""
+    """A pipeline of stages, with or without replicas: ``pipelined``, ``pipe_ddp`` and ``pipe_fsdp``."""
 
     timeline: Timeline
 
@@ -53,7 +53,7 @@ class Pipeline(Strategy):
     ) -> None:
         super().__init__(plan, chain, mesh, devices, options, sample)
         self.timeline = Timeline(self.device.type)
-        assert plan.schedule is not None  # of a pipeline
+        assert plan.schedule is not None  # a pipeline has one
         self._info = SCHEDULES[plan.schedule]
         self._stage_class, self._schedule_class = map(resolve_name, (self._info.stage_class, self._info.class_name))
         self._modules = [self._stage_class.wrapped(self, stage) for stage in self.stages]
@@ -61,7 +61,7 @@ class Pipeline(Strategy):
         self.prepared(sample)
 
     def prepared(self, microbatch: Batch) -> tuple[list[PipeStage], Any]:
-        """Return torch's stages and schedule for micro-batches of this one's shape."""
+        """Return torch's stages and schedule for micro-batches of the shape of ``microbatch``."""
         shapes = tuple(tensor.shape for tensor in microbatch.input_tensors)
         if shapes not in self._by_shape:
             borders = stage_borders(self.plan, self.chain, microbatch)
@@ -117,5 +117,5 @@ class Pipeline(Strategy):
 
 
 def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the last stage's output, which is its loss: torch's schedules want a function and a target anyway."""
+    """Return the last stage's output, which is its loss. torch's schedules require a loss function and a target."""
     return output

@@ -25,9 +25,9 @@ _MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it by a segmen
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its place in the model, its layers' names, its number of trainable parameters (tied copies too).
+    """One stage: its index, the names of its layers, and the number of its trainable parameters.
 
-    ``frozen`` is the number of the others.
+    ``frozen`` is the number of its other parameters. Both include this stage's copies of tied parameters.
     """
 
     index: int
@@ -43,9 +43,9 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Layout):
-    """A layout with nothing left open, and what follows from it for a model on some machines.
+    """A layout whose keys all have values, and what follows from it for a model on some machines.
 
-    ``schedule`` is None where one process runs all stages.
+    ``schedule`` is None if one process runs all stages.
 
     Attributes:
         device_type: cpu, cuda or mps.
@@ -53,7 +53,7 @@ class Plan(Layout):
         stages: All stages, first to last.
         parameters: The number of trainable parameters of the model, a tied one counted once.
         global_batch_size: Samples per step over all replicas.
-        gpus: How many GPUs the ranks that are started here are dealt to, in turn; None where there are no such ranks.
+        gpus: The number of GPUs to which this command's ranks are assigned in turn; None if it starts none on GPUs.
         frozen: The number of parameters that are not trained, a tied one counted once.
     """
 
@@ -67,7 +67,7 @@ class Plan(Layout):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether several of the ranks that are started here have the same GPU."""
+        """Whether several of the ranks that this command starts have the same GPU."""
         return self.gpus is not None and self.processes > self.gpus
 
     @property
@@ -77,13 +77,13 @@ class Plan(Layout):
 
     @property
     def ideal_bubble(self) -> float | None:
-        """The fraction of time that a balanced pipeline idles; None where there is no pipeline."""
+        """The fraction of time that a balanced pipeline idles; None if there is no pipeline."""
         if self.schedule is None:
             return None
         return ideal_bubble(self.schedule, self.pp, self.chunks, self.per_rank)
 
     def manifest(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the layout, for ``Layout.from_manifest``."""
+        """Return the layout as it is kept in a checkpoint, for ``Layout.from_manifest``."""
         return {
             "parallel": self.strategy,
             **{axis: getattr(self, axis) for axis in Layout.AXES},
@@ -95,7 +95,7 @@ class Plan(Layout):
         }
 
     def stages_of(self, position: int) -> list[StagePlan]:
-        """Return the stages of a pipeline position: every ``pp``-th one, or all of them where one process runs all."""
+        """Return the stages of a pipeline position: every ``pp``-th stage, or all stages if one process runs them."""
         return list(self.stages[position :: self.pp]) if self.pipelined else list(self.stages)
 
 
@@ -118,15 +118,15 @@ def make_plan(
         global_batch_size: Samples per step over all replicas.
         device: auto, cpu, cuda or mps.
         precision: auto, fp64, fp32, bf16 or fp16.
-        world_size: The number of processes where they are started already (torchrun), else None.
+        world_size: The number of processes if they are started already (torchrun), otherwise None.
         nodes: The number of machines, with equally many processes each.
-        hardware: What the machine that will run it has; None for this machine.
+        hardware: The hardware of the machine that will run the plan; None for this machine.
 
     Returns:
         The plan.
 
     Raises:
-        PlanError: With the numbers and a way out.
+        PlanError: If the keys contradict each other, the model or the machine.
     """
     info = strategy_info(parallel.name)
     pipelined = info.stage_per_rank
@@ -142,7 +142,7 @@ def make_plan(
     _check_world(processes, dp, ranks_per_replica, hardware, world_size)
     chunks = parallel.chunks
     if chunks == "auto":
-        raise PlanError("parallel.chunks=auto is chosen for mode=train and mode=plan: give the number here")
+        raise PlanError("parallel.chunks=auto needs mode=train or mode=plan; set parallel.chunks to a number")
     _check_cut(global_batch_size, dp, chunks)
 
     per_rank = 1
@@ -180,7 +180,7 @@ def make_plan(
 
 
 def check_numbers(parallel) -> None:
-    """Refuse numbers that no strategy takes. Raises PlanError."""
+    """Raise PlanError for numbers that no strategy accepts."""
     chunks = parallel.chunks
     if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
         raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1, or auto")
@@ -194,18 +194,18 @@ def check_numbers(parallel) -> None:
 
 
 def _check_shape(parallel, info: StrategyInfo) -> None:
-    """Refuse numbers of replicas and stages that contradict what the strategy is."""
+    """Raise PlanError for numbers of replicas or stages that the strategy does not support."""
     name = parallel.name
     if not info.replicas and parallel.dp not in (None, 1):
         other = suggest(replicas=True, stages=info.stages)
-        raise PlanError(f"parallel={name} has one replica, parallel.dp={parallel.dp} needs parallel={other}")
+        raise PlanError(f"parallel={name} has one replica; parallel.dp={parallel.dp} needs parallel={other}")
     if not info.stages and parallel.pp != 1:
         other = suggest(replicas=info.replicas, stages=True)
-        raise PlanError(f"parallel={name} has one stage, parallel.pp={parallel.pp} needs parallel={other}")
+        raise PlanError(f"parallel={name} has one stage; parallel.pp={parallel.pp} needs parallel={other}")
     if info.stage_per_rank and parallel.pp == 1:
         other = names_where(replicas=info.replicas, stages=False, shards=info.shards, several_devices=False)[0]
         raise PlanError(
-            f"parallel={name} runs stages on ranks of their own, and parallel.pp=1 is one stage; use parallel={other}, "
+            f"parallel={name} runs stages on ranks of their own, but parallel.pp=1 is one stage; use parallel={other}, "
             "or parallel.pp=2 or more"
         )
     if not info.stage_per_rank and parallel.stages_per_rank not in (None, 1):
@@ -231,7 +231,7 @@ def _check_world(processes: int, dp: int, ranks_per_replica: int, hardware: Hard
         )
     if hardware.device_type == "mps" and processes > 1:
         raise PlanError(
-            f"{layout}, but device=mps is for one process; choose one, or device=cpu for any number of processes"
+            f"{layout}, but device=mps supports one process only; use one, or device=cpu for any number of processes"
         )
 
 
@@ -247,28 +247,28 @@ def _check_cut(batch: int, dp: int, chunks: int) -> None:
 
 
 def _count(layers: Iterable[nn.Module]) -> tuple[int, int]:
-    """Return the numbers of trainable and of frozen parameters, those that layers share counted once."""
+    """Return the numbers of trainable and of frozen parameters. Parameters that layers share are counted once."""
     parameters = {p for layer in layers for p in layer.parameters()}
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     return trainable, sum(p.numel() for p in parameters) - trainable
 
 
 def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...]:
-    """Where one process puts its stages or its copies of the model; empty where each rank has one device.
+    """Return the devices on which one process puts its stages or copies of the model; empty if ranks have one device.
 
-    The devices are parallel.devices, or the GPUs in turn, or for stages also the CPU for all of them.
+    They are ``parallel.devices`` or, if it is not set, the GPUs in turn. Stages without a GPU are all put on the CPU.
     """
     device_type, count = hardware.device_type, hardware.count
     if info.gpu_only and device_type != "cuda":
         raise PlanError(
-            f"parallel={parallel.name} runs on GPUs, device={device_type} has none; use "
+            f"parallel={parallel.name} runs on GPUs only, but device={device_type} has none; use "
             f"parallel={suggest(replicas=True, stages=info.stages)}, which runs on any device"
         )
     if not info.several_devices:
         if parallel.devices is not None:
             raise PlanError(
-                f"parallel.devices is for parallel={' and '.join(names_where(several_devices=True))}; "
-                f"parallel={parallel.name} takes one device per rank"
+                f"parallel={parallel.name} uses one device per rank, and parallel.devices is only supported by "
+                f"parallel={' and '.join(names_where(several_devices=True))}. Leave it out"
             )
         return ()
     for name in parallel.devices or ():
@@ -276,7 +276,7 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
         if kind != device_type or (count is not None and index not in ("", *map(str, range(count)))):
             here = "" if count is None else f" (here {count} of them)"
             raise PlanError(
-                f"parallel.devices names {name}, and all devices of a run are of the kind of device={device_type}{here}"
+                f"parallel.devices names {name}, but all devices of a run must be of the type {device_type}{here}"
             )
     if not info.stages:
         return tuple(parallel.devices or (f"{device_type}:{i}" for i in range(count or 1)))
@@ -291,16 +291,16 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
 
 
 def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool | None]:
-    """Choose how many replicas form a group, and whether shared parameters are whole one layer at a time.
+    """Choose the number of replicas in a group, and whether shared parameters are gathered one layer at a time.
 
-    The latter is None where replicas share none. Raises PlanError.
+    The latter is None if replicas share no parameters. Raises PlanError.
     """
     name, dp, wanted = parallel.name, mesh.dp, parallel.shard
     hierarchical = parallel.comm_hook in HIERARCHICAL
     if info.sharded and parallel.comm_hook != "none":
         raise PlanError(
-            f"parallel.comm_hook={parallel.comm_hook} is for replicas with parameters of their own, and "
-            f"parallel={name} shares them: leave it out"
+            f"parallel.comm_hook={parallel.comm_hook} needs replicas with parameters of their own, but "
+            f"parallel={name} shares them. Leave it out"
             + (" (parallel=hsdp reduces gradients that way by itself)" if hierarchical else "")
         )
     if not info.sharded:
@@ -315,7 +315,7 @@ def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[
             sizes = ", ".join(str(n) for n in range(1 if dp == 1 else 2, dp + 1) if dp % n == 0)
             raise PlanError(
                 f"parallel.shard={group} does not divide parallel.dp={dp} replicas into equal groups; "
-                f"groups can have {sizes}"
+                f"possible sizes are {sizes}"
             )
     if group == 1 and dp > 1 and info.sharded:
         raise PlanError(
@@ -331,13 +331,13 @@ def _check_unused(parallel, hierarchical: bool) -> None:
     known = " or ".join(f"parallel={name}" for name in names_where(sharded=True))
     if parallel.shard is not None and not hierarchical:
         raise PlanError(
-            f"parallel.shard={parallel.shard} is the size of the groups of {known}, and of "
-            f"parallel.comm_hook=hierarchical; parallel={parallel.name} has none"
+            f"parallel.shard={parallel.shard} is a size of groups, but parallel={parallel.name} has none: it needs "
+            f"{known}, or parallel.comm_hook=hierarchical. Leave it out"
         )
     if parallel.reshard is not None:
         raise PlanError(
-            f"parallel.reshard={str(parallel.reshard).lower()} is for {known}; parallel={parallel.name} shares no "
-            "parameters"
+            f"parallel.reshard={str(parallel.reshard).lower()} needs {known}, but parallel={parallel.name} shares no "
+            "parameters. Leave it out"
         )
 
 
@@ -349,8 +349,8 @@ def _replicas_per_node(parallel, mesh: Mesh, nodes: int) -> int:
         sizes |= {on.count(node) for node in on}
     if mesh.size % nodes or len(sizes) != 1:
         raise PlanError(
-            f"the {mesh.dp} replicas do not lie on {nodes} nodes in equal groups; set parallel.shard to the size of "
-            f"the groups, such as parallel.shard={mesh.dp}"
+            f"the {mesh.dp} replicas are not divided equally among the {nodes} nodes; set parallel.shard to the size "
+            f"of the groups, such as parallel.shard={mesh.dp}"
         )
     return sizes.pop()
 
@@ -362,19 +362,19 @@ def _reshard(parallel, info: StrategyInfo) -> bool | None:
         return parallel.reshard is not False
     if parallel.reshard and SCHEDULES[parallel.schedule].splits_backward:
         raise PlanError(
-            f"parallel.reshard=true with parallel.schedule={parallel.schedule} is refused: the weights' gradients are "
-            "computed when the layer's parameters are no longer whole, and would be lost; leave it out, or use "
-            "parallel.schedule=interleaved_1f1b"
+            f"parallel.reshard=true is not supported with parallel.schedule={parallel.schedule}: the gradients of "
+            "weights are computed when the layer's parameters are no longer whole, and would be lost. Leave it out, or "
+            "use parallel.schedule=interleaved_1f1b"
         )
     return bool(parallel.reshard)
 
 
 def check_shardable(strategy: str, skeleton: nn.Module) -> None:
-    """Check that parameters have rows to share. Raises PlanError."""
+    """Raise PlanError if a parameter has no rows to share."""
     scalars = [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise PlanError(
-            f"parallel={strategy} shares the rows of each parameter, and {scalars[0]} is a single number; give it the "
+            f"parallel={strategy} shares the rows of each parameter, but {scalars[0]} is a single number; give it the "
             "shape (1,)"
         )
 
@@ -388,7 +388,7 @@ def partition_layers(
             f"{stages} stages (parallel.pp x stages_per_rank) but only {len(names)} layers: {', '.join(names)}; "
             f"set parallel.pp={len(names)} or less"
         )
-    if balance in ("uniform", "time"):  # until it has been measured
+    if balance in ("uniform", "time"):  # times are not measured yet
         counts = even_split(len(names), stages)
     elif balance == "size":
         counts = block_partition(costs, stages)
@@ -430,8 +430,8 @@ def block_partition(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def _explicit(counts: list[int], layers: int, stages: int) -> list[int]:
-    right = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
-    if not right or len(counts) != stages or sum(counts) != layers:
+    valid = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
+    if not valid or len(counts) != stages or sum(counts) != layers:
         shown = str(counts).replace(" ", "")
         raise PlanError(
             f"parallel.balance={shown} must be {stages} whole numbers above 0 (one per stage) with the sum {layers} "

@@ -1,4 +1,4 @@
-"""Pipeline schedules: their names, what each asks of the chunk count, and the bubble of an ideal run.
+"""Pipeline schedules: their names, the chunk counts that each of them supports, and the bubble of an ideal run.
 
 p ranks, m chunks (micro-batches), v stages per rank; a backward takes two forwards' time, half of it for the gradients
 of inputs and half for those of weights:
@@ -10,9 +10,9 @@ of inputs and half for those of weights:
     interleaved_zero_bubble  interleaved_1f1b whose weight gradients fill gaps     bubble (p-1) / (3 v m + p-1)
     planned                  the shortest simulated makespan, from measured times  the same
 
-Three ranks (p), four micro-batches (m), where for once a backward takes as long as a forward; F2 is the forward of the
-micro-batch with index 2, B2 its backward. Rank 0 holds four micro-batches' activations under gpipe and three (p) under
-1f1b; rank 2 holds four and one:
+Three ranks (p), four micro-batches (m), drawn as if a backward took as long as a forward; F2 is the forward of the
+micro-batch with index 2, B2 its backward. Rank 0 holds the activations of four micro-batches under gpipe and of three
+(p) under 1f1b; rank 2 holds those of four and of one:
 
     gpipe    rank 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3         1f1b     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
              rank 1   .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .                   rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -33,13 +33,13 @@ from common.errors import PlanError
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule is.
+    """The properties of a schedule.
 
     Attributes:
         class_name: The module and name of the class that runs it.
         stage_class: The module and name of the class of its stages.
         makespan: The module and name of the function that estimates a step's time from (costs of the stages, ranks,
-            chunks), where an order is planned.
+            chunks), if its order is planned.
         looped: Whether a rank runs several stages.
         rounds: Whether chunks are run in rounds of as many as there are ranks.
         splits_backward: Whether gradients of inputs and of weights are computed at different times.
@@ -75,30 +75,33 @@ SCHEDULES = {
 
 
 def borders(stages: int) -> list[int]:
-    """Return how many stages are beside each of some stages in a row."""
+    """Return the number of neighbours of each stage: one for the first and the last stage, two for the others."""
     return [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
 
 
 def stages_per_rank(schedule: str, wanted: int | None) -> int:
-    """Return how many stages each rank runs: ``wanted``, or what the schedule needs where that is None; or refuse."""
+    """Return the number of stages of each rank: ``wanted``, or the schedule's default if it is None.
+
+    Raises PlanError if the schedule does not support that number.
+    """
     looped = SCHEDULES[schedule].looped
     if wanted is None:
         return 2 if looped else 1
     if wanted > 1 and not looped:
         raise PlanError(
-            f"parallel.schedule={schedule} runs one stage per rank, parallel.stages_per_rank={wanted} is too many; "
-            "parallel.schedule=interleaved_1f1b takes several"
+            f"parallel.schedule={schedule} runs one stage per rank, but parallel.stages_per_rank={wanted}; "
+            "parallel.schedule=interleaved_1f1b runs several"
         )
     return wanted
 
 
 def has_equal_rounds(schedule: str, ranks: int, chunks: int) -> bool:
-    """Return whether a schedule can deal out so many micro-batches: in chunks // ranks equal rounds, or it has none."""
+    """Return whether a schedule can run so many micro-batches: in chunks // ranks equal rounds, or without rounds."""
     return not SCHEDULES[schedule].rounds or chunks % max(1, chunks // ranks) == 0
 
 
 def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
-    """Refuse a number of micro-batches that a schedule cannot run on so many ranks, with the nearest that it can."""
+    """Raise PlanError, with the nearest possible numbers, if a schedule cannot run ``chunks`` on so many ranks."""
     if schedule == "1f1b" and chunks < ranks:
         raise PlanError(
             f"parallel.schedule=1f1b needs at least as many chunks as stages: parallel.chunks={chunks} is below "
@@ -110,7 +113,7 @@ def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
         below, above = next(filter(fits, range(chunks, 0, -1))), next(filter(fits, count(chunks)))
         raise PlanError(
             f"parallel.schedule={schedule} runs chunks in rounds of parallel.pp={ranks}: parallel.chunks="
-            f"{chunks} does not divide; the nearest that do are {below} and {above}"
+            f"{chunks} does not divide into equal rounds; the nearest that do are {below} and {above}"
         )
 
 

@@ -25,12 +25,12 @@ class ModelParallel(LocalStrategy):
 class _OnSeveralDevices(nn.Module):
     """Stages in order. Tensors are moved to each stage's device.
 
-    The devices are of one kind: what a GPU sends to the CPU without waiting would be read before it is there.
+    The devices must be of one type, because a copy from a GPU to the CPU that nothing waits for is read before it ends.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         super().__init__()
-        self._stages = tuple(stages)  # the strategy has their parameters
+        self._stages = tuple(stages)  # not as submodules: the strategy has their parameters
 
     def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None) -> Tensors:
         output: Tensors = tensors
@@ -53,8 +53,8 @@ class DataParallel(LocalStrategy):
         """Copy the stage to all devices."""
         if self.options.compile:
             raise PlanError(
-                "train.compile=true: what is compiled stays on one GPU, and parallel=data_parallel copies the model to "
-                "all in every forward; use parallel=ddp, or train.compile=false"
+                "train.compile=true keeps the model on one GPU, but parallel=data_parallel copies it to all GPUs in "
+                "every forward; use parallel=ddp, or train.compile=false"
             )
         return _OnCopies(self.stages[0], self.plan.devices, self.plan.precision)
 
@@ -70,7 +70,7 @@ class _OnCopies(nn.Module):
 
 
 class _Copy(nn.Module):
-    """What runs on each device, in a thread of its own, where autocast is not in force."""
+    """The module that runs on each device, in a thread of its own, which does not inherit autocast."""
 
     def __init__(self, stage: Stage, devices: Sequence[int], precision: str) -> None:
         super().__init__()
@@ -79,6 +79,6 @@ class _Copy(nn.Module):
     def forward(self, *tensors: Tensor, samples: tuple[int, int], targets: Tensor, weights: Tensor | None) -> Tensor:
         first, count = samples
         each = -(-count // len(self._devices))  # all parts but the last
-        own = first + each * self._devices.index(targets.device.index), len(targets)
+        part = first + each * self._devices.index(targets.device.index), len(targets)
         with autocast(self._precision, "cuda"):
-            return self._stage(*tensors, samples=own, targets=targets, weights=weights)
+            return self._stage(*tensors, samples=part, targets=targets, weights=weights)

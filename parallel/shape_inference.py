@@ -1,7 +1,7 @@
 """What each layer receives, returns and keeps for the backward, inferred by running the chain on fake tensors.
 
 Fake tensors have no memory but carry a device, so autocast acts on them as it will in the run. Plain meta tensors are
-not cast, and a border declared float32 where the run sends bfloat16 corrupts silently.
+not cast, and a stage border declared float32 corrupts data silently if the run sends bfloat16.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What was inferred of one layer.
+    """What was inferred about one layer.
 
     Attributes:
-        outputs: What it returns; of the last layer, the loss.
+        outputs: The tensors that it returns; for the last layer, the loss.
         kept: Bytes that autograd holds for each micro-batch's backward.
         cast: Bytes of weights held in the compute dtype, once for all micro-batches of a step.
         random: Whether it draws random numbers in training.
-        work: What was counted of a micro-batch, where something counts.
+        work: The context that ``trace`` made by ``counting`` and that has seen the operators of one micro-batch.
     """
 
     name: str
@@ -68,7 +68,7 @@ class LayerTrace:
 
     @property
     def output_bytes(self) -> int:
-        """Size of what the layer returns."""
+        """Size of the tensors that the layer returns."""
         return sum(spec.bytes for spec in self.outputs)
 
 
@@ -82,11 +82,11 @@ def trace(
 ) -> list[LayerTrace]:
     """Run one micro-batch through the chain on fake tensors; return one trace per layer.
 
-    ``counting`` makes what sees the operators of one micro-batch, and is kept as the trace's ``work``.
+    ``counting`` makes a context in which the operators of one micro-batch are called; the trace keeps it as ``work``.
 
     Raises:
-        PlanError: A layer reads numbers out of its tensors.
-        TypeError: A layer returns neither a tensor nor a flat tuple of tensors.
+        PlanError: If a layer reads numbers out of its tensors.
+        TypeError: If a layer returns neither a tensor nor a flat tuple of tensors.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -116,14 +116,14 @@ def trace(
             with saved_tensors_hooks(kept.note, lambda tensor: tensor), _Draws(len(sample), notes) as draws:
                 # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
                 sizes = []
-                for own in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
+                for inputs in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
                     before = kept.bytes
                     try:
                         with (counted := counting()):
                             if layer is chain.layers[-1]:
-                                output = _loss(chain, module, own, targets.clone())
+                                output = _loss(chain, module, inputs, targets.clone())
                             else:
-                                output = module(*own)
+                                output = module(*inputs)
                     except (DataDependentOutputException, DynamicOutputShapeException):
                         raise reads_numbers(layer.name, module) from None
                     sizes.append(kept.bytes - before)
@@ -144,7 +144,7 @@ def reads_numbers(name: str, layer: nn.Module) -> PlanError:
     return PlanError(
         f"layer {name!r} ({type(layer).__name__}) reads numbers out of tensors, as .item(), .numpy(), bool(), an if or "
         "a mask as an index do. Pipelines, train.compile=true, parallel.balance=size and mode=plan have to know all "
-        "shapes before there are numbers: compute it with tensors (torch.where), or use parallel=single or ddp without "
+        "shapes before there are numbers. Compute it with tensors (torch.where), or use parallel=single or ddp without "
         "these"
     )
 
@@ -152,9 +152,10 @@ def reads_numbers(name: str, layer: nn.Module) -> PlanError:
 def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
     """Find the layers whose random numbers in training depend on how the batch is cut; ``LOSS`` stands for the loss.
 
-    Those are layers that draw by themselves (``F.dropout``, ``nn.MultiheadAttention``, ``torch.rand``), and those in
-    which dropout by sample does not find the samples: its input's first dimension is not that of the batch, which
-    shows in its shape for twice as many samples. A layer that cannot be computed on the meta device ends the search.
+    These are layers that draw by themselves (``F.dropout``, ``nn.MultiheadAttention``, ``torch.rand``), and layers in
+    which dropout by sample cannot tell the samples apart, because the first dimension of its input is not that of the
+    batch: it does not double with the number of samples. The search ends at a layer that cannot be computed on the meta
+    device.
     """
     once = sample.to("meta")
     batches = [once, once.map(lambda tensor: torch.cat((tensor, tensor)))]
@@ -197,7 +198,7 @@ def _loss_draws(chain: Chain, output: Tensors, batch: Batch) -> bool:
 
 
 def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:
-    """Infer what stages 0, 1, ... receive of one micro-batch, and last the loss."""
+    """Infer the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss."""
     outputs = {t.name: t.outputs for t in trace(chain, sample, plan.precision, plan.device_type)}
     received = tuple(map(TensorSpec.of, sample.input_tensors))
     return [received, *(outputs[stage.layers[-1]] for stage in plan.stages)]
@@ -205,7 +206,7 @@ def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorS
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    # Module.to() cannot swap fake parameters, so they are made in the right dtype.
+    # Module.to() cannot convert fake parameters, so they are made in the right dtype.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -216,15 +217,15 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
     """Return the loss of the last layer, whose output never leaves the stage."""
-    if (own_loss := getattr(module, "loss", None)) is not None:
-        return own_loss(*tensors, targets, None).loss
+    if (head_loss := getattr(module, "loss", None)) is not None:
+        return head_loss(*tensors, targets, None).loss
     return chain.loss(module(*tensors), targets, None).loss
 
 
 class Accesses(TorchDispatchMode):
-    """Notices which of a module's tensors operators read and write, also on the meta device.
+    """Records which tensors of a module are read and written by operators, also on the meta device.
 
-    ``data_dependent`` says whether a result or a shape depended on numbers, as that of ``.item()`` does.
+    ``data_dependent`` is whether a result or a shape depended on numbers, as that of ``.item()`` does.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -237,7 +238,7 @@ class Accesses(TorchDispatchMode):
     def changed(self) -> str | None:
         """Return the name of a tensor that was changed and that a later step, or an evaluation, may read.
 
-        One that is not saved and only written, never read, does not count: it holds nothing from step to step.
+        A tensor that is neither saved nor read is ignored, because it carries nothing from step to step.
         """
         saved, now = self._module.state_dict().keys(), _tensors_of(self._module)
         for name, storage in self._before.items():
@@ -261,7 +262,7 @@ class Accesses(TorchDispatchMode):
     def _note(self, schema, argument, storage: int, given: dict) -> None:
         alias = argument.alias_info
         if argument.name in ("running_mean", "running_var") and (given.get("training") or given.get("train")):
-            self._written.add(storage)  # no schema says so
+            self._written.add(storage)  # the schema does not say so
         elif alias is None:
             self._read.add(storage)
         elif alias.is_write:
@@ -272,13 +273,13 @@ class Accesses(TorchDispatchMode):
 
 def _tensors_of(module: nn.Module) -> dict[str, int]:
     """Return the storages of a module's parameters and buffers by name, without this project's BatchNorm statistics."""
-    own = {id(b) for norm in module.modules() if isinstance(norm, StepBatchNorm) for b in norm.buffers()}
+    statistics = {id(b) for norm in module.modules() if isinstance(norm, StepBatchNorm) for b in norm.buffers()}
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) not in own}
+    return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) not in statistics}
 
 
 class _Draws(TorchDispatchMode):
-    """Notices operators that draw random numbers; dropout by sample is noted, and draws none."""
+    """Detects operators that draw random numbers. Dropout by sample draws none here and is added to ``notes``."""
 
     def __init__(self, samples: int, notes: list) -> None:
         super().__init__()
@@ -299,13 +300,13 @@ class _Draws(TorchDispatchMode):
             arguments = operator._schema.arguments
             given = {a.name: a.default_value for a in arguments}
             given |= dict(zip(given, args, strict=False)) | kwargs
-            # Attention has this tag because it may drop something out.
+            # Attention has this tag because it may apply dropout.
             self.seen |= given.get("dropout_p", given.get("p")) != 0.0
         return operator(*args, **kwargs)
 
 
 class _Kept:
-    """Adds up the storages that autograd saves, each once, parameters left out."""
+    """Adds up the bytes of the storages that autograd saves, each once, without those of parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self.bytes = 0
@@ -316,6 +317,6 @@ class _Kept:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
-            self._alive.append(tensor)  # or its address is given to another
+            self._alive.append(tensor)  # otherwise its address could be reused
             self.bytes += storage.nbytes()
         return tensor

@@ -1,13 +1,13 @@
 """Parameters, gradients and optimizer state shared among replicas, by torch's FSDP2 (``fully_shard``).
 
-What goes wrong with it, and what is done about it here:
-* Wrapping replaces a module's parameters, and again while they are whole: nothing may hold on to those from before.
-  Stages are sharded while they are built, and parameters are looked up by name.
-* A layer whose weight another layer of the stage shares cannot be sharded alone: both are left to the stage itself.
-* Whole parameters stay registered after an evaluation, whose backward never comes. The sharded gradients would not be
-  cleared then: ``reshard`` after every step of evaluation.
+FSDP2 has pitfalls that are avoided here:
+* Wrapping replaces a module's parameters, and so does gathering them, which makes earlier references to them stale.
+  Stages are therefore sharded while they are built, and parameters are looked up by name.
+* Layers of a stage that share a weight cannot be sharded one by one. They are sharded together with the stage.
+* Whole parameters stay registered after an evaluation, which has no backward, and the sharded gradients would not be
+  cleared. ``reshard`` is therefore called after every step of evaluation.
 * A layer's gradients are reduced when its backward ends. A weight whose cast autocast has kept from an earlier
-  micro-batch gets its gradient later than that: ``parallel.strategy`` has autocast keep none.
+  micro-batch would get its gradient later. ``parallel.strategy`` therefore lets autocast keep no casts.
 * torch's pipelines reduce a stage's gradients once, after its last backward.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-Box = slice | tuple[slice, ...] | EllipsisType  # of rows, of each dimension, or all of a tensor
+Box = slice | tuple[slice, ...] | EllipsisType  # rows, a range in each dimension, or the whole tensor
 
 
 class Boxes(Protocol):
-    """What gives boxes of a tensor: the tensor itself, or what reads them out of a file."""
+    """A tensor, or a reader of a tensor in a file, from which boxes can be taken."""
 
     @property
     def shape(self) -> torch.Size:
@@ -46,13 +46,13 @@ class Sharding:
     """The shares of one rank."""
 
     def __init__(self, mesh: Mesh, device_type: str, reshard: bool) -> None:
-        """Describe the ranks that share.
+        """Describe the ranks that share parameters.
 
-        With ``reshard`` the layers of a step are whole one at a time, in the forward and again in the backward, and
-        gradients are reduced after every micro-batch. Without it they are whole from the first forward to the last
-        backward, and gradients are reduced once.
+        With ``reshard`` parameters are gathered one layer at a time, in the forward and again in the backward, and
+        gradients are reduced after every micro-batch. Without it parameters stay whole from the first forward to the
+        last backward, and gradients are reduced once.
         """
-        from torch.distributed import fsdp  # imports DTensor: a second
+        from torch.distributed import fsdp  # here, because it imports DTensor, which takes a second
         from torch.distributed.device_mesh import DeviceMesh
 
         self._sharded_module, self._reshard = fsdp.FSDPModule, reshard
@@ -70,13 +70,13 @@ class Sharding:
             )
 
     def shard(self, module: nn.Module) -> None:
-        """Keep this rank's share of a module's parameters; those of its parts that are sharded already stay so."""
+        """Reduce a module's parameters to this rank's share. Submodules that are sharded already stay as they are."""
         from torch.distributed import fsdp
 
         if not any(True for _ in module.parameters()):
             return
-        empty = {p for p in module.parameters() if p.numel() == 0}  # there is nothing to share
-        # None: the outermost module is whole until its backward, which begins at once.
+        empty = {p for p in module.parameters() if p.numel() == 0}  # these have no rows to share
+        # With None the outermost module stays whole until its backward, which begins at once.
         reshard = None if self._reshard else False
         sharded = fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
@@ -85,34 +85,34 @@ class Sharding:
             fsdp.register_fsdp_forward_method(module, "loss")
 
     def before_backward(self, stages: Iterable[Stage], last: bool) -> None:
-        """Say how the next micro-batch's gradients are reduced, and whether its backward frees whole parameters."""
+        """Set how the next micro-batch's gradients are reduced, and whether its backward frees whole parameters."""
         for stage in self._sharded(stages):
-            # With nothing to reduce, each backward ends as the last one does: torch would prefetch by the order of all
-            # micro-batches' forwards, and gather a layer that is done with.
+            # Without ``reshard`` each backward is treated as the last one. Otherwise torch would prefetch in the order
+            # of all micro-batches' forwards, and gather a layer whose backward is done.
             stage.set_is_last_backward(last or not self._reshard)
             stage.set_reshard_after_backward(self._reshard or last)
             stage.set_requires_gradient_sync(self._reshard or last)
             stage.set_requires_all_reduce(last)
 
     def reshard(self, stages: Iterable[Stage]) -> None:
-        """Free the whole parameters that no backward will free."""
+        """Free whole parameters after a step without a backward."""
         for stage in stages:
             for module in stage.modules():
                 if isinstance(module, self._sharded_module):
                     module.reshard()
 
     def _sharded(self, stages: Iterable[Stage]) -> list[FSDPModule]:
-        return [stage for stage in stages if isinstance(stage, self._sharded_module)]  # one may have no parameters
+        return [stage for stage in stages if isinstance(stage, self._sharded_module)]  # not if it has no parameters
 
 
 class Piece(NamedTuple):
     """The box of a tensor that this rank holds.
 
     Attributes:
-        tensor: Its numbers, with the memory of the original.
-        start: Where it begins in each dimension of the whole tensor.
+        tensor: Its numbers, which share the memory of the original.
+        start: The index at which it begins in each dimension of the whole tensor.
         shape: The shape of the whole tensor.
-        axes: The axes of the mesh that cut the tensor; empty where this rank holds the whole.
+        axes: The axes of the mesh that cut the tensor; empty if this rank holds the whole tensor.
     """
 
     tensor: Tensor
@@ -122,16 +122,16 @@ class Piece(NamedTuple):
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Its place, as an index of the whole tensor."""
+        """The index of this box in the whole tensor."""
         return tuple(slice(first, first + size) for first, size in zip(self.start, self.tensor.shape, strict=True))
 
     def counts(self, mesh: Mesh) -> bool:
-        """Return whether this rank counts and saves it; the others that hold the same do not."""
+        """Return whether this rank counts and saves the box. Other ranks that hold the same box do not."""
         return mesh.counts(self.axes)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, with the same memory; a tensor that is not shared as it is."""
+    """Return this rank's part of a tensor, with the same memory. A tensor that is not shared is returned as it is."""
     return tensor.to_local() if _is_shared(tensor) else tensor
 
 
@@ -156,7 +156,7 @@ def piece_of(tensor: Tensor) -> Piece:
 def fill(tensor: Tensor, given: Boxes, name: str) -> None:
     """Copy this rank's box of ``given`` into ``tensor``, which may be shared.
 
-    Raises ValueError where ``given`` has another shape or kind of number, or numbers beyond ``tensor``'s format.
+    Raises ValueError if ``given`` has another shape or kind of number, or numbers too large for the tensor's dtype.
     """
     if given.shape != tensor.shape:
         raise ValueError(f"{name} has {tuple(given.shape)}, expected {tuple(tensor.shape)}")
@@ -167,7 +167,7 @@ def fill(tensor: Tensor, given: Boxes, name: str) -> None:
     part.copy_(box)
     narrower = floating and torch.finfo(box.dtype).max > torch.finfo(part.dtype).max
     if narrower and not torch.equal(part.isfinite(), box.isfinite().to(part.device)):
-        raise ValueError(f"{name} holds {box.dtype} beyond what {part.dtype} can express")
+        raise ValueError(f"{name} holds {box.dtype} numbers that are too large for {part.dtype}")
 
 
 def cut_like(like: Tensor, given: Boxes) -> Tensor:
@@ -177,9 +177,9 @@ def cut_like(like: Tensor, given: Boxes) -> Tensor:
 
 
 def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """Return all of a tensor; a copy where it is cut: in rows, along one axis. All ranks along that axis call this.
+    """Return the whole tensor, or a copy if it is cut into rows along an axis. All ranks along that axis call this.
 
-    Not ``full_tensor``: DTensor remembers the process groups of an earlier run in the same process.
+    ``full_tensor`` is not used, because DTensor keeps the process groups of an earlier run in the same process.
     """
     part, _, shape, axes = piece_of(tensor)
     if not axes:
@@ -194,7 +194,7 @@ def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 
 def shared_like(like: Tensor, part: Tensor) -> Tensor:
-    """Return the tensor of which this rank holds ``part``, shared as ``like`` is."""
+    """Return a tensor that is shared as ``like`` is, and of which this rank holds ``part``."""
     if not _is_shared(like):
         return part
     return type(like).from_local(

@@ -14,7 +14,7 @@ from models.chain import LOSS, Chain, Tensors, converted, is_within
 from models.losses import Sums
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
 
-# The attribute of an error that says in which layer it was raised, in words.
+# The attribute of an error with a description of the layer that raised it.
 RAISED_IN = "raised_in_layer"
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Stage(nn.Module):
         begins_chain, ends_chain: Whether the first or the last layer of the chain is among them.
         sums: [loss, count, *metrics] float64 of each micro-batch since the last ``take_sums``, at the chain's end.
         layer_hook: A function that all stages of this process call in place of each layer and of the loss, or None.
-            ``layer_hook(stage, name, where, layer, *tensors)`` returns what ``layer(*tensors)`` gives; ``where`` is
+            ``layer_hook(stage, name, where, layer, *tensors)`` returns the result of ``layer(*tensors)``; ``where`` is
             that of ``compute_layer``.
     """
 
@@ -50,9 +50,9 @@ class Stage(nn.Module):
     ) -> None:
         """Build the layers ``names`` with their initial weights.
 
-        Floating-point tensors that a layer passes to the next are converted to ``between_layers``, where it is given.
-        With ``recompute`` a layer's activations are recomputed in the backward, and not kept. ``shard`` reduces the
-        parameters of a module, each layer and at last the stage, to this rank's share.
+        Floating-point tensors that a layer passes to the next are converted to ``between_layers`` if it is given. With
+        ``recompute`` a layer's activations are recomputed in the backward instead of kept. ``shard`` is called with
+        each layer and finally with the stage, and reduces the parameters of that module to this rank's share.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
@@ -64,14 +64,14 @@ class Stage(nn.Module):
                 shard(layer)
 
         self.layers = chain.build(names, seed, device, dtype, built)
-        if recompute:  # from their inputs, which must stay as they were
+        if recompute:  # layers are recomputed from their inputs, which must not change
             for module in self.layers.modules():
                 if getattr(module, "inplace", None) is True:
                     module.inplace = False  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
         if shard is not None:
             shard(self)
-        elif chain.channels_last:  # shares are contiguous
-            # Convolutions follow their weights.
+        elif chain.channels_last:  # the shares of a sharded parameter are contiguous
+            # A convolution's output has the memory format of its weight.
             self.layers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # no overload has it
         first, self._last = chain.names[0], chain.names[-1]
         self.begins_chain, self.ends_chain = names[0] == first, names[-1] == self._last
@@ -87,7 +87,7 @@ class Stage(nn.Module):
         self._set_step_cache({})
 
     def end(self) -> None:
-        """End a step: its forwards and backwards are done, and weights may change."""
+        """End a step, after its forwards and backwards. Weights may change now."""
         forget()
         self._set_step_cache(None)
 
@@ -106,21 +106,21 @@ class Stage(nn.Module):
         """Compute one micro-batch.
 
         Args:
-            *tensors: [b, ...] each: the batch's inputs, or what the stage before gave.
-            samples: The index of the micro-batch's first sample in the global batch, and how many it has; what is
-                random is drawn for them. A schedule of torch cuts them out of a tensor and gives [1, 2] int64 on the
-                CPU.
+            *tensors: [b, ...] each: the batch's inputs, or the output of the stage before.
+            samples: The index of the micro-batch's first sample in the global batch, and the number of its samples.
+                Random numbers depend on them. A schedule of torch cuts them out of a tensor and gives [1, 2] int64 on
+                the CPU.
             targets: [b, ...], used by the stage that ends the chain and ignored by the others.
             weights: [b], likewise.
 
         Returns:
-            The next stage's input. From the stage that ends the chain, where targets are given, the scalar to
-            differentiate: the summed loss times ``loss_scale``. Without targets, the model's output.
+            The next stage's input. The stage that ends the chain returns the scalar to differentiate, which is the
+            summed loss times ``loss_scale``, or, without targets, the model's output.
         """
         first, count = samples.flatten().tolist() if isinstance(samples, Tensor) else samples
         if not self.begins_chain:
             tensors = tuple(map(self._as_received, tensors))
-        # Where nothing is random, the samples are left out: the stage is compiled once for all micro-batches.
+        # If nothing is random, the samples are left out, so that the stage is compiled once for all micro-batches.
         where = None if self._compiled_whole else (first, count)
         if targets is None or not self.ends_chain:
             return self._as_output(self._compute(where, tensors, None, weights))
@@ -145,13 +145,13 @@ class Stage(nn.Module):
         targets: Tensor | None,
         weights: Tensor | None,
     ) -> Tensors | Sums:
-        """Compute all layers and, where there are targets, the loss. ``where`` is None where nothing is random."""
+        """Compute all layers and, if there are targets, the loss. ``where`` is None if nothing is random."""
         layers = [(name, self.layers.get_submodule(name)) for name in self.layers.names]
         last_name, last = layers[-1]
-        own_loss = None if targets is None else getattr(last, "loss", None)
+        head_loss = None if targets is None else getattr(last, "loss", None)
         tensors = tuple(map(self._in_order, tensors))
         output: Tensors = tensors
-        for name, layer in layers if own_loss is None else layers[:-1]:
+        for name, layer in layers if head_loss is None else layers[:-1]:
             if self.recompute and torch.is_grad_enabled():
                 # The layer is seeded again in the recomputation, so there is no random state to preserve.
                 output = checkpoint(
@@ -168,20 +168,20 @@ class Stage(nn.Module):
             if name != self._last:
                 output = converted(output, self._between_layers)
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
-        if own_loss is not None:
-            return self.compute_layer(last_name, own_loss, where, *tensors, targets, weights)
+        if head_loss is not None:
+            return self.compute_layer(last_name, head_loss, where, *tensors, targets, weights)
         if targets is None:
             return output
         return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)
 
     def as_sent(self, x: Tensor) -> Tensor:
-        """Return ``x`` as it is sent to the next stage: contiguous.
+        """Return ``x`` as it is sent to the next stage, which is contiguous.
 
-        Images in channels_last, [b, c, h, w], are sent as the [b, h, w, c] that is in memory, so that neither they nor
-        their gradients are copied into another order on either side.
+        Images in channels_last, [b, c, h, w], are sent as [b, h, w, c], which is their order in memory, so that neither
+        they nor their gradients are copied into another order on either side.
         """
         x = (x.permute(0, 2, 3, 1) if self._is_image(x) else x).contiguous()
-        # Where the backward is split, torch detaches what was sent in place, and a view refuses that.
+        # If the backward is split, torch detaches the tensors that were sent, in place. A view cannot be detached.
         return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
     def _as_output(self, output: Tensors) -> Tensors:
@@ -189,16 +189,16 @@ class Stage(nn.Module):
         return tuple(map(change, output)) if isinstance(output, tuple) else change(output)
 
     def _as_received(self, x: Tensor) -> Tensor:
-        # Never ``x`` itself. Autocast takes a leaf that has a gradient for a weight: it would keep the cast of ``x``
-        # until the end of the step. torch would detach ``x``, where it is passed on untouched. And a first layer that
-        # works in place (``ReLU(inplace=True)``) may change neither a leaf nor a view of one.
+        # A layer never gets ``x`` itself. Autocast treats a leaf that has a gradient as a weight, and would keep the
+        # cast of ``x`` until the end of the step. torch would detach an ``x`` that is passed on unchanged. And a first
+        # layer that works in place (``ReLU(inplace=True)``) can change neither a leaf nor a view of a leaf.
         x = torch.ops.aten._unsafe_view(x, x.shape)
         return x.permute(0, 3, 1, 2) if self._is_image(x) else x
 
     def _in_order(self, x: Tensor) -> Tensor:
-        """Return ``x`` in the memory order in which a stage receives it: a layer cannot tell where the cuts are.
+        """Return ``x`` in the memory order in which a stage receives it, so that results do not depend on the cuts.
 
-        What a layer draws by itself, and the order of its output, follow the order of its input.
+        The random numbers that a layer draws by itself, and the order of its output, follow the order of its input.
         """
         if self._is_image(x):
             return _dense(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -215,18 +215,18 @@ class Stage(nn.Module):
         given: Tensors,
         *more: Tensor | None,
     ) -> T:
-        """Compute a layer, or the loss, with its random numbers; ``where``: first sample and count.
+        """Compute a layer, or the loss, with its random numbers. ``where`` is the first sample and their count.
 
-        An error keeps the layer's name and kind under ``RAISED_IN``.
+        An error gets the layer's name and type in its attribute ``RAISED_IN``.
         """
         call = layer if Stage.layer_hook is None else partial(Stage.layer_hook, self, name, where, layer)
         try:
             if not self.training or where is None:
                 return call(given, *more)
             first, count = where
-            # What the layer draws by itself depends on the micro-batch, its dropout on the sample.
+            # Random numbers that the layer draws by itself depend on the micro-batch, its dropout on the sample.
             seed = derive_seed(self.seed, self.step, first, name)
-            # The inputs' device counts: ``data_parallel`` runs copies of the stage on others.
+            # The generator is that of the inputs' device: ``data_parallel`` runs copies of the stage on other devices.
             seed_generators((given[0] if isinstance(given, tuple) else given).device, seed)
             with computing(Samples(count, first, self.seed, self.step), seed):
                 return call(given, *more)
@@ -238,8 +238,8 @@ class Stage(nn.Module):
     def compile(self, random: bool) -> None:
         """Compile layers and loss in place, so that names stay.
 
-        Seeding, which comes before a layer draws random numbers, cannot be compiled: with ``random`` each layer is
-        compiled by itself, otherwise all of them together.
+        Seeding, which comes before a layer draws random numbers, cannot be compiled. With ``random`` each layer is
+        therefore compiled by itself; otherwise all layers are compiled together.
         """
         self._compiled_whole = not random and not self.recompute
         layers = self.layers.items()
@@ -253,7 +253,7 @@ class Stage(nn.Module):
             return
         for _, layer in layers:
             for module in layer.modules():
-                if isinstance(module, BySample):  # draws for each sample, as it does where nothing is compiled
+                if isinstance(module, BySample):  # it draws the same numbers for each sample as uncompiled
                     forward = torch.compiler.disable(module.forward)
                     module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]  # its stub: or a decorator
             layer.compile()
@@ -269,6 +269,6 @@ class Stage(nn.Module):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` contiguous, in dimensions of size 1 too: torch takes their strides for a hint at channels_last."""
+    """Return ``x`` contiguous, also in dimensions of size 1, whose strides torch reads as a hint at channels_last."""
     x = x.contiguous()
     return x.view(x.shape) if 1 in x.shape else x

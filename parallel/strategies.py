@@ -1,4 +1,4 @@
-"""The registry of strategies: what each can do, for the plan, the planner, verification and the tests.
+"""The registry of strategies and of their properties, for the plan, the planner, verification and the tests.
 
 A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an entry in ``STRATEGIES``, and
 ``conf/parallel/NAME.yaml``. Two rules hold for each:
@@ -20,18 +20,18 @@ from common.errors import PlanError
 
 @dataclass(frozen=True)
 class StrategyInfo:
-    """What a strategy is.
+    """The properties of a strategy.
 
     Attributes:
-        class_path: Module and name of its class, imported when it is used.
+        class_path: Module and name of its class, which is imported when it is used.
         replicas: Whether there may be several replicas (``parallel.dp``), each with an equal part of the batch.
         stages: Whether the model may be cut into several stages (``parallel.pp``).
         stage_per_rank: Whether stages run on ranks of their own, under a schedule.
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
             or, without stages, a copy of the model on each.
         gpu_only: Whether the devices must be GPUs.
-        shards: Whether replicas share parameters, gradients and optimizer state, and which ones unless
-            ``parallel.shard`` says so: "all" of them, or those of one "node". Empty: each replica has its own.
+        shards: Which replicas share parameters, gradients and optimizer state if ``parallel.shard`` is not set: "all",
+            or those of one "node". Empty if each replica has its own.
     """
 
     class_path: str
@@ -64,7 +64,7 @@ STRATEGIES = {
 
 
 def strategy_info(name: str) -> StrategyInfo:
-    """Look a strategy up by its name, or refuse it."""
+    """Look up a strategy by its name. Raises PlanError if there is none."""
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
         raise PlanError(f"parallel={name} is not registered in parallel/strategies.py, which has {known}")
@@ -72,7 +72,7 @@ def strategy_info(name: str) -> StrategyInfo:
 
 
 def names_where(**properties: bool | str) -> list[str]:
-    """List the strategies with some properties."""
+    """List the strategies that have these properties."""
     return [
         name
         for name, info in STRATEGIES.items()

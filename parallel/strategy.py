@@ -1,9 +1,9 @@
-"""What every strategy has: its part of the model, and a step that all ranks take together.
+"""The base class of all strategies: a rank's part of the model, and a step that all ranks take together.
 
-Subclasses say how a batch passes through the stages: ``LocalStrategy`` through one stage, ``parallel.pipeline`` through
-those of several ranks, ``parallel.several_devices`` through those of several devices in one process. What happens
-around that is in ``Strategy``, once: scaling the loss, summing the gradients of tied parameters, agreeing on the step's
-numbers, clipping.
+Subclasses define how a batch passes through the stages: ``LocalStrategy`` through one stage, ``parallel.pipeline``
+through those of several ranks, ``parallel.several_devices`` through those of several devices in one process. The rest
+is the same in all of them and done by ``Strategy``: scaling the loss, summing the gradients of tied parameters,
+agreeing on the step's numbers, clipping.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from parallel.timeline import BACKWARD, FORWARD, Timeline
 
 @dataclass(frozen=True)
 class Options:
-    """How stages are run, whatever the layout.
+    """How stages are run in any layout.
 
     Attributes:
         seed: The run's seed, for weights and dropout.
-        timeout_s: The longest that a rank waits for another.
+        timeout_s: The longest time that a rank waits for another, in seconds.
         bucket_mb: The size of DDP's buckets in MiB.
         comm_hook: How gradients are sent: none, bf16, fp16, hierarchical or hierarchical_bf16 (``averaging``).
         sync_batchnorm: Whether BatchNorm normalises over the micro-batches of all replicas together.
@@ -62,10 +62,10 @@ class Options:
 class StepResult:
     """The numbers of a training step, the same on every rank.
 
-    ``loss`` and ``metrics`` are means over the ``terms`` of the global batch: its tokens without padding, for a
-    language model. Without any they are NaN. ``grad_norm`` is that of the whole model before clipping, tied parameters
-    counted once. ``stop`` says whether some rank asked to stop, ``spike`` whether the loss is above the limit that was
-    given.
+    ``loss`` and ``metrics`` are means over the ``terms`` of the global batch, which for a language model are its tokens
+    without padding. They are NaN if there are no terms. ``grad_norm`` is the norm of the whole model's gradients before
+    clipping, with tied parameters counted once. ``stop`` is whether a rank asked to stop, ``spike`` whether the loss is
+    above the given limit.
     """
 
     loss: float
@@ -90,8 +90,8 @@ class StepResult:
 class LossScale:
     """Loss scaling for float16: doubled after ``interval`` good steps, halved at a bad one.
 
-    torch's GradScaler looks for infinities one optimizer at a time. With stages on different ranks all of them must
-    take the same decision, so it is taken from the step's one agreed flag. The constants are GradScaler's.
+    torch's GradScaler looks for infinities in one optimizer at a time. With stages on different ranks, all ranks must
+    decide alike, so the decision is based on the numbers on which they have agreed. The constants are GradScaler's.
     """
 
     enabled: bool
@@ -104,11 +104,11 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """What the loss is multiplied by before the backward."""
+        """The factor by which the loss is multiplied before the backward."""
         return self.scale if self.enabled else 1.0
 
     def update(self, result: StepResult) -> None:
-        """Adapt the scale, once per step, by what every rank knows of it alike."""
+        """Adapt the scale. Called once per step, with a result that is the same on every rank."""
         if not self.enabled or not result.terms:
             return
         self.good_steps = self.good_steps + 1 if result.finite else 0
@@ -120,29 +120,29 @@ class LossScale:
             self._after_counted = self.scale, self.good_steps
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale after the last step that counted: a resumed run does those again that were skipped since."""
+        """Return the scale after the last counted step, since a resumed run repeats the steps skipped after it."""
         scale, good_steps = self._after_counted
         return {"scale": scale, "good_steps": good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from what ``state_dict`` has returned."""
+        """Continue from a result of ``state_dict``."""
         self.scale, self.good_steps = self._after_counted = float(state["scale"]), int(state["good_steps"])
 
 
 class Strategy(ABC):
-    """A rank's part in training a chain as a plan lays it out. Every rank of the mesh constructs one.
+    """A rank's part in training a chain according to a plan. Every rank of the mesh constructs one.
 
     Attributes:
         chain: The whole model.
         stages: The stages that this rank runs, in order.
-        indices: Their places among all stages.
-        device: Where batches are placed: the first stage's device.
-        devices: All devices that this rank computes on, each once.
-        timeline: When this rank worked, in a pipeline's newest steps; None without a pipeline.
-        loss_scale: For float16.
-        sharding: How replicas share parameters, gradients and optimizer state; None where each has its own.
-        computing: What this rank computes now, which an error says: FORWARD or BACKWARD, and the index of one of its
-            replica's micro-batches. None between them.
+        indices: Their indices among all stages.
+        device: The device of the batches and of the first stage.
+        devices: All devices on which this rank computes, each once.
+        timeline: When this rank worked in the newest steps of a pipeline; None without a pipeline.
+        loss_scale: The loss scaling, which is enabled for float16.
+        sharding: How replicas share parameters, gradients and optimizer state; None if each has its own.
+        computing: The pass that this rank computes now, FORWARD or BACKWARD, and the index of its replica's
+            micro-batch, for error messages. None between passes.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class Strategy(ABC):
         options: Options,
         sample: Batch | None = None,
     ) -> None:
-        """Build this rank's stages and place them on its ``devices`` in turn; ``mesh`` is connected.
+        """Build this rank's stages and place them on its ``devices`` in turn. ``mesh`` must be connected.
 
-        ``sample`` is one micro-batch, for its shapes; None only where neither a pipeline nor a compiler needs them.
+        ``sample`` is one micro-batch, for its shapes. It may be None if neither a pipeline nor a compiler needs them.
         """
         self.plan, self.chain, self.mesh, self.options = plan, chain, mesh, options
         self.device, self.devices = devices[0], list(dict.fromkeys(devices))
@@ -164,16 +164,16 @@ class Strategy(ABC):
         self.computing: tuple[str, int] | None = None
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
-        self._counts_samples = mesh.counts(REPLICAS)  # which are cut along these
+        self._counts_samples = mesh.counts(REPLICAS)  # samples are divided along these axes
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
-        shares = mesh.axis(SHARDS).group is not None  # there are others to share with
+        shares = mesh.axis(SHARDS).group is not None  # there are other ranks to share with
         self.sharding = Sharding(mesh, self.device.type, bool(plan.reshard)) if shares else None
-        # One context spans a whole step, so that weights are cast once and not once per micro-batch. A cast that is
-        # kept gets its gradient last, when its layer's may have been reduced.
+        # One context spans a whole step, so that weights are cast once and not once per micro-batch. The gradient of a
+        # kept cast comes last, after the sharded gradients of its layer may have been reduced.
         keep_casts = self.sharding is None or plan.pipelined
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
-        own = plan.stages_of(mesh.position)
-        self.indices = [stage.index for stage in own]
+        planned = plan.stages_of(mesh.position)
+        self.indices = [stage.index for stage in planned]
         self.stages = [
             Stage(
                 chain,
@@ -185,7 +185,7 @@ class Strategy(ABC):
                 recompute=options.recompute,
                 shard=self.sharding.shard if self.sharding is not None else None,
             )
-            for i, stage in enumerate(own)
+            for i, stage in enumerate(planned)
         ]
         if options.compile:
             assert sample is not None  # a compiler needs one
@@ -204,14 +204,14 @@ class Strategy(ABC):
     def train_step(self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf) -> StepResult:
         """Compute forward and backward of this replica's batch in ``plan.chunks`` micro-batches.
 
-        On return, gradients are averaged over replicas, summed over tied parameters, and unscaled. Where the result is
-        not ``usable``, BatchNorm's running statistics are as before.
+        On return, gradients are averaged over replicas, summed over tied parameters, and unscaled. If the result is not
+        ``usable``, BatchNorm's running statistics do not change.
 
         Args:
             batch: This replica's equal part of the global batch, on any device.
             step: The number of the step, from 1. Dropout depends on it.
-            stop: Whether this rank asks to end the run. The result says whether any rank does.
-            loss_limit: A larger loss is a spike. The same on every rank.
+            stop: Whether this rank asks to end the run. The result has whether any rank does.
+            loss_limit: The limit above which the loss is a spike, the same on every rank.
 
         Returns:
             Numbers over the global batch.
@@ -236,8 +236,8 @@ class Strategy(ABC):
     def eval_step(self, batch: Batch) -> Tensor:
         """Evaluate this replica's batch, without gradients.
 
-        Returns [loss sum, count, metric sums...] in ``sum_dtype``; zeros where this rank does not compute the loss. Add
-        the vectors of all batches up and give them to ``all_sum``.
+        Returns [loss sum, count, metric sums...] in ``sum_dtype``; zeros if this rank does not compute the loss. Add up
+        the vectors of all batches and pass the sum to ``all_sum``.
         """
         with self._step():
             self.forward(self._placed(batch))
@@ -247,7 +247,7 @@ class Strategy(ABC):
     def forward_backward(self, batch: Batch) -> None:
         """Pass the micro-batches of a training step forward and backward through the stages.
 
-        ``batch`` is on this rank's device, its floating-point tensors in the dtype of the parameters.
+        ``batch`` is on this rank's device, and its floating-point tensors have the dtype of the parameters.
         """
 
     @abstractmethod
@@ -256,7 +256,7 @@ class Strategy(ABC):
 
     @contextmanager
     def _step(self, step: int | None = None, loss_scale: float = 1.0) -> Iterator[None]:
-        """Prepare the stages for a step, of evaluation where it has no number, and end it after the block."""
+        """Prepare the stages for a step, and end it after the block. A step without a number is one of evaluation."""
         training = step is not None
         for stage in self.stages:
             stage.begin(training, step or 0, loss_scale)
@@ -264,7 +264,7 @@ class Strategy(ABC):
             with torch.set_grad_enabled(training), self._autocast:
                 yield
         except Exception as error:
-            self._note_place(error, step)
+            self._add_location(error, step)
             raise
         finally:
             self.computing = None
@@ -273,16 +273,16 @@ class Strategy(ABC):
             if self.sharding is not None and not training:
                 self.sharding.reshard(self.stages)
 
-    def _note_place(self, error: Exception, step: int | None) -> None:
-        """Add to an error where in the step it was raised."""
+    def _add_location(self, error: Exception, step: int | None) -> None:
+        """Add a note to an error that tells where in the step it was raised."""
         words = [f"step {step}" if step else "evaluation"]
         if self.computing is not None:
             direction, index = self.computing
             layers = [name for stage in self.stages for name in stage.layers.names]
             layer = vars(error).get(RAISED_IN, f"layers {layers[0]} … {layers[-1]}")
             number = self._replica * self.plan.chunks + index  # among those of all replicas
-            place = f"the {direction} of {layer}, micro-batch {number} with {self.plan.microbatch_size} samples"
-            words.insert(0, place)
+            size = self.plan.microbatch_size
+            words.insert(0, f"the {direction} of {layer}, micro-batch {number} with {size} samples")
         if not self._alone:
             words.append(f"rank {self.mesh.rank}")
         add_note(error, f"raised in {', '.join(words)}")
@@ -297,7 +297,7 @@ class Strategy(ABC):
     def _agree(self, terms: int, stop: bool, loss_limit: float) -> StepResult:
         """Agree on the step's numbers by one small all-reduce: loss, count, metrics, squared norm and the stop flag.
 
-        A number that is not finite on one rank makes the sum not finite on all, so all take the same decision.
+        A number that is not finite on one rank makes the sum not finite on all ranks, so all of them decide alike.
         """
         loss, count, *metrics = self.take_sums()
         has_loss = self._counts_samples and any(stage.ends_chain for stage in self.stages)
@@ -312,7 +312,7 @@ class Strategy(ABC):
             ]
         )
         loss, count, assumed, squares, stops, *metrics = self.all_sum(local)
-        # Gradients were divided by the number of terms; where some were padding, by too many.
+        # Gradients were divided by the number of all terms, which is too large if some are padding.
         factor = assumed / count if count else 1.0
         factor *= self._averaged / self.loss_scale.factor
         self.gradients.multiply(factor)
@@ -323,26 +323,26 @@ class Strategy(ABC):
         return StepResult(mean, norm, stops > 0, count, spike=mean > loss_limit, metrics=named)
 
     def all_sum(self, vector: Tensor) -> list[float]:
-        """Add a vector up over all ranks, who call this together; the result is the same on every rank."""
+        """Add up a vector over all ranks, which call this together. The result is the same on every rank."""
         if not self._alone:
             dist.all_reduce(vector)
         return vector.tolist()
 
     def sum_of(self, *numbers: float) -> list[float]:
-        """Add each of a few numbers up over all ranks, who call this together."""
+        """Add up each of a few numbers over all ranks, which call this together."""
         vector = torch.tensor(numbers, dtype=sum_dtype(self.device))
         return self.all_sum(vector if self._alone else vector.to(self.device))
 
     def norm(self, of: Callable[[nn.Parameter], Tensor | None]) -> float:
-        """Compute a norm over the whole model: over all stages and shares, tied parameters once.
+        """Compute a norm over the whole model, over all stages and shares, with tied parameters counted once.
 
-        All ranks call this together and get the same number. ``of`` gives a tensor for each parameter, divided among
-        ranks as the parameter is (itself, its gradient, a state of the optimizer), or None.
+        All ranks call this together and get the same number. ``of`` returns a tensor for each parameter that is divided
+        among ranks as the parameter is (itself, its gradient, a state of the optimizer), or None.
         """
         return math.sqrt(self.all_sum(self.gradients.squared_norm(of)[None])[0])
 
     def grad_norm(self) -> float:
-        """Compute the norm of the whole model's gradients as they are. All ranks call this together."""
+        """Compute the current norm of the whole model's gradients. All ranks call this together."""
         return self.norm(lambda parameter: parameter.grad)
 
     def clip_grad_norm_(self, max_norm: float, norm: float) -> None:
@@ -354,10 +354,10 @@ class Strategy(ABC):
         self.gradients.clamp(limit)
 
     def close(self) -> None:
-        """Drop what refers to process groups, before they are destroyed."""
+        """Drop the references to process groups, before the groups are destroyed."""
         self.stages.clear()
 
-    # -- this rank's part of the model, by the names that the whole model has for it --------------------------------
+    # -- this rank's part of the model, under the names of the whole model -------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over every parameter that this rank updates, copies of tied ones included."""
@@ -373,10 +373,10 @@ class Strategy(ABC):
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of this rank's stages under global names; of shared ones, its box.
+        """Return parameters and buffers of this rank's stages under global names, shared ones as this rank's box.
 
-        A tied parameter is included under its canonical name only, so that the parts of one replica's ranks make up
-        the model with each tensor once.
+        A tied parameter is only included under its canonical name, so that the ranks of one replica together return
+        each tensor of the model once.
         """
         return {
             name: tensor
@@ -390,11 +390,11 @@ class Strategy(ABC):
 
         Args:
             state: Any part of the model that includes this rank's, under global names.
-            wanted: Says by its global name whether a tensor is copied; the others stay as they are.
+            wanted: Returns for the global name of a tensor whether to copy it. The other tensors stay as they are.
 
         Raises:
-            KeyError: Naming a tensor that is missing.
-            ValueError: Naming a tensor that has another shape or holds another kind of number.
+            KeyError: If a tensor is missing. The message names it.
+            ValueError: If a tensor has another shape or holds another kind of number. The message names it.
         """
         for stage in self.stages:
             for name, tensor in stage.layers.state_dict().items():
@@ -407,20 +407,20 @@ class Strategy(ABC):
     # -- for subclasses --------------------------------------------------------------------------------------------
 
     def replicate(self, stage: Stage) -> nn.Module:
-        """Wrap a stage in DistributedDataParallel, where replicas have parameters of their own to average."""
+        """Wrap a stage in DistributedDataParallel, if replicas have parameters of their own."""
         if self.sharding is not None:
             return stage
         return replicate(stage, self.mesh, self.options.bucket_mb, self.options.comm_hook)
 
     def samples_of(self, batch: Batch) -> Tensor:
-        """Return [chunks, 2], of each micro-batch: the index of its first sample in the global batch, and how many."""
+        """Return [chunks, 2]: the index of each micro-batch's first sample in the global batch, and its size."""
         chunks = self.plan.chunks
         count = len(batch) // chunks
         first = (torch.arange(chunks) + self._replica * chunks) * count
         return torch.stack((first, torch.full_like(first, count)), dim=1)
 
     def take_sums(self) -> Tensor:
-        """Return the stages' [loss sum, count, metric sums...] since the last call; zeros where others count it."""
+        """Return the stages' [loss sum, count, metric sums...] since the last call; zeros if others count them."""
         total = torch.zeros(2 + len(self.chain.loss.metrics), dtype=sum_dtype(self.device), device=self.device)
         for stage in self.stages:
             sums = stage.take_sums()
@@ -475,9 +475,9 @@ class LocalStrategy(Strategy):
 def build_strategy(
     plan: Plan, chain: Chain, mesh: Mesh, options: Options, sample: Batch | None, local_rank: int = 0
 ) -> Strategy:
-    """Build this rank's strategy, of the class that the registry names.
+    """Build this rank's strategy, whose class is named in the registry.
 
-    The arguments are those of ``Strategy``; ``local_rank`` is this rank's number on its machine, by which it takes its
+    The arguments are those of ``Strategy``. ``local_rank`` is this rank's number on its machine, which selects its
     device.
     """
     if plan.devices:

@@ -17,7 +17,7 @@ FORWARD, BACKWARD = "forward", "backward"
 # weights, for which no other rank waits.
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
 WORK = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-# From when the receive was posted to when its data was used, waiting for the neighbour included.
+# A receive lasts from when it is posted to when its data is used, which includes waiting for the neighbour.
 RECEIVE_ACTIVATION, RECEIVE_GRADIENT = "receive_activation", "receive_gradient"
 
 
@@ -41,10 +41,10 @@ Moment = Any
 class Timeline:
     """The intervals of one rank in its newest training steps; ``steps`` has the oldest step first.
 
-    ``measured`` is how long each stage takes, by its index, once a planned schedule has read it off.
+    ``measured`` is how long each stage takes, by its index, after a planned schedule has computed it from ``steps``.
 
-    On a GPU they are those of the kernels, not of the host that submits them: events are recorded among the kernels,
-    and read when the host has waited for the step's numbers.
+    On a GPU the intervals are those of the kernels, not of the host that launches them. Events are recorded between the
+    kernels, and read after the host has waited for the step's numbers.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -59,7 +59,7 @@ class Timeline:
         """Return the moment that the device's work has reached."""
         if not self._on_gpu:
             return now()
-        import torch  # here: figures of a timeline are drawn without it
+        import torch  # here, because figures of a timeline are drawn without torch
 
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -80,7 +80,7 @@ class Timeline:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Read the events of the step before, where the host waits inside the block for all that the device does."""
+        """Read the events of the step before. Inside the block, the host must wait for the device to finish."""
         if not self._unread:
             yield
             return
@@ -94,12 +94,12 @@ class Timeline:
         self.steps.append([i._replace(start=seconds(i.start), end=seconds(i.end)) for i in intervals])
 
     def post(self, kind: str, stage: int, microbatch: int) -> None:
-        """Note that a receive is posted now, which ``begin`` will use."""
+        """Note that a receive is posted now. ``begin`` ends it."""
         if self._current is not None:
             self._posted[kind, stage, microbatch] = self.now()
 
     def begin(self, receive: str, stage: int, microbatch: int) -> Moment:
-        """Note that work starts now which uses what was received, if a receive was posted; return the moment."""
+        """Note that work starts now, end the receive that it depends on, if one was posted, and return the moment."""
         start = self.now()
         posted = self._posted.pop((receive, stage, microbatch), None)
         if posted is not None and self._current is not None:
@@ -113,9 +113,10 @@ class Timeline:
 
 
 class Recording(NamedTuple):
-    """What a rank has recorded, to be sent to others: the name of its host, and its intervals step by step.
+    """A rank's timeline as it is sent to other ranks: the name of its host, and its intervals by step.
 
-    ``mark`` is a time on the rank's clock that is the same moment on all ranks to within a message (after a barrier).
+    ``mark`` is a time on the rank's clock after a barrier: the same moment on all ranks, to within the time of a
+    message.
     """
 
     host: str
@@ -129,7 +130,7 @@ class Recording(NamedTuple):
 
     @classmethod
     def parse(cls, received: Sequence) -> Recording:
-        """Make a recording of what JSON has left of one: lists in place of tuples."""
+        """Make a recording from its JSON form, which has lists in place of tuples."""
         host, mark, steps = received
         return cls(host, mark, [[Interval(*interval) for interval in step] for step in steps])
 

@@ -2,11 +2,11 @@
 
 Zero-bubble schedules (Qi et al. 2023, who also plan theirs) split the backward: gradients of inputs are sent to the
 stage before at once, and those of weights, for which no other rank waits, fill gaps. A split backward costs a little
-more than a whole one, so here only the last micro-batches' are split, as many as pay.
+more than a whole one, so only those of the last micro-batches are split here, as many as shorten the step.
 
-An order is made by list scheduling: the rank that can act first does, again and again. It prefers a backward to a
-forward and the deepest stage to others, and computes a weight gradient where it has nothing else to do. This is tried
-with more and fewer split backwards and with more and less memory, and the shortest order is taken.
+An order is made by list scheduling: the rank that can act first acts, again and again. It prefers a backward to a
+forward and the deepest stage to others, and computes a weight gradient if it has no other work. This is repeated with
+more and fewer split backwards and with more and less memory, and the shortest order is used.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
 class Candidate(NamedTuple):
-    """What a rank could do next. The least of several is done: the fields are compared in their order.
+    """An action that a rank could take next. The smallest of several is taken, by the fields in their order.
 
     An earlier micro-batch's backward comes first, so that gradients are always summed in one order.
 
     Attributes:
         start: When it could begin.
         urgency: 0 for a backward, 1 for a forward, 2 for a weight gradient.
-        microbatch: The backward's; 0 for other work.
-        depth: The negative stage: the deepest comes first.
-        rank: The rank that does it.
-        action: What is done.
+        microbatch: The backward's micro-batch; 0 for other work.
+        depth: The negative index of the stage, so that the deepest comes first.
+        rank: The rank that acts.
+        action: The action.
     """
 
     start: float
@@ -43,9 +43,9 @@ class Candidate(NamedTuple):
     action: Action
 
 
-# Seconds that a tensor takes to the neighbour, as a fraction of a forward's: a rough estimate.
+# The time to send a tensor to the neighbour, as a fraction of a forward's; a rough estimate.
 _TRANSFER = 0.03
-# The gain from which on more memory, or more split backwards, are worth it.
+# The least relative gain for which more memory, or more split backwards, are used.
 _LEAST_GAIN = 0.003
 # How long a rank that has weight gradients left waits for more urgent work, as a fraction of their time.
 _PATIENCE = (0.0, 0.5)
@@ -69,7 +69,7 @@ def best_order(seconds: Sequence[StageSeconds], ranks: int, chunks: int) -> Orde
 
 
 def expected_makespan(costs: Sequence[float], ranks: int, chunks: int) -> float:
-    """Estimate, in a short time, the makespan of the best order, in the unit of ``costs``."""
+    """Estimate the makespan of the best order, in the unit of ``costs``, from two orders only."""
     scale = UNMEASURED.forward + UNMEASURED.backward
     seconds = [StageSeconds(*(cost / scale * part for part in UNMEASURED)) for cost in costs]
     limits = _limits(len(costs), ranks, chunks, spare=ranks)
@@ -84,7 +84,7 @@ def _limits(stages: int, ranks: int, chunks: int, spare: int) -> list[int]:
 
 
 def _split_counts(ranks: int, chunks: int) -> list[int]:
-    """Return how many split backwards to try, ascending, around the 2 (p - 1) that fill the gaps of equal stages."""
+    """Return the numbers of split backwards to try, ascending, around the 2 (p - 1) that fill equal stages' gaps."""
     number, numbers = ranks - 1, {0, 1, chunks}
     while 0 < number < chunks:
         numbers.add(number)
@@ -94,7 +94,7 @@ def _split_counts(ranks: int, chunks: int) -> list[int]:
 
 @dataclass
 class _ListScheduling:
-    """A list schedule: ``orders``, and ``end``, when the last rank is done.
+    """A list schedule: its ``orders``, and the time ``end`` at which the last rank is done.
 
     Attributes:
         limits: How many activations (one for each stage and micro-batch) each rank may hold, until the gradients of
@@ -140,7 +140,7 @@ class _ListScheduling:
                 action = Action(stage, BACKWARD_INPUT if split else BACKWARD, chunk)
                 possible.append(Candidate(max(ready, now), 0, chunk, -stage, rank, action))
             chunk = len(self._forward_ended[stage])
-            # One is kept free for each later stage of the rank, or the earlier ones' gradients could never return.
+            # One activation is kept free for each later stage of the rank, without which no gradient could return.
             free = self._holds[rank] + len(stages) - i <= self.limits[rank]
             if chunk < self.chunks and free and (ready := self._forward_ready(stage, chunk)) < math.inf:
                 possible.append(Candidate(max(ready, now), 1, 0, -stage, rank, Action(stage, FORWARD, chunk)))
@@ -152,18 +152,18 @@ class _ListScheduling:
         return min(possible, default=None)
 
     def _forward_ready(self, stage: int, chunk: int) -> float:
-        """Return when the forward's input has arrived; infinity where that is not known yet."""
+        """Return when the forward's input arrives; infinity if that is not known yet."""
         if stage == 0:
             return 0.0
         before = self._forward_ended[stage - 1]
         return before[chunk] + self._transfer if chunk < len(before) else math.inf
 
     def _backward_ready(self, stage: int, chunk: int) -> float:
-        own = self._forward_ended[stage]
-        if chunk >= len(own):
+        forwards = self._forward_ended[stage]
+        if chunk >= len(forwards):
             return math.inf
         if stage == len(self.seconds) - 1:
-            return own[chunk]
+            return forwards[chunk]
         after = self._backward_ended[stage + 1]
         return after[chunk] + self._transfer if chunk < len(after) else math.inf
 

@@ -1,4 +1,4 @@
-"""torch's stage and schedule, with backwards in two parts and an order that is planned."""
+"""torch's stage and schedule, with backwards in two parts and a planned order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.zero_bubble.order import best_order
 from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
-# After so many steps, including the warm-up, a planned order is planned again for the measured times.
+# The number of steps, including the warm-up, after which an order is planned again for the measured times.
 MEASURED_STEPS = 4
 
 ACTIONS = {
@@ -33,8 +33,8 @@ ACTIONS = {
 class SplitStage(PipeStage):
     """A stage that splits its backward.
 
-    Such a backward is not accumulated by autograd, and DistributedDataParallel never sees it (pytorch issue 144530):
-    ``Buckets`` average its gradients over replicas.
+    Autograd does not accumulate the gradients of a split backward, so DistributedDataParallel never sees them (pytorch
+    issue 144530). ``Buckets`` average them over replicas.
     """
 
     def __init__(self, strategy: Strategy, stage: Stage, *more) -> None:
@@ -62,7 +62,7 @@ class SplitStage(PipeStage):
             self._buckets.wait()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
-        """Compute the second part of a split backward, and record when."""
+        """Compute the second part of a split backward, and record when it ran."""
         self.strategy.computing = BACKWARD, bwd_chunk_id
         start = self.timeline.now()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
@@ -72,15 +72,15 @@ class SplitStage(PipeStage):
     def backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
         """See ``PipeStage.backward``.
 
-        A split backward computes the gradients of vectors with those of inputs: a norm and a bias have them at hand
-        when they have their input's, and ResNet-50's backward takes 2 % longer than in one piece, not 8 %.
+        A split backward computes the gradients of vectors with those of inputs, since norms and biases compute both
+        together. ResNet-50's split backward then takes 2 % longer than a whole one, instead of 8 %.
         """
         if backward_type == "weight":
             backward_weights(bwd_kwargs["param_groups"])
             return (), None
         if backward_type == "full":
             return super().backward(backward_type, bwd_kwargs, last_backward)
-        if isinstance(self.submod, FSDPModule):  # as torch's stage does in the backwards that it runs itself
+        if isinstance(self.submod, FSDPModule):  # torch's stage does the same in the backwards that it runs itself
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
@@ -96,7 +96,7 @@ class SplitStage(PipeStage):
 
 
 class PlannedSchedule(schedules._PipelineScheduleRuntime):
-    """A looped schedule with the shortest simulated makespan: for the textbook's times, then for those measured.
+    """A looped schedule with the shortest simulated makespan, planned for the textbook's times, then for measured ones.
 
     torch adds sends and receives to the order, and runs it.
     """
@@ -110,7 +110,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
 
     def step(self, *args, **kwargs):
         """Run a step. The arguments are those of torch's schedules."""
-        timeline = self._timeline  # of all shapes, each of which has its schedule
+        timeline = self._timeline  # shared by the schedules of all shapes
         if timeline.measured is None and len(timeline.steps) == MEASURED_STEPS:
             recorded = stage_seconds(list(timeline.steps))
             gathered = self._strategy.mesh.gather(list(recorded.items()))
@@ -131,7 +131,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
 
 
 class Buckets:
-    """The gradients of one stage, averaged in flat tensors of about equal size when the stage is done with them."""
+    """The gradients of one stage, which are averaged in flat tensors of about equal size after its last backward."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], average: Average, bucket_mb: float) -> None:
         """Refer to a stage's parameters, in buckets of about ``bucket_mb`` MiB."""
@@ -149,11 +149,11 @@ class Buckets:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Start to average, while other stages compute. All replicas call it, for their stages in one order."""
+        """Start to average, while other stages compute. All replicas call this for their stages in the same order."""
         for bucket in self._buckets:
             gradients = []
             for parameter in bucket:
-                if parameter.grad is None:  # not used here, but maybe by another replica
+                if parameter.grad is None:  # not used by this replica, but maybe by another
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
             flat = torch.cat([gradient.flatten() for gradient in gradients])

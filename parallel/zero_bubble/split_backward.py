@@ -1,14 +1,14 @@
 """A stage's backward in two parts: the gradients of its inputs now, those of its weights later.
 
 Zero-bubble schedules (Qi et al. 2023) send the inputs' gradients on at once and fill gaps with the weights'. torch has
-the same in ``torch.distributed.pipelining._backward``, which is private and differs between releases. Tried again with
-torch 2.13 and 2.15: a layer that a stage uses several times is an error ("backward through the graph a second time"), a
-weight that reaches an output past all inputs silently gets no gradient, and the fused head's product is computed twice;
-torch 2.11 fails on every custom autograd function. This one uses the public autograd graph only.
+the same in ``torch.distributed.pipelining._backward``, which is private and differs between releases. In torch 2.13 and
+2.15, a layer that a stage uses several times raises an error ("backward through the graph a second time"), a weight
+that reaches an output past all inputs silently gets no gradient, and the fused head's product is computed twice; torch
+2.11 fails for every custom autograd function. This module only uses the public autograd graph.
 
-A *boundary* node is one that lies on a path from the outputs to the inputs and has an edge that leads to weights only.
-The first part runs backward to the inputs and notes the gradients that enter each boundary node. The second part starts
-there, so it computes nothing again but what boundary nodes share between their inputs and their weights.
+A *boundary* node lies on a path from the outputs to the inputs and has an edge that leads to weights only. The first
+part runs backward to the inputs and notes the gradients that enter each boundary node. The second part starts there,
+and only repeats the computation that boundary nodes share between their inputs and their weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass
 class _Group:
-    """Weights that are reached from the same boundary nodes, and the gradients that have entered these."""
+    """Weights that are reached from the same boundary nodes, and the gradients that have entered these nodes."""
 
     weights: list[Tensor]
     boundary: list[Node]
@@ -33,9 +33,9 @@ class _Group:
 
 @dataclass
 class DeferredWeights:
-    """What ``backward_weights`` needs: the weights, by the boundary nodes that lead to them.
+    """The argument of ``backward_weights``: the weights, grouped by the boundary nodes that lead to them.
 
-    ``roots`` make the outputs. They keep the graph alive, also where torch detaches the outputs.
+    ``roots`` are the nodes of the outputs. They keep the graph alive, also if torch detaches the outputs.
     """
 
     roots: list[Node]
@@ -50,9 +50,9 @@ def backward_inputs(
 ) -> tuple[list[Tensor | None], DeferredWeights]:
     """Compute the gradients of ``inputs`` and defer those of ``weights``.
 
-    ``outputs`` is what the stage returned, ``gradients`` their gradients (None for a scalar loss), ``weights`` are
-    leaves. The inputs' ``grad`` is not touched: the gradient of each is returned, None for one that needs none, with
-    what ``backward_weights`` takes.
+    ``outputs`` are the stage's outputs, ``gradients`` their gradients (None for a scalar loss), and ``weights`` are
+    leaves. The inputs' ``grad`` does not change. Their gradients are returned, with None for an input that needs none,
+    and the argument of ``backward_weights``.
     """
     pairs = [
         (output, torch.ones_like(output) if gradients is None else gradients[i])
@@ -80,7 +80,7 @@ def backward_inputs(
             hook.remove()
     for group in groups:
         for node in group.boundary:
-            if node not in group.entered:  # an output that no input leads to: nothing was computed there
+            if node not in group.entered:  # an output that no input leads to, at which nothing was computed
                 group.entered[node] = _gradients_of(node, pairs)
     return [next(answers) if _has_gradient(t) else None for t in inputs], DeferredWeights(roots, groups)
 
@@ -95,7 +95,7 @@ def backward_weights(deferred: DeferredWeights) -> None:
                     edges.append(GradientEdge(node, i))
                     gradients.append(gradient)
             if len(group.entered) > 1:
-                # A path from one boundary node to another must not add to what is known to enter there.
+                # A path from one boundary node to another must not add to the gradients that enter the latter.
                 hooks.append(node.register_prehook(lambda _, entered=entered: entered))
         if not edges:
             continue
@@ -116,15 +116,15 @@ def _has_gradient(value: object) -> TypeGuard[Tensor]:
 
 
 def _node(tensor: Tensor) -> Node:
-    """Return the node that makes ``tensor``; for a leaf the one that accumulates its gradient."""
+    """Return the node that computes ``tensor``; for a leaf, the node that accumulates its gradient."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn
     view = tensor.view_as(tensor).grad_fn
-    return view.next_functions[0][0]  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]  # of a leaf
+    return view.next_functions[0][0]  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]  # a leaf has it
 
 
 def _gradients_of(node: Node, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the outputs that ``node`` makes, by their number."""
+    """Return the gradients of the outputs that ``node`` computes, by their number."""
     gradients = {output.output_nr: gradient for output, gradient in pairs if output.grad_fn is node}
     return tuple(gradients.get(i) for i in range(max(gradients, default=-1) + 1))
 

@@ -94,10 +94,10 @@ def test_replicas_left_open_are_as_many_as_the_started_processes_allow_and_two_o
 @pytest.mark.parametrize(
     "hardware, names, words",
     [
-        (Hardware("cuda", 2), ["cuda:0", "cpu"], "names cpu, and all devices of a run are of the kind of device=cuda"),
-        (Hardware("cuda", 2), ["cuda:0", "cuda:2"], "names cuda:2, and"),
-        (Hardware("cpu"), ["cpu", "cuda:0"], "of the kind of device=cpu"),
-        (Hardware("cpu"), ["cpu", "gpu"], "names gpu, and"),
+        (Hardware("cuda", 2), ["cuda:0", "cpu"], "names cpu, but all devices of a run must be of the type cuda"),
+        (Hardware("cuda", 2), ["cuda:0", "cuda:2"], "names cuda:2, but"),
+        (Hardware("cpu"), ["cpu", "cuda:0"], "of the type cpu"),
+        (Hardware("cpu"), ["cpu", "gpu"], "names gpu, but"),
     ],
 )
 def test_devices_of_several_kinds(hardware, names, words):
@@ -240,16 +240,16 @@ def test_1f1b_holds_fewer_micro_batches_than_gpipe_and_fewest_at_the_end_and_non
     "layout, nodes, words",
     [
         (Layout("hsdp", dp=4, shard=3), 1, "parallel.shard=3 does not divide parallel.dp=4 replicas into equal groups; "
-                                           "groups can have 2, 4"),
+                                           "possible sizes are 2, 4"),
         (Layout("hsdp", dp=4), 4, "shares nothing (each of 4 nodes has one); set parallel.shard=4"),
-        (Layout("hsdp", dp=6), 4, "the 6 replicas do not lie on 4 nodes in equal groups; set parallel.shard"),
+        (Layout("hsdp", dp=6), 4, "the 6 replicas are not divided equally among the 4 nodes; set parallel.shard"),
         (Layout("fsdp", dp=4, shard=1), 1, "shares nothing (parallel.shard=1); set parallel.shard=4"),
-        (Layout("ddp", dp=4, shard=2), 1, "parallel.shard=2 is the size of the groups of parallel=fsdp or"),
-        (Layout("ddp", dp=4, reshard=True), 1, "parallel.reshard=true is for parallel=fsdp or"),
-        (Layout("fsdp", dp=4, comm_hook="bf16"), 1, "parallel.comm_hook=bf16 is for replicas with parameters of"),
+        (Layout("ddp", dp=4, shard=2), 1, "parallel.shard=2 is a size of groups, but parallel=ddp has none"),
+        (Layout("ddp", dp=4, reshard=True), 1, "parallel.reshard=true needs parallel=fsdp or"),
+        (Layout("fsdp", dp=4, comm_hook="bf16"), 1, "parallel.comm_hook=bf16 needs replicas with parameters of"),
         (Layout("fsdp", dp=4, comm_hook="hierarchical"), 1, "parallel=hsdp reduces gradients that way by itself"),
         (Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="planned", reshard=True), 1,
-         "parallel.reshard=true with parallel.schedule=planned is refused"),
+         "parallel.reshard=true is not supported with parallel.schedule=planned"),
     ],
 )  # fmt: skip
 def test_groups_that_cannot_be_are_refused_with_the_numbers(layout, nodes, words):
@@ -286,7 +286,7 @@ class Scale(torch.nn.Module):
 def test_a_parameter_without_rows_is_refused_by_name():
     chain = chain_of(torch.nn.Sequential(torch.nn.Linear(10, 5), Scale()), toy().loss)
     refused(
-        Layout("fsdp", dp=2), "parallel=fsdp shares the rows of each parameter, and ", "factor is a single", chain=chain
+        Layout("fsdp", dp=2), "parallel=fsdp shares the rows of each parameter, but ", "factor is a single", chain=chain
     )
 
 

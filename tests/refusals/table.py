@@ -88,7 +88,7 @@ VALUES = {
     "train.spike_rollback=2": Refusal("train.spike_rollback=2", "needs train.spike_factor"),
     "train.eval_every": Refusal("train.eval_every=-1", "train.eval_every=-1", "at least 0"),
     "train.precision": Refusal("train.precision=fp8", "fp8", "auto", "fp64", "fp32", "bf16", "fp16"),
-    "device=cuda": Refusal("device=cuda", "this machine has none; here are: cpu"),
+    "device=cuda": Refusal("device=cuda", "this machine has none; available are: cpu"),
     "optim": [
         Refusal("optim.lr=-1", "-1"),
         Refusal("optim.lr=null", "optim.lr=None must be a finite number", "1e-3"),
@@ -163,7 +163,7 @@ LAYOUTS = {
         Refusal(
             "parallel=model_parallel parallel.devices=[cpu]", "names 1 devices for parallel.pp=2", "one per stage",
         ),
-        Refusal("parallel=ddp parallel.devices=[cpu,cpu]", "is for parallel=model_parallel"),
+        Refusal("parallel=ddp parallel.devices=[cpu,cpu]", "only supported by parallel=model_parallel"),
     ],
     "parallel.timeout_s": Refusal("parallel.timeout_s=0", "must be above 0"),
     "parallel.schedule=planned": Refusal(

@@ -606,7 +606,7 @@ def rewrite(folder, change):
     "change, said",
     [
         (lambda tensor: tensor.long(), "holds torch.int64, expected torch.float32"),
-        (lambda tensor: tensor.double() + 1e300, "holds torch.float64 beyond what torch.float32 can express"),
+        (lambda tensor: tensor.double() + 1e300, "holds torch.float64 numbers that are too large for torch.float32"),
     ],
     ids=["int64", "too large"],
 )

@@ -27,7 +27,7 @@ REFUSED = {
         (*TOY, "parallel.pp=2", "parallel.schedule=1f1b", "parallel.stages_per_rank=2"), r"parallel.stages_per_rank=1$",
     ),
     "a stage without layers": ((*PAPER, "model=toy", "parallel.balance=[3,0]"), r"\[3, 0\] must be uniform, .* 0"),
-    "groups that do not fit": ((*TOY, "parallel.shard=3"), r"shard=3 does not divide .* groups can have 2"),
+    "groups that do not fit": ((*TOY, "parallel.shard=3"), r"shard=3 does not divide .* possible sizes are 2"),
     "devices": ((*PAPER, "model=toy", "parallel.devices=[cpu,cpu]"), r"parallel.devices is for strategies of one"),
     "layers that are not there": ((*TOY, "parallel.balance=[9,4]"), r"\[9, 4\] has 13 layers, and the model 3"),
     "replicas that do not divide the batch": (
