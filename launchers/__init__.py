@@ -2,11 +2,11 @@
 
 Nothing else in the project reads ranks from the environment.
 
-    world = World.detect() or World.alone()          # who am I
-    store = connect(world, timeout_s=60)             # meet the others (None when alone)
-    run_workers(entry, args, 4, "logs")              # or start the others: entry(world, *args) in each
-    results = call_in_workers(function, args, 4)     # the same in silence, for what it returns on each
-    jobs = submit(arguments, log_dirs, …)            # or queue jobs that do, on a cluster (launchers/slurm)
+    world = World.detect() or World.alone()          # the rank of this process
+    store = connect(world, timeout_s=60)             # wait for the other ranks; None for a single rank
+    run_workers(entry, args, 4, "logs")              # or start ranks, each of which calls entry(world, *args)
+    results = call_in_workers(function, args, 4)     # the same without output; returns the result of each rank
+    jobs = submit(arguments, log_dirs, …)            # or queue jobs on a cluster (launchers/slurm)
 
 Importing this package does not import torch.
 """

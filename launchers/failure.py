@@ -1,4 +1,4 @@
-"""Which worker failed first, and why: the reports that workers write, and the error that is made of them."""
+"""The reports that failed workers write, and the error of the worker that failed first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.errors import LaunchError, format_exception, message_for_user
 
 _LOG_LINES = 20
 
-# What gloo and NCCL say when the other end has gone, or does not answer any more.
+# The messages of gloo and NCCL if the other end has gone or does not answer.
 _PEER_MESSAGES = (
     "connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket closed",
     "timed out waiting", "timeout waiting for key", "wait timeout", "application timeout caused pair closure",
@@ -23,13 +23,13 @@ _PEER_MESSAGES = (
 
 
 class WorkerFailed(LaunchError):
-    """A local worker ended before its work was done; this is the first cause, not what followed from it.
+    """A local worker ended before its work was done. This is the first failure, not one that followed from it.
 
     Attributes:
         rank: The global rank that failed first.
         kind: "exception" (it raised), "message" (it raised a UserError), "signal" (it was killed), "exit" (it left
-            without raising) or "stall" (others waited for it until their time was up).
-        text: That rank's traceback or message; otherwise what happened and the last lines of its log.
+            without raising) or "stall" (others waited for it until they timed out).
+        text: That rank's traceback or message; otherwise a description and the last lines of its log.
     """
 
     def __init__(self, rank: int, kind: str, text: str):
@@ -43,10 +43,10 @@ class WorkerFailed(LaunchError):
 
 
 class EndedTogether(LaunchError):
-    """Rank 0 has refused or left the run before it began, and this rank ends with it.
+    """Rank 0 has ended before the run began, and this rank ends with it.
 
     Attributes:
-        exit_code: Rank 0's.
+        exit_code: The exit code of rank 0.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -63,8 +63,8 @@ class Death:
 
     Attributes:
         rank: Its global rank.
-        exitcode: Its exit code; -N where signal N ended it.
-        report: What `write_report` or `write_stop` wrote; None where there is nothing.
+        exitcode: Its exit code; -N if signal N ended it.
+        report: The report from `write_report` or `write_stop`; None if there is none.
     """
 
     rank: int
@@ -73,46 +73,46 @@ class Death:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether the worker reports no more than that another one was lost, or did not answer."""
+        """Whether the worker only reports that another worker was lost or did not answer."""
         return self.exitcode >= 0 and self.report is not None and self.report.get("peer", False)
 
     @property
     def aborted(self) -> bool:
-        """Whether the worker ended itself without a report, as NCCL's watchdog ends one that waited too long."""
+        """Whether the worker aborted without a report, as it does if NCCL's watchdog finds that it waited too long."""
         return self.exitcode == -signal.SIGABRT and self.report is None
 
     @property
     def repeats(self) -> bool:
-        """Whether the worker's error would come again after a restart."""
+        """Whether the worker's error would occur again after a restart."""
         return self.report is not None and self.report.get("repeats", False)
 
     @property
     def stopped(self) -> str | None:
-        """The message of a worker that stopped because it was told to; None for others."""
+        """The message of a worker that stopped on request; None for other workers."""
         return self.report["message"] if self.report is not None and "stopped" in self.report else None
 
 
 def log_path(log_dir: str | os.PathLike, rank: int) -> Path:
-    """Return the file for what a rank other than 0 prints."""
+    """Return the file for the output of a rank other than 0."""
     return Path(log_dir) / f"rank_{rank:04d}.log"
 
 
 def remove_empty_log(log_dir: str | os.PathLike, rank: int) -> None:
-    """Remove the log of a rank that has said nothing."""
+    """Remove the log of a rank that has printed nothing."""
     path = log_path(log_dir, rank)
     if path.exists() and path.stat().st_size == 0:
         path.unlink()
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Return whether ``error`` reports no more than that another process was lost, or does not answer."""
+    """Return whether ``error`` only reports that another process was lost or does not answer."""
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
     error = _first(error)
     if isinstance(error, EndedTogether):
         return True
     if isinstance(error, BrokenPipeError):
-        return False  # of a pipe of this process's own: torch reports a lost peer in its own classes
+        return False  # it is about a pipe of this process; torch reports a lost peer in its own classes
     if isinstance(error, (ConnectionError, DistBackendError, DistNetworkError, DistStoreError)):
         return True
     text = str(error).lower()
@@ -120,22 +120,22 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether a peer error says that the time for an answer was up, not that a connection was closed."""
+    """Return whether a peer error reports a timeout, not a closed connection."""
     return re.search("timed? ?out", str(_first(error)), re.IGNORECASE) is not None
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first error of the chain, the cause: a clean-up that fails on a closed connection hides a real one."""
+    """Return the first error of the chain, which a clean-up that fails on a closed connection would hide."""
     while earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = earlier
     return error
 
 
 def write_report(path: str | os.PathLike, error: BaseException) -> dict:
-    """Write ``error`` to a file as JSON, whole or not at all, and return what was written.
+    """Write a report of ``error`` to a file as JSON, completely or not at all, and return the report.
 
     "message" is the traceback without the launcher's own frame, "peer" whether it is an ``is_peer_error``, "timestamp"
-    the time in seconds since the epoch, "repeats" the error's attribute of that name (it would come again after a
+    the time in seconds since the epoch, "repeats" the error's attribute of that name (it would occur again after a
     restart), and "for_user" the message of a UserError, which needs no traceback.
     """
     frames = error.__traceback__.tb_next if error.__traceback__ else None
@@ -148,12 +148,12 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
 
 
 def write_stop(path: str | os.PathLike, stopped: BaseException) -> None:
-    """Write to ``path`` as JSON that the work ended early because it was told to."""
+    """Write a report to ``path`` as JSON that the work ended early on request."""
     _write(path, {"message": str(stopped), "stopped": True, "timestamp": time.time()})
 
 
 def read_report(path: str | os.PathLike) -> dict | None:
-    """Return what `write_report` or `write_stop` wrote to `path`; None where there is no whole report."""
+    """Return the report that `write_report` or `write_stop` wrote to `path`; None if there is no complete one."""
     try:
         return json.loads(Path(path).read_text())
     except (OSError, ValueError):
@@ -161,10 +161,10 @@ def read_report(path: str | os.PathLike) -> dict | None:
 
 
 def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
-    """Return the error of the worker that failed first, of one or more that the launcher has not ended itself.
+    """Return the error of the worker that failed first, among workers that the launcher has not ended itself.
 
-    A kill comes before a worker's own error, this before a silent exit or an abort, and a lost connection last: it is
-    what the others see of each of them. Of two equals, the earlier.
+    A kill comes before a worker's own error, and this before a silent exit or an abort. A lost connection comes last,
+    because the other workers see it in all these cases. Among equal kinds, the earlier failure is returned.
     """
     death = min(deaths, key=_severity)
     if death.exitcode < 0:
@@ -172,7 +172,7 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
     if death.report is not None:
         words = death.report.get("for_user")
         return WorkerFailed(death.rank, *(("message", words) if words else ("exception", death.report["message"])))
-    text = f"rank {death.rank} left with exit code {death.exitcode} before its work was done, raising nothing"
+    text = f"rank {death.rank} ended with exit code {death.exitcode} before its work was done, without an error"
     return WorkerFailed(death.rank, "exit", text + _log_tail(death.rank, log_dir))
 
 
@@ -182,12 +182,12 @@ def _write(path: str | os.PathLike, report: dict) -> None:
     partial.replace(path)
 
 
-# Kinds of deaths: of two, the one that comes first here is the cause of the other.
+# Kinds of deaths. An earlier kind is the cause of a later one.
 _KILLED, _RAISED, _LEFT_SILENTLY, _LOST_A_PEER = range(4)
 
 
 def _severity(death: Death) -> tuple[int, float]:
-    """Return what to sort deaths by: the kind, then the time of the report, or the rank where there is none."""
+    """Return the key to sort deaths: the kind, then the time of the report, or the rank if there is no report."""
     if death.exitcode < 0 and not death.aborted:
         return _KILLED, death.rank
     if death.report is None:
@@ -204,15 +204,15 @@ def _signal_text(death: Death) -> str:
     text = f"rank {death.rank} was killed by signal {number} ({name})"
     if number == signal.SIGKILL:
         text += (
-            ". If nobody killed it, the machine ran out of memory: `dmesg` or the job's log says so; "
-            "use fewer processes or smaller micro-batches (parallel.chunks); mode=plan estimates what each rank holds"
+            ". If nobody killed it, the machine ran out of memory, which `dmesg` or the job's log shows. "
+            "Use fewer processes or smaller micro-batches (parallel.chunks). mode=plan estimates each rank's memory"
         )
     return text
 
 
 def _log_tail(rank: int, log_dir: str | os.PathLike) -> str:
     path = log_path(log_dir, rank)
-    # Rank 0 has no log file: what it said is on the console already.
+    # Rank 0 has no log file, because its output is on the console.
     if rank == 0 or not path.is_file():
         return ""
     lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]

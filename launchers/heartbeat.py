@@ -1,4 +1,4 @@
-"""Shares what each rank is doing: a thread writes its notes to the store, and a rank whose wait timed out reads all."""
+"""Shares what each rank is doing. A thread writes notes to the store, and a rank whose wait timed out reads them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from launchers.world import World
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-# Beats are this far apart, and further where ranks wait long for each other: a store that is a file grows with each.
+# The time between beats; longer if ranks may wait long for each other, because a store in a file grows with each beat.
 _EVERY_S, _BEATS_PER_TIMEOUT = 1.0, 60
 _POLL_S, _RANKS_PER_POLL = 0.05, 64
-# After a rank has given up, those that waited for it in turn fail at once. Some began to wait later.
+# After a rank has given up, the ranks that waited for it fail at once. Other ranks began to wait later.
 _GIVE_UP_S, _GIVE_UP_LATE_S = 4.0, 15.0
-# Within this time a connection that a rank has closed because it gave up is told from one that a dead rank has left.
+# Within this time a rank that closes its connections because it gave up writes so. A rank that died does not.
 _TOLD_S = 1.0
 _STACK_FRAMES = 12
-# How a rank has left, or is about to.
+# How a rank has left or is about to leave.
 _DONE, _STOPPED, _GAVE_UP, _LOST_A_PEER = "done", "stopped", "gave up", "lost a peer"
 
 
@@ -52,7 +52,7 @@ class Note:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since then."""
+        """Seconds since the work began."""
         return max(0.0, time.time() - self.since)
 
 
@@ -60,7 +60,7 @@ _mine = Note(0, "starting", time.time())
 
 
 def note(step: int, doing: str) -> None:
-    """Note that this process has done ``step`` and begins with ``doing``, such as "reading data"."""
+    """Note that this process has completed ``step`` and begins ``doing``, such as "reading data"."""
     global _mine
     _mine = Note(step, doing, time.time())
 
@@ -72,19 +72,19 @@ def here() -> Note:
 
 @contextmanager
 def watched(world: World, store: Store, timeout_s: float, names: list[str]) -> Iterator[Beats]:
-    """Let the other ranks know what this one is doing while the block runs.
+    """Show the other ranks what this rank is doing while the block runs.
 
     Args:
         world: This rank's world.
         store: The store that the ranks share.
         timeout_s: How long ranks wait for each other, in seconds.
-        names: What to call each rank, by rank.
+        names: The names of the ranks in messages, by rank.
 
     Yields:
         This rank's beats, whose ``timeout_s`` may be changed.
 
     Raises:
-        LaunchError: The block has failed because other ranks were lost, and the reason is that some stand still.
+        LaunchError: If the block has failed because other ranks were lost, and they were lost because some do not move.
     """
     note(0, "starting")
     beats = Beats(world.rank, store, timeout_s)
@@ -103,25 +103,25 @@ def watched(world: World, store: Store, timeout_s: float, names: list[str]) -> I
         beats.close()
 
 
-def await_keys(store: Store, keys: Mapping[int, str], timeout_s: float, names: list[str], heed: bool = True) -> None:
-    """Wait until each rank of ``keys`` has put its key into the store, however long that takes while it is heard.
+def await_keys(store: Store, keys: Mapping[int, str], timeout_s: float, names: list[str], stops: bool = True) -> None:
+    """Wait until each rank of ``keys`` has put its key into the store, for as long as these ranks send beats.
 
     Args:
         store: The store that the ranks share.
         keys: The keys, by rank.
-        timeout_s: How long a rank may be silent, in seconds.
-        names: What to call each rank, by rank.
-        heed: Whether a request to stop ends the wait.
+        timeout_s: How long a rank may send no beat, in seconds.
+        names: The names of the ranks in messages, by rank.
+        stops: Whether a request to stop ends the wait.
 
     Raises:
-        Stopped: This rank was told to stop, or one of those was.
-        LaunchError: One of them has left or is silent, or the store is gone.
+        Stopped: If this rank or one of the others was asked to stop.
+        LaunchError: If one of the others has ended or sends no beats, or if the store is gone.
     """
     heard = {rank: (b"", time.monotonic()) for rank in keys}
     pause_s, look = poll_s(len(names)), time.monotonic()
     with store_of(names[0]):
         while not store.check(list(keys.values())):
-            if heed and wanted():
+            if stops and wanted():
                 raise Stopped("stopped before the first step")
             if time.monotonic() >= look:
                 look = time.monotonic() + _EVERY_S
@@ -132,7 +132,7 @@ def await_keys(store: Store, keys: Mapping[int, str], timeout_s: float, names: l
 
 @contextmanager
 def store_of(host: str) -> Iterator[None]:
-    """Turn errors of a lost store before the first step into one that states that its ``host`` has ended."""
+    """Turn errors about a lost store before the first step into the error that its ``host`` has ended."""
     try:
         yield
     except Exception as error:
@@ -166,30 +166,30 @@ def _check_heard(
 
 
 def poll_s(ranks: int) -> float:
-    """Return how long a rank waits before it asks the store again: all together ask some thousand times a second."""
+    """Return how long a rank waits between two queries to the store, so that all ranks send some thousand a second."""
     return _POLL_S * max(1.0, ranks / _RANKS_PER_POLL)
 
 
 def read_notes(store: Store, ranks: Iterable[int]) -> dict[int, Note]:
     """Return the last note of each rank that has left one in the store."""
-    there = [rank for rank in ranks if store.check([_key(rank)])]
-    return {rank: Note(*json.loads(store.get(_key(rank)))[:-1]) for rank in there}
+    present = [rank for rank in ranks if store.check([_key(rank)])]
+    return {rank: Note(*json.loads(store.get(_key(rank)))[:-1]) for rank in present}
 
 
 def describe_stall(notes: dict[int, Note], names: list[str], timeout_s: float) -> str:
-    """Return a message about the ranks for which all others have given up waiting, with what they are doing."""
+    """Return a message that names the ranks for which all others have given up waiting, and what they are doing."""
     lines, stacks = [], []
     for rank, at in sorted(notes.items()):
         since = f"since step {at.step}" if at.step else "before step 1"
         waited = f"for {at.silent_s:.0f} s (parallel.timeout_s={timeout_s:g})"
         lines.append(f"{names[rank]} has not moved {since} {waited}: {at.doing}")
         if at.stack:
-            stacks += [f"rank {rank} stands here (most recent call first):", *at.stack]
+            stacks += [f"rank {rank} is at (most recent call first):", *at.stack]
     return "\n".join(["\n".join(lines) + ". The other ranks have given up waiting for it", *stacks])
 
 
 class Beats:
-    """This rank's notes in the store, by a thread of their own, and the others' for a rank that gives up.
+    """Writes this rank's notes to the store in a thread, and reads those of the other ranks if this rank gives up.
 
     Attributes:
         timeout_s: How long ranks wait for each other, in seconds.
@@ -199,12 +199,12 @@ class Beats:
     def __init__(self, rank: int, store: Store, timeout_s: float) -> None:
         self.timeout_s, self.left = timeout_s, ""
         self._rank, self._store, self._count = rank, store, 0
-        self._ended, self._one_at_a_time = threading.Event(), threading.Lock()
+        self._ended, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Say that this rank leaves. Does not wait for a store that does not answer."""
+        """Note that this rank leaves. This does not wait for a store that does not answer."""
         self.left = self.left or _DONE
         self._ended.set()
         self._thread.join(_TOLD_S)
@@ -214,10 +214,10 @@ class Beats:
 
         Args:
             waited: Whether a wait of this rank has timed out; otherwise it has lost a connection.
-            names: What to call each rank, by rank.
+            names: The names of the ranks in messages, by rank.
 
         Returns:
-            The message; None if no wait has timed out, or the waits of all ranks, or a rank was lost in another way.
+            The message; None if no wait has timed out, if those of all ranks have, or if a rank was lost otherwise.
         """
         self.left = _GAVE_UP if waited else _LOST_A_PEER
         found: list[dict[int, Note]] = []
@@ -237,11 +237,11 @@ class Beats:
         )
 
     def _find_silent(self, ranks: int) -> dict[int, Note]:
-        """Return the notes of the ranks that neither leave nor give up, once all others have had time to."""
+        """Return the notes of the ranks that neither leave nor give up, after all others had time to do so."""
         mine, begin, notes = here(), time.monotonic(), {}
         while True:
             self._put()
-            with suppress(Exception):  # what was read last counts
+            with suppress(Exception):  # the notes that were read last are used
                 notes = read_notes(self._store, range(ranks))
             silent = {rank: at for rank, at in notes.items() if not at.left and rank != self._rank}
             asked_s = time.monotonic() - begin
@@ -249,7 +249,7 @@ class Beats:
             if not silent or asked_s > _TOLD_S and not given_up:
                 return {}
             if asked_s > (_GIVE_UP_S if len(silent) == 1 else _GIVE_UP_LATE_S):
-                # All ranks end a step together, so one whose last note is older stands where this one waits for it.
+                # All ranks end a step together, so a rank with an older note is in the step in which this one waits.
                 return {rank: at if at.step >= mine.step else mine for rank, at in silent.items()}
             time.sleep(poll_s(ranks))
 
@@ -261,10 +261,10 @@ class Beats:
 
     def _put(self) -> None:
         # A store may be on a full disk, or gone with the process that hosts it.
-        with self._one_at_a_time, suppress(Exception):
+        with self._lock, suppress(Exception):
             at = here()
             stack = _main_stack() if at.silent_s > self.timeout_s / 2 else ()
-            self._count += 1  # each beat differs from the last: a rank that waits sees that this one lives
+            self._count += 1  # each beat differs from the last, so a rank that waits sees that this one is alive
             beat = [at.step, at.doing, at.since, self.left, stack, self._count]
             self._store.set(_key(self._rank), json.dumps(beat))
 
@@ -275,6 +275,6 @@ def _key(rank: int) -> str:
 
 def _main_stack() -> list[str]:
     main = threading.main_thread().ident
-    assert main is not None  # it runs
+    assert main is not None  # it has started
     frames = traceback.extract_stack(sys._current_frames()[main])[-_STACK_FRAMES:]
     return [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames)]

@@ -29,20 +29,20 @@ from launchers.world import World
 _POLL_S = 0.1
 _PRELOAD = ("torch", "torch.distributed")
 _END_S = 5.0
-# All ranks of a run that was told to stop leave within moments of each other.
+# All ranks of a run that was asked to stop end within moments of each other.
 _LEAVE_S = 10.0
-# NCCL's watchdogs end the ranks whose time to wait is up, each in its own time.
+# NCCL's watchdogs end ranks whose waits have timed out, but not at the same time.
 _GIVE_UP_LATE_S = 15.0
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
-    """Start the process that forks workers; it imports the modules ``preload`` and torch while the caller goes on.
+    """Start the process that forks workers. It imports the modules ``preload`` and torch while the caller continues.
 
-    There is one, the standard library's; a second call does nothing. Its environment, by which libraries are imported,
-    is that of its start. The modules must start no thread and touch no device.
+    It is the standard library's fork server, of which there is one, so a second call does nothing. Libraries are
+    imported with the environment at its start. The modules must start no thread and use no device.
     """
-    resource_tracker.ensure_running()  # first: it unblocks signals
-    # They may reach all processes of a terminal or a job. A worker unblocks them once it can handle them.
+    resource_tracker.ensure_running()  # first, because it unblocks signals
+    # Signals may be sent to all processes of a terminal or a job. A worker unblocks them when it can handle them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SIGNALS})
     try:
         with changed_environment({"PYTHONPATH": os.pathsep.join(sys.path)}), _without_main():
@@ -64,29 +64,29 @@ def run_workers(
 ) -> None:
     """Run ``entry(world, *args)`` in ``processes`` processes of this machine; return when all have finished.
 
-    Workers have this process's environment, meet in a private folder, talk over the loopback interface only, and end
-    with this process, however it ends.
+    Workers have this process's environment, meet in a private folder, communicate over the loopback interface only, and
+    end with this process, however it ends.
 
     Args:
         entry: A function at the top level of an importable module (not of the script that runs).
         args: Its picklable arguments.
         processes: The number of ranks.
-        log_dir: A folder, created where it is missing. Ranks other than 0 write stdout and stderr to rank_0001.log, ...
+        log_dir: A folder, created if it is missing. Ranks other than 0 write stdout and stderr to rank_0001.log, ...
             there; files that stay empty are removed. Rank 0 keeps this process's console.
         max_restarts: How often all workers are restarted after a failure, unless it is an exception whose attribute
             `repeats` is true. See `launchers.world.restarts`.
-        stoppable: Whether entry asks launchers.stopping and raises Stopped. Then, where this process handles the
+        stoppable: Whether entry checks launchers.stopping and raises Stopped. If so, and if this process handles the
             signals of launchers.stopping, the first one is passed on to the workers and not raised.
-        timeout_s: How long workers wait for each other, in seconds: for the message about one that they waited for.
+        timeout_s: How long workers wait for each other, in seconds, for the message about a worker that does not move.
         on_restart: Called in this process with each failure after which the workers are restarted.
 
     Raises:
-        LaunchError: The workers cannot be forked.
-        WorkerFailed: The error of the rank that failed first, once all workers are gone.
-        Interrupted: This process got SIGINT, or a signal of launchers.stopping that was not passed on, or a second
-            one; or a signal of launchers.stopping has ended a worker that does not ask for it. All workers are gone
-            then. It is a KeyboardInterrupt.
-        Stopped: The workers said that they were told to stop. It is a KeyboardInterrupt too.
+        LaunchError: If the workers cannot be forked.
+        WorkerFailed: If a worker has failed. It is the error of the rank that failed first; all workers have ended.
+        Interrupted: If this process got SIGINT, a signal of launchers.stopping that was not passed on, or a second one,
+            or if such a signal has ended a worker that is not stoppable. All workers have ended. It is a
+            KeyboardInterrupt.
+        Stopped: If the workers have stopped on request. It is a KeyboardInterrupt, too.
     """
     log_dir = os.path.abspath(log_dir)
     with ExitStack() as stack:
@@ -106,7 +106,7 @@ def run_workers(
                 failure, may_restart = workers.watch()
             finally:
                 workers.end()
-            # One that came since the last poll: the caller must not take a request to stop for a finished run.
+            # After a signal since the last poll, the caller must not treat a request to stop as a finished run.
             stop.check()
             if failure is None:
                 return
@@ -123,19 +123,19 @@ def call_in_workers(
     log_dir: str | os.PathLike | None = None,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Call ``function(world, *args)`` in new processes of this machine; return what it returns on each rank.
+    """Call ``function(world, *args)`` in new processes of this machine; return its result on each rank.
 
-    All ranks are silent, and this process keeps nothing of what they do: no model, no context on a GPU.
+    The ranks print nothing, and nothing of their state stays in this process, such as a model or a context on a GPU.
 
     Args:
-        function: A function at the top level of an importable module. What it returns must be picklable.
-        args: See ``run_workers``, as the rest.
+        function: A function at the top level of an importable module. Its result must be picklable.
+        args: Its picklable arguments.
         processes: The number of ranks.
-        log_dir: Where the ranks write their output; None for nowhere that stays.
+        log_dir: The folder for the output of the ranks; None to discard it.
         timeout_s: How long workers wait for each other, in seconds.
 
     Raises:
-        WorkerFailed: See ``run_workers``, as for its other errors.
+        WorkerFailed: See ``run_workers``, also for its other errors.
     """
     start_fork_server([function.__module__])
     with tempfile.TemporaryDirectory(prefix="launchers-") as folder:
@@ -164,27 +164,27 @@ class _Workers:
         process = multiprocessing.get_context("forkserver").Process
         ranks = range(job.processes)
         self._processes = [process(target=work, args=(Console(), job, rank, entry, args)) for rank in ranks]
-        self._told = False
+        self._asked_to_stop = False
         self.exitcodes: dict[int, int] = {}
 
     def watch(self) -> tuple[WorkerFailed | None, bool]:
-        """Start them and wait until all have finished or one has failed.
+        """Start the workers and wait until all have finished or one has failed.
 
         Returns:
-            The first cause of the failure, or None; and whether another start may succeed.
+            The first failure, or None; and whether another start may succeed.
 
         Raises:
-            Stopped: They were told to stop, and did.
-            Interrupted: This process was told to stop at once, or a worker that cannot stop by itself was told to stop.
+            Stopped: If the workers have stopped on request.
+            Interrupted: If this process was asked to stop at once, or a worker that cannot stop by itself was.
         """
         self._start()
-        # A worker whose work is not done has failed or was told to stop, whatever its exit code.
+        # A worker that has ended without finishing has failed or was asked to stop, whatever its exit code.
         while not (early := self._ended_early()):
             if len(self.exitcodes) == self._job.processes:
                 return None, False
             self._poll()
-            if self._stop.wanted and not self._told:
-                self._told = True
+            if self._stop.wanted and not self._asked_to_stop:
+                self._asked_to_stop = True
                 for process in self._processes:
                     process.terminate()
         deaths = [self._death(rank) for rank in early]
@@ -194,10 +194,10 @@ class _Workers:
             while len(self.exitcodes) < self._job.processes and time.monotonic() < deadline:
                 self._poll()
             raise Stopped(stopped)
-        told = next((-death.exitcode for death in deaths if -death.exitcode in SIGNALS), None)
-        if told is not None and not self._job.stoppable:
-            raise Interrupted(told)
-        # Judged before the others are ended, so that their deaths are not taken for causes.
+        signum = next((-death.exitcode for death in deaths if -death.exitcode in SIGNALS), None)
+        if signum is not None and not self._job.stoppable:
+            raise Interrupted(signum)
+        # The cause is determined before the other workers are ended, so that their deaths are not mistaken for it.
         stall = None
         if all(death.aborted for death in deaths):
             stall = self._stall()
@@ -206,14 +206,14 @@ class _Workers:
         return stall or root_cause(deaths, self._job.log_dir), may_restart
 
     def end(self) -> None:
-        """End all workers and what they have started, by SIGKILL, and wait until they are gone."""
+        """End all workers and the processes that they have started by SIGKILL, and wait until they have ended."""
         started = [(process, process.pid) for process in self._processes if process.pid is not None]
         for process, pid in started:
-            # Even if the worker is gone, what it has started may still run. macOS refuses a group of the dead.
+            # Processes that an ended worker has started may still run. If none does, macOS denies permission.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             process.kill()  # it may not lead its group yet
-        # SIGKILL cannot be refused: only a process stuck in the kernel (a lost GPU) outlives it, and no wait helps.
+        # Only a process that is stuck in the kernel (a lost GPU) survives SIGKILL, and waiting longer does not help.
         deadline = time.monotonic() + _END_S
         for process, _ in started:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -224,13 +224,14 @@ class _Workers:
             with _without_main():
                 for process in self._processes:
                     process.start()
-        except (EOFError, OSError) as error:  # the server has ended: its own words are on the console
+        except (EOFError, OSError) as error:  # the server has ended, and its error is on the console
             raise LaunchError(f"workers cannot be forked: {error!r}") from error
 
     def _stall(self) -> WorkerFailed | None:
-        """Name the ranks for which NCCL's watchdog has ended others: those that have not moved for as long as it waits.
+        """Return an error that names the ranks for which others have waited until NCCL's watchdog ended them.
 
-        None where there are none: a rank has ended for a reason of its own.
+        These ranks have not moved for as long as the watchdog waits. None if there are no such ranks, because then a
+        rank has ended for another reason.
         """
         if self._timeout_s is None:
             return None
@@ -262,7 +263,7 @@ class _Workers:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the script, or the notebook: every process that multiprocessing starts would import it, and so run it."""
+    """Hide the script or notebook, because every process that multiprocessing starts would import it and so run it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet, a torch.distributed store, and whether their machines can reach each other.
+"""The torch.distributed store in which the ranks of a run meet, and a check that their machines can reach each other.
 
-For workers of ``run_workers`` the store is a file in a folder that no other user can enter, for others a TCP store
-without authentication (SECURITY.md).
+For workers of ``run_workers`` the store is a file in a folder that no other user can enter. For other ranks it is a TCP
+store without authentication (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _meeting: Meeting | None = None  # the rendezvous that this process is in
 def connect(world: World, timeout_s: float) -> Store | None:
     """Wait until all ranks have called this, each of them equally often; return the store that they share.
 
-    Those that ``run_workers`` has started meet in a file of its private folder. Others meet at MASTER_ADDR, where
-    torchrun hosts a store, or else rank 0, on a socket that listens on MASTER_ADDR alone (torch's own would listen on
-    all interfaces). Where MASTER_ADDR is a loopback address, ``use_loopback`` is called too.
+    Ranks that ``run_workers`` has started meet in a file of its private folder. Other ranks meet at MASTER_ADDR, where
+    the store is hosted by torchrun or otherwise by rank 0, on a socket that listens on MASTER_ADDR only (torch's own
+    listens on all interfaces). If MASTER_ADDR is a loopback address, ``use_loopback`` is called, too.
 
     Args:
-        world: This rank's place.
+        world: This rank's world.
         timeout_s: How long to wait for the others, in seconds; also the store's own time-out for later calls.
 
     Returns:
-        The store; None where there is one rank only.
+        The store; None if there is only one rank.
 
     Raises:
-        LaunchError: A rank does not come in time (it is named), two processes have the same rank, or rank 0 cannot
-            listen.
+        LaunchError: If a rank does not connect in time (the message names it), two processes have the same rank, or
+            rank 0 cannot listen.
     """
     if world.size == 1:
         return None
@@ -92,7 +92,7 @@ def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float
     keys, gathered = [f"{what}-{rank}" for rank in range(world.size)], f"{what}-gathered"
     store.set(keys[world.rank], json.dumps(mine))
     while not store.check(keys if world.rank == 0 else [gathered]):
-        if world.origin != "local" and stopping.wanted():  # there may be no one left to come
+        if world.origin != "local" and stopping.wanted():  # the missing ranks may have ended
             raise stopping.Stopped(f"stopped while rank {world.rank} waited for the other ranks")
         if time.monotonic() > deadline:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
@@ -106,14 +106,14 @@ def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float
         store.set(gathered, json.dumps([json.loads(store.get(key)) for key in keys]))
     given = json.loads(store.get(gathered))
     store.add(f"seen-{what}", 1)
-    # The host stays until the others have seen it: they could not ask any more.
+    # The host of the store stays until the others have read the result, which they cannot do after it has ended.
     while world.rank == 0 and store.add(f"seen-{what}", 0) < world.size and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return given
 
 
 def local_store(path: str | os.PathLike, ranks: int = -1, timeout_s: float = 300.0, connection: int = 0) -> Store:
-    """Return the store that workers of ``run_workers`` meet in, also for the process that has started them."""
+    """Return the store of the workers of ``run_workers``, for them and for the process that has started them."""
     from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
     where = str(path)
@@ -144,7 +144,7 @@ def _listen_as_rank_0(world: World, host: str, port: int) -> socket.socket:
             "MASTER_ADDR must be an address of rank 0's machine, MASTER_PORT a port that nothing there uses"
         ) from error
     address = listener.getsockname()[0]
-    # Of SLURM, loopback is what its own configuration says: all of its nodes are this machine.
+    # With SLURM a loopback address comes from its own configuration, and all of its nodes are this machine.
     if is_loopback(address) and world.local_size < world.size and world.origin != "slurm":
         listener.close()
         elsewhere = world.size - world.local_size
@@ -161,7 +161,7 @@ def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> 
             return probe.getpeername()[0]
 
     try:
-        return _retry(ask, OSError, timeout_s)  # torch's client logs pages of C++ frames while nobody answers
+        return _retry(ask, OSError, timeout_s)  # torch's client logs pages of C++ frames if there is no answer
     except OSError as error:
         raise LaunchError(
             f"rank {world.rank} waited {timeout_s:g} s for rank 0 on {host}:{port}, to meet all {world.size} ranks "
@@ -170,7 +170,7 @@ def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> 
 
 
 def _retry(attempt: Callable[[float], Any], kind: type[OSError], timeout_s: float) -> Any:
-    """Return what ``attempt(seconds left)`` returns once it raises no error of ``kind``, which is raised in the end."""
+    """Call ``attempt(seconds left)`` until it raises no error of ``kind``, and return its result or raise the last."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -181,11 +181,11 @@ def _retry(attempt: Callable[[float], Any], kind: type[OSError], timeout_s: floa
         time.sleep(_POLL_S)
 
 
-# -- where each rank is, and who can reach whom ----------------------------------------------------------------------
+# -- the machines of the ranks, and whether they can reach each other ------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Place:
+class Peer:
     """The machine and address of a rank.
 
     Attributes:
@@ -217,52 +217,52 @@ class Meeting:
 
     Attributes:
         store: The store that they share.
-        places: Their machines and addresses, by rank; empty if ``run_workers`` has started them.
+        peers: Their machines and addresses, by rank; empty if ``run_workers`` has started them.
         names: Their names in messages, by rank.
-        beats: The thread that shows the others that this rank lives.
+        beats: The thread that shows the other ranks what this rank is doing.
     """
 
     store: Store
-    places: list[Place]
+    peers: list[Peer]
     names: list[str]
     beats: Beats
 
 
 @contextmanager
-def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, list[Place]]]:
-    """Meet the other ranks; while the block runs, let them know what this rank is doing.
+def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, list[Peer]]]:
+    """Meet the other ranks, and show them what this rank is doing while the block runs.
 
-    Inside of another one, the ranks have met already and go on with ``timeout_s``: before they read their command lines
-    they know no more than what is typed there.
+    Inside of another rendezvous the ranks have met already, and only ``timeout_s`` is changed: the outer one begins
+    before the configuration is read, with the time-out that is typed on the command line.
 
     Args:
         world: This rank's world.
         timeout_s: How long to wait for the others, in seconds.
 
     Yields:
-        The store that all ranks share, None for a single rank; and the places of the ranks, by rank, which are empty
-        where ``run_workers`` has started them.
+        The store that all ranks share, None for a single rank; and the machines and addresses of the ranks, by rank,
+        which are empty if ``run_workers`` has started them.
 
     Raises:
-        LaunchError: Ranks do not come or machines cannot reach each other; or the block has failed because others were
-            lost and some stand still. The message names the ranks.
+        LaunchError: If ranks do not connect, if machines cannot reach each other, or if the block has failed because
+            of ranks that do not move. The message names the ranks.
     """
     global _meeting
     if _meeting is not None:
         _meeting.store.set_timeout(timedelta(seconds=timeout_s))
         _meeting.beats.timeout_s = timeout_s
-        yield _meeting.store, _meeting.places
+        yield _meeting.store, _meeting.peers
         return
     store = connect(world, timeout_s)
     if store is None:
         yield None, []
         return
-    places = find_peers(world, store, timeout_s) if world.origin != "local" else []
-    names = [str(place) for place in places] or [f"rank {rank}" for rank in range(world.size)]
+    peers = find_peers(world, store, timeout_s) if world.origin != "local" else []
+    names = [str(peer) for peer in peers] or [f"rank {rank}" for rank in range(world.size)]
     with watched(world, store, timeout_s, names) as beats:
-        _meeting = Meeting(store, places, names, beats)
+        _meeting = Meeting(store, peers, names, beats)
         try:
-            yield store, places
+            yield store, peers
         finally:
             _meeting = None
 
@@ -272,56 +272,57 @@ def current_meeting() -> Meeting | None:
     return _meeting
 
 
-def find_peers(world: World, store: Store, timeout_s: float) -> list[Place]:
-    """Return the place of each rank, by rank. All ranks must call it.
+def find_peers(world: World, store: Store, timeout_s: float) -> list[Peer]:
+    """Return the machine and address of each rank, by rank. All ranks must call this.
 
-    One rank of each machine tries to reach one of each other machine, through the interface that gloo and NCCL will
-    use: the one that GLOO_SOCKET_IFNAME names, else the one that leads to MASTER_ADDR (both variables are then set).
+    One rank of each machine connects to one of each other machine, through the interface that gloo and NCCL will use:
+    the one that GLOO_SOCKET_IFNAME names, otherwise the one that leads to MASTER_ADDR (both variables are then set).
 
     Raises:
-        LaunchError: On every rank and within ``timeout_s``, naming the pairs that cannot connect.
+        LaunchError: On every rank and within ``timeout_s``, if some cannot connect. The message names the pairs.
     """
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    with listen(own_address(), 0) as listener:
+    with listen(local_address(), 0) as listener:
         address, port = listener.getsockname()[:2]
         mine = [world.rank, world.local_rank == 0, node, address, port]
-        places = [Place(*place) for place in _exchange(world, store, "place", mine, timeout_s)]
-        me = places[world.rank]
-        leaders = [place for place in places if place.leader]
-        others = [place for place in leaders if place != me] if me.leader else []
-        failed = [f"{me} cannot connect to {place}: {why}" for place, why in _probe(others, timeout_s).items() if why]
+        peers = [Peer(*peer) for peer in _exchange(world, store, "peer", mine, timeout_s)]
+        me = peers[world.rank]
+        leaders = [peer for peer in peers if peer.leader]
+        others = [peer for peer in leaders if peer != me] if me.leader else []
+        failed = [f"{me} cannot connect to {peer}: {why}" for peer, why in _probe(others, timeout_s).items() if why]
         failures = _exchange(world, store, "failures", failed, timeout_s)
     if lines := [line for lines in failures for line in lines]:
         advice = (
-            "Open the way between these machines (firewall, routes), or name the interface of the network that joins "
-            f"them: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; here there are {_listed(_addresses())}"
+            "Allow connections between these machines (firewall, routes), or set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to the interface of the network that joins them; this machine has "
+            f"{_listed(_addresses())}"
         )
         raise LaunchError("\n".join([*lines, advice]))
-    return places
+    return peers
 
 
-def _probe(places: list[Place], timeout_s: float) -> dict[Place, str]:
-    """Connect to each of ``places``; return why it does not work, in words, which are empty where it does."""
+def _probe(peers: list[Peer], timeout_s: float) -> dict[Peer, str]:
+    """Connect to each of ``peers``; return the error in words, which is empty if the connection succeeds."""
     limit_s = min(_PROBE_S, timeout_s / 2)
 
-    def ask(place: Place) -> str:
+    def ask(peer: Peer) -> str:
         try:
-            with socket.create_connection((place.address, place.port), timeout=limit_s):
+            with socket.create_connection((peer.address, peer.port), timeout=limit_s):
                 return ""
         except TimeoutError:
             return f"no answer within {limit_s:g} s"
         except OSError as error:
             return (error.strerror or str(error)).lower()
 
-    with ThreadPoolExecutor(max(1, min(64, len(places)))) as pool:
-        return dict(zip(places, pool.map(ask, places), strict=True))
+    with ThreadPoolExecutor(max(1, min(64, len(peers)))) as pool:
+        return dict(zip(peers, pool.map(ask, peers), strict=True))
 
 
-def describe_places(places: list[Place]) -> str:
+def describe_peers(peers: list[Peer]) -> str:
     """Describe which ranks are on which machine: "n1: ranks 0-1   n2: ranks 2-3"."""
     machines: dict[tuple[str, str], list[int]] = {}
-    for place in places:
-        machines.setdefault(place.machine, []).append(place.rank)
+    for peer in peers:
+        machines.setdefault(peer.machine, []).append(peer.rank)
     names = [node for node, _ in machines]
     words = []
     for (node, address), ranks in machines.items():
@@ -336,21 +337,22 @@ def describe_places(places: list[Place]) -> str:
 
 
 def use_loopback() -> None:
-    """Let gloo and NCCL use the loopback interface, unless the user named another; before any process group exists.
+    """Let gloo and NCCL use the loopback interface, unless the user has named another.
 
-    Without it both pick the interface of the machine's host name and listen to the network.
+    This must be called before any process group exists. Otherwise both select the interface of the machine's host name
+    and listen to the network.
     """
     _use_interface("lo" if sys.platform == "linux" else "lo0")
 
 
-def own_address() -> str:
-    """Return the address of the interface that gloo and NCCL will use: of IPv6 where there is none of IPv4.
+def local_address() -> str:
+    """Return the address of the interface that gloo and NCCL will use, an IPv4 address if it has one.
 
-    It is the interface that GLOO_SOCKET_IFNAME names, else the one that leads to MASTER_ADDR; the variables that name
-    it are then set where the user has not.
+    The interface is the one that GLOO_SOCKET_IFNAME names, otherwise the one that leads to MASTER_ADDR. The variables
+    that name it are then set, unless the user has set them.
 
     Raises:
-        LaunchError: There is no such interface, or none that leads to MASTER_ADDR.
+        LaunchError: If there is no such interface, or none that leads to MASTER_ADDR.
     """
     host, port = master_address()
     addresses = _addresses()
@@ -366,10 +368,10 @@ def own_address() -> str:
     try:
         family, _, _, _, there = _preferred(host, port, socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)  # sends nothing: asks the routing table
+            probe.connect(there)  # sends nothing, but reads the routing table
             address = probe.getsockname()[0]
     except OSError as error:
-        raise LaunchError(f"this machine has no way to MASTER_ADDR={host}: {error}") from error
+        raise LaunchError(f"this machine has no route to MASTER_ADDR={host}: {error}") from error
     for name in (name for name, its in addresses.items() if address in its):
         _use_interface(name)
     return address
@@ -382,15 +384,15 @@ def _use_interface(name: str) -> None:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Return each interface's addresses, those of IPv4 first; without those of IPv6 that hold on one link only."""
+    """Return the addresses of each interface, IPv4 first, without link-local IPv6 addresses."""
     import psutil
 
     found: dict[str, list[str]] = {}
     for family in (socket.AF_INET, socket.AF_INET6):
         for name, addresses in psutil.net_if_addrs().items():
-            own = [one.address for one in addresses if one.family == family and not one.address.startswith("fe80")]
-            if own:
-                found.setdefault(name, []).extend(own)
+            usable = [a.address for a in addresses if a.family == family and not a.address.startswith("fe80")]
+            if usable:
+                found.setdefault(name, []).extend(usable)
     return found
 
 
@@ -399,19 +401,19 @@ def _listed(addresses: dict[str, list[str]]) -> str:
 
 
 def _preferred(host: str, port: int, kind: socket.SocketKind) -> tuple:
-    """Return the entry of ``socket.getaddrinfo`` for a host, of IPv4 if there is one."""
+    """Return the entry of ``socket.getaddrinfo`` for a host, for IPv4 if there is one."""
     return min(socket.getaddrinfo(host, port, type=kind), key=lambda entry: entry[0] != socket.AF_INET)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address of ``host`` only; port 0 stands for any free one.
+    """Return a socket that listens on the address of ``host`` only; port 0 selects a free port.
 
     IPv4 is preferred: a client that asks for "localhost" tries both families, while a socket listens on one.
     """
     family, kind, protocol, _, address = _preferred(host, port, socket.SOCK_STREAM)
     listener = socket.socket(family, kind, protocol)
     try:
-        # A port whose last owner has just left may be taken again at once.
+        # A port may be used again as soon as its last owner has ended.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)

@@ -1,4 +1,4 @@
-"""The time before a run begins: rank 0 prepares it and sends it to the others, which end if it cannot begin."""
+"""Rank 0 prepares a run and sends it to the other ranks, which end if the run cannot begin."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _POLL_S = 0.05
-_HEARD_S = 5.0  # how long rank 0 stays for the others to hear that it ends
-_READY = "ready"  # what rank 0 tells when all ranks are
+_HEARD_S = 5.0  # how long rank 0 waits for the others to read that it ends
+_READY = "ready"  # the key that rank 0 sets when all ranks are ready
 
 
 def tell(store: Store, what: str, content: Any) -> None:
-    """Send the other ranks the content that they wait for in ``hear``."""
+    """Send the other ranks the content for which they wait in ``hear``."""
     store.set(what, json.dumps({"content": content}))
 
 
-def hear(world: World, what: str, timeout_s: float, heed: bool = True) -> Any:
-    """Return the content that rank 0 sends, waiting as long as rank 0 lives. Call this within ``rendezvous``.
+def hear(world: World, what: str, timeout_s: float, stops: bool = True) -> Any:
+    """Wait for the content that rank 0 sends, for as long as rank 0 is alive. Called within ``rendezvous``.
 
     Args:
         world: This rank's world.
-        what: What is told.
-        timeout_s: How long rank 0 may be silent, in seconds.
-        heed: Whether a request to stop ends the wait.
+        what: The name of the content.
+        timeout_s: How long rank 0 may send no beat, in seconds.
+        stops: Whether a request to stop ends the wait.
 
     Raises:
-        SystemExit: Rank 0 has done its work without a run.
-        Stopped: Rank 0, or this rank, was told to stop.
-        EndedTogether: Rank 0 has ended with an error.
-        LaunchError: Rank 0 is not heard any more.
+        SystemExit: If rank 0 has done its work without a run.
+        Stopped: If rank 0 or this rank was asked to stop.
+        EndedTogether: If rank 0 has ended with an error.
+        LaunchError: If rank 0 sends no beats any more.
     """
     meeting = current_meeting()
     assert meeting is not None, "call hear() within rendezvous()"
     store, names = meeting.store, meeting.names
     note(0, "waiting for rank 0")
-    heed = heed and world.origin != "slurm"  # whose tasks are all told, and rank 0 puts the job into the queue again
-    await_keys(store, {0: what}, timeout_s, names, heed)
+    stops = stops and world.origin != "slurm"  # SLURM signals all tasks, and rank 0 queues the job again
+    await_keys(store, {0: what}, timeout_s, names, stops)
     note(0, "starting")
     told = json.loads(store.get(what))
     store.add(f"heard-{what}", 1)
@@ -69,11 +69,11 @@ def ending(error: BaseException) -> tuple[int, str]:
 def ending_together(
     store: Store | None, what: str, describe: Callable[[BaseException], tuple[int, str]] = ending
 ) -> Iterator[None]:
-    """On rank 0: if the block ends before it has sent the others the content that they wait for, they end, too.
+    """On rank 0, end the other ranks if the block ends before it has sent the content for which they wait.
 
     Args:
-        store: The store of ``rendezvous``; None where there is one rank only.
-        what: What is to be told.
+        store: The store of ``rendezvous``; None if there is only one rank.
+        what: The name of the content.
         describe: Returns the exit code and the message of an error.
     """
     try:
@@ -87,21 +87,21 @@ def ending_together(
 def _tell_end(store: Store | None, what: str, exit_code: int, message: str) -> None:
     if store is None:
         return
-    with suppress(Exception):  # of a store that is gone: the others see that it is
+    with suppress(Exception):  # if the store is gone, the others notice it
         if store.check([what]):
             return
         store.set(what, json.dumps({"exit_code": exit_code, "message": message}))
         meeting, deadline = current_meeting(), time.monotonic() + _HEARD_S
-        others = len(meeting.places) - 1 if meeting is not None else 0
-        # The host stays until the others have heard it: they could not ask any more.
+        others = len(meeting.peers) - 1 if meeting is not None else 0
+        # The host of the store stays until the others have read this, which they cannot do after it has ended.
         while store.add(f"heard-{what}", 0) < others and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
 def ready_together(world: World, timeout_s: float) -> None:
-    """Wait until all ranks call this, as long as each of them lives: one may read its data for the first time.
+    """Wait until all ranks call this, for as long as they are alive, since a rank may read its data for the first time.
 
-    Raises as ``hear`` does. Nothing is waited for where the ranks have met in another way than by ``rendezvous``.
+    Raises the errors of ``hear``. Returns at once if the ranks have not met by ``rendezvous``.
     """
     meeting = current_meeting()
     if meeting is None:
@@ -112,7 +112,7 @@ def ready_together(world: World, timeout_s: float) -> None:
             raise stopping.Stopped("stopped before the first step")
         with store_of(names[0]):
             store.set(f"ready-{world.rank}", "")
-        hear(world, _READY, timeout_s, heed=False)  # from here on the ranks stop together
+        hear(world, _READY, timeout_s, stops=False)  # from here on the ranks stop together
         return
     with ending_together(store, _READY):
         if stopping.wanted():

@@ -1,6 +1,6 @@
 """Requests to stop: handlers note some signals, and a run checks for them at points where it can end.
 
-They are SIGTERM, SIGHUP (the terminal is gone), SIGUSR1 and SIGUSR2.
+The signals are SIGTERM, SIGHUP (the terminal was closed), SIGUSR1 and SIGUSR2.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# sysexits.h: EX_TEMPFAIL. The run has ended early and can go on: "queue me again".
+# EX_TEMPFAIL of sysexits.h: the run has ended early and can be continued, so a queue may start it again.
 EXIT_CODE = 75
-# `timeout` signals a process and then its group, and a launcher passes on what its whole group has received: what
-# follows so soon is the same request, not a second one.
+# `timeout` signals a process and then its group, and a launcher passes on a signal that its whole group has received.
+# A signal that follows within this time is therefore the same request, not a second one.
 SAME_REQUEST_S = 3.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """The launching process was told to stop; its workers are gone.
+    """The launching process was asked to stop and has ended its workers.
 
-    A KeyboardInterrupt, so that no `except Exception` on the way up takes a request to stop for a failed run.
+    It is a KeyboardInterrupt, so that no `except Exception` of a caller treats a request to stop as a failed run.
 
     Attributes:
-        signum: The signal that came.
-        left: What has become of the work, in words.
-        exit_code: What a shell expects of a process that this signal has ended.
+        signum: The signal that was received.
+        left: The state of the workers or jobs, in words.
+        exit_code: The exit code that a shell expects of a process that this signal has ended.
     """
 
     def __init__(self, signum: int, left: str = "all workers have ended"):
@@ -44,10 +44,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stopped(KeyboardInterrupt):
-    """The run ended early, as it was told to, and can be continued from its checkpoint.
+    """The run ended early, on request, and can be continued from its checkpoint.
 
-    A KeyboardInterrupt, so that no `except Exception` on the way up takes a request to stop for a failed run. ``steps``
-    is how many steps it has trained and saved.
+    It is a KeyboardInterrupt, so that no `except Exception` of a caller treats a request to stop as a failed run.
+    ``steps`` is the number of steps that the run has trained and saved.
     """
 
     def __init__(self, *words: object, steps: int = 0) -> None:
@@ -57,12 +57,12 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass
 class _State:
-    """What has come so far: signals by their numbers, and the monotonic time of the first."""
+    """The first and the second signal that were received, by their numbers, and the monotonic time of the first."""
 
     first: int | None = None
     since: float = 0.0
     second: int | None = None
-    waiting: int = 0  # how many StopSignals are entered, which only note a second signal
+    waiting: int = 0  # the number of StopSignals that are entered, in which a second signal is only noted
     at_once: bool = False
     parent: int | None = None
 
@@ -71,9 +71,9 @@ _state = _State()
 
 
 def install_handlers() -> None:
-    """Note the first of the SIGNALS from now on, instead of being ended by it; let the second end this process.
+    """From now on, note the first of the SIGNALS instead of ending, and end this process at the second.
 
-    Call it in the main thread. A signal that was ignored stays ignored.
+    This must be called in the main thread. A signal that was ignored stays ignored.
     """
     for signum in SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
@@ -81,44 +81,44 @@ def install_handlers() -> None:
 
 
 def wanted() -> bool:
-    """Return whether this process was told to stop. Ask between steps, and agree on the answer among ranks."""
-    # A batch script may have blocked a signal from before the first instruction on (see launchers.slurm.task).
+    """Return whether this process was asked to stop. Ranks call this between steps and agree on the answer."""
+    # A batch script may have blocked a signal before this process started (see launchers.slurm.task).
     pending = any(signum in SIGNALS for signum in signal.sigpending())
     return _state.first is not None or pending or _state.parent not in (None, os.getppid())
 
 
 def noted() -> int | None:
-    """Return the signal that came first; None where none was delivered."""
+    """Return the first signal; None if none was delivered."""
     return _state.first
 
 
 def second_signal() -> int | None:
-    """Return the second signal, where one came while a StopSignals was entered."""
+    """Return the second signal, if it was received while a StopSignals was entered."""
     return _state.second
 
 
 def stop_without_parent() -> None:
-    """Let `wanted` return true once the parent process is gone: nobody else would tell this one to stop."""
+    """Let `wanted` return true after the parent process has ended, since no other process would stop this one."""
     _state.parent = os.getppid()
 
 
 def at_once() -> None:
-    """Let even the first signal end this process from now on: there is nothing to save."""
+    """Let even the first signal end this process from now on, for use when there is no work to save."""
     _state.at_once = True
     if _state.first is not None:
         _leave_at_once(_state.first)
 
 
 class StopSignals:
-    """While entered, SIGINT is noted, as the SIGNALS are after `install_handlers`; `check` raises what was noted.
+    """While entered, SIGINT is noted, as the SIGNALS are after `install_handlers`; `check` raises a noted signal.
 
-    A handler that raised at once could do so while a worker is half started, and nobody would know of it to end it. A
-    second signal is only noted, too: there are processes to end before this one. Outside of the main thread SIGINT is
-    not noted: Python delivers signals to that one only.
+    A handler that raised at once could do so while a worker is half started, which would then never be ended. A second
+    signal is only noted, too, because other processes must be ended before this one. Outside of the main thread SIGINT
+    is not noted, because Python delivers signals to the main thread only.
 
     Args:
-        stoppable: Whether what runs inside can stop by itself. Then the first of the SIGNALS is `wanted`, not raised,
-            for the caller to pass on.
+        stoppable: Whether the code inside can stop by itself. If so, the first of the SIGNALS is not raised. It is
+            `wanted`, and the caller passes it on.
     """
 
     def __init__(self, stoppable: bool = False) -> None:
@@ -140,11 +140,11 @@ class StopSignals:
 
     @property
     def wanted(self) -> bool:
-        """Whether what runs inside should end by itself."""
+        """Whether the code inside should end by itself."""
         return self._stoppable and wanted()
 
     def check(self) -> None:
-        """Raise Interrupted when a signal has come since this was entered."""
+        """Raise Interrupted if a signal was received since this was entered."""
         signum = self._interrupted or second_signal() or (None if self._stoppable else noted())
         if signum is not None:
             raise Interrupted(signum)
@@ -159,7 +159,7 @@ def _take(signum, frame) -> None:
         _leave_at_once(signum)
     if _state.first is None:
         _state.first, _state.since = signum, now
-    elif signum != signal.SIGHUP and now - _state.since >= SAME_REQUEST_S:  # a lost terminal asks no one
+    elif signum != signal.SIGHUP and now - _state.since >= SAME_REQUEST_S:  # a closed terminal is no request
         _state.second = signum
         if not _state.waiting:
             _leave_at_once(signum)

@@ -1,4 +1,4 @@
-"""A worker of run_workers: what happens in its process around the user's function."""
+"""A worker of run_workers: its process calls the user's function and reports how it ends."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from launchers.failure import log_path, write_report, write_stop
 from launchers.meeting import use_loopback
 from launchers.world import LOCAL_ROLE, STORE_FILE, World
 
-_PEER_DELAY_S = 2.5  # by which a rank that only lost its connection leaves later than the rank that broke it
+_PEER_DELAY_S = 2.5  # how much later a rank that lost its connection ends than the rank that broke it
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of one start run.
+    """The work that all workers of one start have in common.
 
     Attributes:
         processes: Number of workers.
         folder: A private folder of this start, with the workers' store and error reports.
-        log_dir: Where ranks other than 0 write what they print.
+        log_dir: The folder for the output of ranks other than 0.
         restarts: How often the workers of this run were started before.
-        stoppable: Whether entry asks launchers.stopping between its steps.
+        stoppable: Whether entry checks launchers.stopping between its steps.
         environment: The launching process's environment variables.
     """
 
@@ -51,15 +51,15 @@ class Job:
         return Path(self.folder) / "store"
 
     def finished_path(self, rank: int) -> Path:
-        """Exists once a rank's work is done: a file without content, for which a full disk has room."""
+        """The file that exists after a rank's work is done. It is empty, so that it can be made on a full disk."""
         return Path(self.folder) / f"finished_{rank}"
 
     def report_path(self, rank: int) -> Path:
-        """Where a rank that fails, or was told to stop, says so."""
+        """The file for the report of a rank that has failed or stopped on request."""
         return Path(self.folder) / f"report_{rank}.json"
 
     def environment_of(self, rank: int) -> dict[str, str]:
-        """Return a worker's environment variables: the launching process's and its place, by torchrun's names."""
+        """Return a worker's environment variables: the launching process's, and its rank under torchrun's names."""
         return {
             **self.environment,
             "RANK": str(rank),
@@ -74,7 +74,7 @@ class Job:
 
 
 class Console:
-    """The launching process's standard output and error: the fork server has those of its own start."""
+    """The launching process's standard output and error, which may differ from those of the fork server."""
 
     def __reduce__(self) -> tuple:
         return _take_console, (DupFd(1), DupFd(2))
@@ -89,21 +89,21 @@ def _take_console(*passed) -> None:
 def work(_console: None, job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
     """Call ``entry(world, *args)`` as `rank`, in a process that was forked for it, and leave without any clean-up.
 
-    Its console was taken over as it was unpickled. The exit code is 1 after an exception, which is written to the job's
+    The console is taken over when it is unpickled. The exit code is 1 after an exception, which is written to the job's
     report, and launchers.stopping.EXIT_CODE after a Stopped.
     """
-    # What the worker starts is in its group, and ends with it.
+    # Processes that the worker starts are in its group and end with it.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     threading.Thread(target=_leave_with_launcher, name="leave-with-launcher", daemon=True).start()
-    # A worker has the platform's default again, not the fork server's: the data are read in processes, too.
+    # A worker uses the platform's default again, not the fork server, for the processes that read data.
     multiprocessing.set_start_method(None, force=True)
-    os.environ.clear()  # what the fork server has was this process's at its start
+    os.environ.clear()  # the fork server has the variables of its own start
     os.environ.update(job.environment_of(rank))
     world = World.detect()
     if job.stoppable:
         stopping.install_handlers()
-    # A terminal's Ctrl-C is the launching process's to handle. All were blocked since before the server was started.
+    # The launching process handles Ctrl-C. All signals were blocked before the fork server was started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *stopping.SIGNALS})
     if rank > 0:
@@ -116,20 +116,20 @@ def work(_console: None, job: Job, rank: int, entry: Callable, args: tuple) -> N
         write_stop(report, stopped)
         _leave(stopping.EXIT_CODE)
     except BaseException as error:
-        fail(error, report, shown=rank > 0)  # rank 0's is shown by the launching process, on the same console
+        fail(error, report, shown=rank > 0)  # the launching process shows rank 0's, on the same console
     job.finished_path(rank).touch()
-    _leave(0)  # a thread or a process group left behind must not hold it up
+    _leave(0)  # remaining threads or process groups must not delay the end
 
 
 def redirect_output(log_dir: str | os.PathLike, rank: int) -> None:
-    """Send file descriptors 1 and 2 to the rank's log: native code and child processes do not know sys.stdout."""
+    """Send file descriptors 1 and 2 to the rank's log, since native code and child processes do not use sys.stdout."""
     os.makedirs(log_dir, exist_ok=True)
     log = os.open(log_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # Written by line, so that the file tells how far a killed process came.
-    for stream in (sys.stdout, sys.stderr):  # declared as TextIO, which has less than every class that is used for it
+    # Output is written by line, so that the file shows how far a killed process came.
+    for stream in (sys.stdout, sys.stderr):  # declared as TextIO, which lacks a method that the actual classes have
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -146,7 +146,7 @@ def fail(error: BaseException, report: Path, shown: bool = True) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process now: a normal exit destroys process groups, which can wait for peers that are gone."""
+    """End the process now. A normal exit would destroy process groups, which can wait for peers that are gone."""
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
@@ -156,7 +156,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _leave_with_launcher() -> None:
-    """Kill this process and its group as soon as the launching process is gone: nobody else is left to do so."""
+    """Kill this process and its group as soon as the launching process has ended, since no other process does."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None  # this is a worker's process
     launcher.join()

@@ -16,11 +16,11 @@ from common.errors import LaunchError
 
 # ROLE_NAME of the workers that run_workers starts; torchrun has the same variable.
 LOCAL_ROLE = "launchers.local"
-# Names the file, in a folder that no other user can enter, in which those workers meet.
+# The variable that names the file in which these workers meet. No other user can enter its folder.
 STORE_FILE = "LAUNCHERS_STORE_FILE"
 LOOPBACK = "127.0.0.1"
 _CLOCK_S = 600
-_FIRST_PORT, _PORTS = 20000, 10000  # below the ports that systems hand out by themselves
+_FIRST_PORT, _PORTS = 20000, 10000  # below the ports that systems assign by themselves
 _SCONTROL_S = 10.0
 
 
@@ -57,25 +57,25 @@ class World:
     def detect(cls, environ: Mapping[str, str] = os.environ) -> World | None:
         """Return the world that RANK and WORLD_SIZE, a SLURM step of several tasks, or mpirun describe.
 
-        The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set where there is more than one rank that
-        run_workers has not started. LOCAL_RANK and LOCAL_WORLD_SIZE may be left out together: where MASTER_ADDR is a
-        loopback address all ranks are on this machine, else each has one to itself, such as a pod of Kubernetes.
+        The names are torchrun's. MASTER_ADDR and MASTER_PORT must be set if there are several ranks that run_workers
+        has not started. LOCAL_RANK and LOCAL_WORLD_SIZE may be left out together. If MASTER_ADDR is a loopback address,
+        all ranks are then on this machine; otherwise each has a machine to itself, such as a pod of Kubernetes.
 
         Args:
             environ: The environment variables.
 
         Returns:
-            The world; None where the environment describes none.
+            The world; None if the environment describes none.
 
         Raises:
-            LaunchError: A variable is missing or does not fit the others; it is named.
+            LaunchError: If a variable is missing or contradicts the others. The message names it.
         """
         origin = _origin(environ)
         environ = step_environment(environ)
         if not environ.get("RANK") and not environ.get("WORLD_SIZE"):
             return None
         rank, size = (_integer(environ, name) for name in ("RANK", "WORLD_SIZE"))
-        _check_place("RANK", rank, "WORLD_SIZE", size)
+        _check_rank("RANK", rank, "WORLD_SIZE", size)
         if size > 1 and origin != "local":
             master_address(environ)
         if size == 1 or is_loopback(environ.get("MASTER_ADDR", "")):
@@ -83,7 +83,7 @@ class World:
         elif not environ.get("LOCAL_RANK") and not environ.get("LOCAL_WORLD_SIZE"):
             environ = {**environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         local_rank, local_size = (_integer(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        _check_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+        _check_rank("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
         if local_size > size:
             raise LaunchError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}, the whole run")
         return cls(rank, size, local_rank, local_size, origin)
@@ -93,7 +93,7 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return host and port at which the ranks meet, from MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        LaunchError: One of them is missing or is no address.
+        LaunchError: If one of them is missing or is not valid.
     """
     environ = step_environment(environ)
     host = environ.get("MASTER_ADDR")
@@ -110,7 +110,7 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often the ranks were started before, by run_workers or torchrun, or their job by a queue."""
+    """Return how often the ranks were started before by run_workers or torchrun, or their job by a queue."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or 0)
 
 
@@ -140,7 +140,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"{name}={value!r} is not an integer") from None
 
 
-def _check_place(rank_name: str, rank: int, size_name: str, size: int) -> None:
+def _check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
     if size < 1:
         raise LaunchError(f"{size_name}={size}: a run has at least 1 process")
     if not 0 <= rank < size:
@@ -157,7 +157,7 @@ def _origin(environ: Mapping[str, str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is this machine by definition: localhost or a loopback address. Asks no name server."""
+    """Return whether `host` is localhost or a loopback address, without asking a name server."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -166,8 +166,8 @@ def is_loopback(host: str) -> bool:
 
 # -- a SLURM job step's environment, and that of mpirun, in torchrun's names -----------------------------------------
 
-# Of Open MPI, and of MPICH and those that are made of it.
-_OF_MPI = (
+# The variables of Open MPI, and of MPICH and its derivatives.
+_MPI_NAMES = (
     {
         "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "RANK": "OMPI_COMM_WORLD_RANK",
         "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -183,11 +183,11 @@ def step_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return ``environ`` with the variables of a task as torchrun would set them.
 
     They are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The port follows from the
-    job's number; MASTER_ADDR and MASTER_PORT stay where they are set. Of several processes that mpirun has started, the
-    first four are set. Else ``environ`` is returned unchanged.
+    job's number, unless MASTER_PORT is set. If mpirun has started several processes, only the first four are set.
+    Otherwise ``environ`` is returned unchanged.
     """
     if not _is_step(environ):
-        return _of_mpi(environ)
+        return _mpi_environment(environ)
     tasks = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     job = int(environ["SLURM_JOB_ID"])
     return {
@@ -202,20 +202,20 @@ def step_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _is_step(environ: Mapping[str, str]) -> bool:
-    """Return whether ``environ`` is that of one task of several, and does not set RANK or WORLD_SIZE already."""
+    """Return whether ``environ`` is that of one of several tasks, and RANK and WORLD_SIZE are not set already."""
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return False
     # A batch script has SLURM_PROCID too, but no step.
     if not environ.get("SLURM_STEP_ID") or int(environ.get("SLURM_STEP_NUM_TASKS") or 1) < 2:
         return False
-    # mpirun's daemons are the tasks of a step, too.
-    return not any(names["LOCAL_RANK"] in environ for names in _OF_MPI)
+    # mpirun's daemons are the tasks of such a step, too.
+    return not any(names["LOCAL_RANK"] in environ for names in _MPI_NAMES)
 
 
-def _of_mpi(environ: Mapping[str, str]) -> Mapping[str, str]:
+def _mpi_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return environ
-    for names in _OF_MPI:
+    for names in _MPI_NAMES:
         if int(environ.get(names["WORLD_SIZE"]) or 1) > 1:
             return {**environ, **{name: environ[its] for name, its in names.items() if its in environ}}
     return environ
@@ -235,9 +235,9 @@ def tasks_per_node(text: str) -> list[int]:
 
 @functools.lru_cache
 def node_address(node: str) -> str:
-    """Return the address by which SLURM itself reaches ``node``: its name need not be one that the system can resolve.
+    """Return the address by which SLURM reaches ``node``, because the system may not be able to resolve its name.
 
-    It is the name itself where SLURM does not say.
+    It is the name itself if SLURM does not know an address.
     """
     try:
         shown = subprocess.run(

@@ -1,1 +1,1 @@
-"""Runs as jobs of a SLURM cluster: ``submit`` queues them, ``follow`` waits for them, ``task`` is what runs in them."""
+"""Runs as jobs of a SLURM cluster: ``submit`` queues them, ``follow`` waits for them, ``task`` runs in them."""

@@ -1,4 +1,4 @@
-"""Follows submitted runs to their end, and says why one has failed. Nothing here needs accounting (sacct)."""
+"""Follows submitted runs until they end, and reports why a run has failed. Accounting (sacct) is not needed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from launchers.slurm.task import read_reports
 from launchers.stopping import Interrupted, StopSignals
 
 _SETTLE_S = 60.0  # until the queue and a shared file system show what has happened
-_PATIENCE_S = 300.0  # how long the queue may be silent
+_PATIENCE_S = 300.0  # how long the queue may not answer
 _LAST_LINES = 20
-_SLURMS_OWN = ("srun: ", "slurmstepd")  # how its lines begin in a job's output
+_SLURM_PREFIXES = ("srun: ", "slurmstepd")  # of SLURM's own lines in a job's output
 _ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT",
 )  # fmt: skip
-_WAYS_OUT = {
+_ADVICE = {
     "OUT_OF_MEMORY": "; set launcher.mem_gb higher, or use smaller micro-batches",
-    "TIMEOUT": ": it could not save within its time limit; set launcher.time_min or launcher.signal_s higher, and go "
-    "on by train.resume=auto in the same directory",
+    "TIMEOUT": ": it could not save within its time limit; set launcher.time_min or launcher.signal_s higher, and "
+    "continue with train.resume=auto in the same directory",
 }
 
 
@@ -39,18 +39,18 @@ class State(NamedTuple):
 
 
 def wait(jobs: Sequence[Job], poll_s: float, tell: Callable[[str], None]) -> None:
-    """Return when all ``jobs`` have ended; ``job.error`` says why one has failed.
+    """Wait until all ``jobs`` have ended. ``job.error`` is then the error of a job that has failed.
 
-    The output of rank 0 is shown as it comes, where there is only one job.
+    If there is only one job, the output of its rank 0 is shown meanwhile.
 
     Args:
-        jobs: What ``submit`` returned.
-        poll_s: The time between two looks at the queue, in seconds.
+        jobs: The result of ``submit``.
+        poll_s: The time between two queries of the queue, in seconds.
         tell: Called with a line for the user when a job starts to wait, waits for another reason, or starts to run.
 
     Raises:
         Interrupted: On SIGINT or a signal of launchers.stopping, after the jobs were cancelled.
-        LaunchError: The queue does not answer any more. The jobs are cancelled, if that is possible.
+        LaunchError: If the queue does not answer any more. The jobs are cancelled if possible.
     """
     shown = [_show(jobs[0].output, sys.stdout), _show(jobs[0].errors, sys.stderr)] if len(jobs) == 1 else []
     answered = time.monotonic()
@@ -82,7 +82,7 @@ def look(jobs: Iterable[str]) -> dict[str, State]:
     """Return the states of those of ``jobs`` that the queue knows (it forgets a job minutes after its end).
 
     Raises:
-        LaunchError: The queue does not answer.
+        LaunchError: If the queue does not answer.
     """
     wanted = set(jobs)
     numbers = ",".join(sorted({job.partition("_")[0] for job in wanted}))
@@ -94,7 +94,7 @@ def look(jobs: Iterable[str]) -> dict[str, State]:
 
 
 def update(job: Job, state: State | None, tell: Callable[[str], None]) -> None:
-    """Note what the queue says about ``job``; None where it does not know the job (any more)."""
+    """Update ``job`` with its state in the queue; None if the queue does not know the job (any more)."""
     if state is None or state.name in _ENDED:
         job.ended = job.ended or time.monotonic()
         late = None in read_reports(job.folder, job.id, job.ranks).values()
@@ -105,40 +105,40 @@ def update(job: Job, state: State | None, tell: Callable[[str], None]) -> None:
     job.ended = None
     waits = state.name == "PENDING" or state.name.startswith("REQUEUE")
     words = f"job {job.id} waits in the queue ({state.reason})" if waits else f"job {job.id} runs on {state.nodes}"
-    if (waits or state.name == "RUNNING") and words != job.said:
-        job.said = words
+    if (waits or state.name == "RUNNING") and words != job.shown:
+        job.shown = words
         tell(words)
 
 
 def explain(job: Job, state: State | None) -> LaunchError | None:
-    """Return the error that ended ``job`` in its last ``state``, None where all its ranks have done their work.
+    """Return the error that ended ``job`` in its last ``state``; None if all its ranks have done their work.
 
-    It is that of the rank that failed first, else what the queue and the job's own output say.
+    It is the error of the rank that failed first, otherwise one with the job's state and the last lines of its output.
     """
     reports = read_reports(job.folder, job.id, job.ranks)
     if (state is None or state.name == "COMPLETED") and all(report == {} for report in reports.values()):
         return None
     name = "" if state is None else state.name
     deaths = [Death(rank, 1, report) for rank, report in reports.items() if report]
-    if name not in ("CANCELLED", *_WAYS_OUT) and not all(death.lost_a_peer for death in deaths):
+    if name not in ("CANCELLED", *_ADVICE) and not all(death.lost_a_peer for death in deaths):
         return root_cause(deaths, job.log_dir)
     text = job.errors.read_text(errors="replace") if job.errors.exists() else ""
     if ": Out Of Memory" in text:
         name = "OUT_OF_MEMORY"
     ended = "vanished from the queue" if state is None else f"ended as {name} ({state.reason})"
     silent = ", ".join(str(rank) for rank, report in reports.items() if report is None)
-    begun = any(report is not None for report in reports.values())  # then its logs tell more than the queue
-    lines = [line for line in text.splitlines() if line.startswith(_SLURMS_OWN) or not begun]
-    said = "\n".join(lines[-_LAST_LINES:])
+    begun = any(report is not None for report in reports.values())  # the logs then have more than the queue
+    lines = [line for line in text.splitlines() if line.startswith(_SLURM_PREFIXES) or not begun]
+    shown = "\n".join(lines[-_LAST_LINES:])
     return LaunchError(
-        f"job {job.id} {ended}{_WAYS_OUT.get(name, '')}"
-        + (f"; ended without saying why, as when killed: rank {silent}" if silent else "")
-        + (f". From {job.errors}:\n{said}" if said else "")
+        f"job {job.id} {ended}{_ADVICE.get(name, '')}"
+        + (f"; ended without a report, as if killed: rank {silent}" if silent else "")
+        + (f". From {job.errors}:\n{shown}" if shown else "")
     )
 
 
 def _cancel(jobs: Sequence[Job]) -> str:
-    """Cancel those of ``jobs`` that have not ended; return what has become of them, in words."""
+    """Cancel the jobs that have not ended; return in words which ones are cancelled or may still run."""
     ids = [job.id for job in jobs if not job.done]
     names = f"job{'s' * (len(ids) > 1)} {', '.join(ids)}"
     try:
@@ -149,7 +149,7 @@ def _cancel(jobs: Sequence[Job]) -> str:
 
 
 def _show(path: Path, stream: TextIO) -> Iterator[None]:
-    """Print, each time that it is resumed, what was written to ``path`` meanwhile, without SLURM's own lines."""
+    """Each time that this is resumed, print the lines that were added to ``path``, without SLURM's own lines."""
     offset, rest = 0, b""
     while True:
         with suppress(OSError), open(path, "rb") as file:
@@ -158,6 +158,6 @@ def _show(path: Path, stream: TextIO) -> Iterator[None]:
             offset += len(new)
             *lines, rest = (rest + new).split(b"\n")
             for line in lines:
-                if not (text := line.decode(errors="replace")).startswith(_SLURMS_OWN):
+                if not (text := line.decode(errors="replace")).startswith(_SLURM_PREFIXES):
                     print(text, file=stream, flush=True)
         yield

@@ -1,4 +1,4 @@
-"""Queues runs: launchers/train.sbatch is filled in and handed to sbatch. No command used here needs accounting."""
+"""Queues runs: launchers/train.sbatch is filled in and passed to sbatch. No command used here needs accounting."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from common.errors import LaunchError
 _ROOT = Path(__file__).resolve().parents[2]
 _TEMPLATE = _ROOT / "launchers" / "train.sbatch"
 _COMMAND_S = 30.0
-_SUBMIT_S = 300.0  # a job that is queued although sbatch was given up would be nobody's
-# What the launcher relies on to follow a job, or sets by options of its own.
-_OWN = {
+_SUBMIT_S = 300.0  # long, because a job that is queued after sbatch has timed out would run unnoticed
+# The options of sbatch on which the launcher relies to follow a job, or which it has as its own options.
+_RESERVED = {
     "array", "error", "export", "nodes", "ntasks", "ntasks-per-node", "output", "parsable", "signal", "test-only",
     "time", "wait", "wrap",
 }  # fmt: skip
@@ -31,14 +31,14 @@ class Job:
 
     Attributes:
         id: Its number as squeue shows it: 12, or 12_0 in an array.
-        folder: Where its output and the reports of its ranks are.
-        log_dir: Where the ranks other than 0 write their logs.
+        folder: The folder with its output and the reports of its ranks.
+        log_dir: The folder with the logs of the ranks other than 0.
         ranks: The number of its processes.
         time_min: Its time limit in minutes.
-        done: Whether it has ended. Set by ``follow.wait``, as is all below.
-        error: Why it has failed, None where it has not.
-        said: What was last said about it.
-        ended: When the queue first said that it has ended, or did not know it.
+        done: Whether it has ended. ``follow.wait`` sets this and the attributes below.
+        error: The error with which it has failed; None if it has not failed.
+        shown: The last line about it that was shown to the user.
+        ended: When the queue first reported that it has ended, or did not know it.
     """
 
     id: str
@@ -48,7 +48,7 @@ class Job:
     time_min: int
     done: bool = False
     error: Exception | None = None
-    said: str = ""
+    shown: str = ""
     ended: float | None = None
 
     @property
@@ -71,25 +71,26 @@ def submit(
     name: str,
     env: Mapping[str, str] | None = None,
 ) -> list[Job]:
-    """Queue a job for each of ``log_dirs``, all of the same shape, as one array where there are several.
+    """Queue a job for each of ``log_dirs``, all of the same shape, as one array if there are several.
 
     Args:
-        arguments: What Python runs in each task of each job, such as ["-m", "module", "argument"]; it should call
-            ``task.work``. ``task.array_index`` tells it which job it belongs to.
-        log_dirs: Where the ranks of each job other than 0 write their logs.
+        arguments: The arguments of Python in each task of each job, such as ["-m", "module", "argument"]. The code
+            should call ``task.work``. ``task.array_index`` returns the index of its job.
+        log_dirs: For each job, the folder for the logs of the ranks other than 0.
         options: The section ``launcher`` of the configuration (conf/schema.py).
         processes: The number of ranks of each job.
-        folder: Where the script, the output of rank 0 and the ranks' reports go; on a file system that all nodes share.
+        folder: The folder for the script, the output of rank 0 and the ranks' reports, which all nodes must share.
         name: The name of the jobs.
         env: More environment variables for the ranks.
 
     Raises:
-        LaunchError: The queue refuses the jobs (with sbatch's own words), or their processes cannot be dealt to nodes.
+        LaunchError: If the queue refuses the jobs (with sbatch's message), or the processes cannot be divided among the
+            nodes.
     """
     if processes % options.nodes:
         raise LaunchError(
-            f"{processes} processes (parallel.dp x parallel.pp) cannot be dealt equally to launcher.nodes="
-            f"{options.nodes}; choose numbers where one divides the other"
+            f"{processes} processes (parallel.dp x parallel.pp) cannot be divided equally among launcher.nodes="
+            f"{options.nodes}; choose numbers of which one divides the other"
         )
     folder, count = Path(folder).absolute(), len(log_dirs)
     file = "%j" if count == 1 else "%A_%a"
@@ -111,21 +112,21 @@ def submit(
         "error": folder / f"{file}.err",
         **{str(key).replace("_", "-"): value for key, value in (options.sbatch or {}).items()},
     }
-    # A container (pyxis: container_image) is for the ranks: with sbatch it would hold the script, which calls srun.
+    # The ranks run in a container (pyxis: container_image). With sbatch, the script would, which calls srun.
     container = {key: flags.pop(key) for key in list(flags) if re.match(r"(no-)?container", key)}
     python = "python" if "container-image" in container else sys.executable
     script = folder / "job.sh"
     write_private(script, _script([python, "-u", *arguments], options.setup, env or {}, _words(container)))
     done = ask(["sbatch", "--parsable", *_words(flags), str(script)], _SUBMIT_S)
     if done.returncode:
-        raise LaunchError(f"the queue does not take the job: {done.stderr.strip().replace('sbatch: error: ', '')}")
+        raise LaunchError(f"the queue does not accept the job: {done.stderr.strip().replace('sbatch: error: ', '')}")
     number = done.stdout.strip().partition(";")[0]
     ids = [number] if count == 1 else [f"{number}_{index}" for index in range(count)]
     return [Job(id, folder, Path(logs), processes, options.time_min) for id, logs in zip(ids, log_dirs, strict=True)]
 
 
 def check_options(options: Any) -> None:
-    """Check what does not depend on the number of processes. Raises LaunchError."""
+    """Check the options that do not depend on the number of processes. Raises LaunchError."""
     if options.nodes < 1:
         raise LaunchError(f"launcher.nodes={options.nodes} must be at least 1")
     if options.signal_s >= options.time_min * 60:
@@ -133,28 +134,28 @@ def check_options(options: Any) -> None:
             f"launcher.signal_s={options.signal_s} is not below the time limit, launcher.time_min={options.time_min} "
             f"({options.time_min * 60} s); set it lower"
         )
-    if refused := {str(key).replace("_", "-") for key in options.sbatch or {}} & _OWN:
+    if refused := {str(key).replace("_", "-") for key in options.sbatch or {}} & _RESERVED:
         raise LaunchError(
-            f"launcher.sbatch: {', '.join(sorted(refused))} cannot be set there: the launcher follows its jobs by what "
-            "it sets itself; launcher.nodes, .tasks_per_node, .time_min, .signal_s and .setup are its own options"
+            f"launcher.sbatch: {', '.join(sorted(refused))} cannot be set there, because the launcher sets them to "
+            "follow its jobs; use launcher.nodes, .tasks_per_node, .time_min, .signal_s and .setup"
         )
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read: a configuration may hold secrets. Its folder is made if missing."""
+    """Write a file that only this user can read, since it may contain secrets. Its folder is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     path.write_text(text)
 
 
 def ask(command: Sequence[str], timeout_s: float = _COMMAND_S) -> subprocess.CompletedProcess:
-    """Run one of SLURM's commands. Raises LaunchError where it is missing or does not answer."""
+    """Run one of SLURM's commands. Raises LaunchError if it is missing or does not answer."""
     try:
         return subprocess.run(command, text=True, capture_output=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         raise LaunchError(
             f"{command[0]} not found: launcher=slurm works on machines from which SLURM's commands reach a cluster; "
-            "launcher=local needs none (tests/launchers/local_cluster.py starts a small one)"
+            "use launcher=local to run without a cluster (tests/launchers/local_cluster.py starts a small one)"
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} did not answer within {timeout_s:g} s") from None
@@ -169,7 +170,7 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def _script(command: Sequence[str], setup: Sequence[str], env: Mapping[str, str], srun: Sequence[str]) -> str:
-    """Return the template with the shell lines ``setup``, the variables ``env``, and ``command`` for train.py's.
+    """Return the template with the shell lines ``setup``, the variables ``env``, and ``command`` in place of its own.
 
     ``srun`` are options of srun.
     """

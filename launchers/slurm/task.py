@@ -1,4 +1,4 @@
-"""What a task of a SLURM job does around the caller's function: its report, and the job's way back into the queue."""
+"""A task of a SLURM job: it calls the caller's function, writes a report, and queues a stopped job again."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from launchers.stopping import Stopped
 from launchers.worker import fail, redirect_output
 from launchers.world import World, restarts
 
-# Announces the time limit. launchers/train.sbatch blocks it from the first instruction on, and it is never delivered:
-# launchers.stopping asks whether it is pending. So it cannot end the workers of a data loader either.
+# The signal that announces the time limit. launchers/train.sbatch blocks it from the first instruction on, so it is
+# never delivered and cannot end the workers of a data loader. launchers.stopping checks whether it is pending.
 SIGNAL = signal.SIGUSR2
 MAX_REQUEUES = 100
 _KILLED_S = 120.0
 
 
 def array_index() -> int:
-    """Return which job of its array this is, from 0; 0 for a job of its own."""
+    """Return the index of this job in its array, from 0; 0 for a job without an array."""
     return int(os.environ.get("SLURM_ARRAY_TASK_ID") or 0)
 
 
@@ -37,20 +37,20 @@ def job_id() -> str:
 
 
 def read_reports(folder: Path, job: str, ranks: int) -> dict[int, dict | None]:
-    """Return how each rank of ``job`` has ended: its error (see launchers.failure), {} if it finished, else None."""
+    """Return the report of each rank of ``job``: its error (see launchers.failure), {} if it has finished, or None."""
     return {rank: read_report(_report_path(folder, job, rank)) for rank in range(ranks)}
 
 
 def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeues: int) -> None:
     """Run ``entry(world)`` as one task of a job, and leave a report on how it has ended.
 
-    An exception ends the process with code 1, without any clean-up that could wait for a peer. Stopped
-    puts the job into the queue again.
+    An exception ends the process with code 1, without any clean-up that could wait for a peer. After Stopped the job is
+    queued again.
 
     Args:
-        entry: What the task does.
-        folder: Where the reports go (see ``submit``).
-        log_dir: Where the ranks other than 0 write their logs.
+        entry: The work of the task.
+        folder: The folder for the reports (see ``submit``).
+        log_dir: The folder for the logs of the ranks other than 0.
         max_requeues: How often the job may be queued again.
     """
     # SIGTERM comes before SIGKILL in a preemption.
@@ -73,12 +73,12 @@ def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeu
 
 @contextmanager
 def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
-    """Put this job into the queue again when the block raises Stopped, and wait for the end that this brings.
+    """Queue this job again if the block raises Stopped, and wait until SLURM ends this attempt.
 
     Raises:
-        LaunchError: The job was queued again ``max_requeues`` times already, or once and has trained no step since; the
-            queue refuses; or the block was stopped by SIGTERM: then the job was cancelled, or SLURM itself puts it into
-            the queue again.
+        LaunchError: If the job was queued again ``max_requeues`` times already, or once and has trained no step since;
+            if the queue refuses; or if the block was stopped by SIGTERM, which means that the job was cancelled or that
+            SLURM itself queues it again.
     """
     try:
         yield
@@ -94,9 +94,9 @@ def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
                 "launcher.time_min (sbatch --time) higher, or launcher.signal_s (sbatch --signal) lower"
             ) from stopped
         if world.rank == 0:
-            print(f"{stopped}; the job waits in the queue to go on", flush=True)
+            print(f"{stopped}; the job waits in the queue to continue", flush=True)
             done = ask(["scontrol", "requeue", job_id()])
-            # Below 0 where SLURM has stopped scontrol, as all processes of the job, before it returned.
+            # Below 0 if SLURM has ended scontrol, with all processes of the job, before it returned.
             if done.returncode > 0:
                 raise LaunchError(f"scontrol requeue: {done.stderr.strip()}") from stopped
         time.sleep(_KILLED_S)

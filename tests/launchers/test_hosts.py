@@ -93,7 +93,7 @@ def test_hosts_that_cannot_reach_each_other_are_named_before_the_run_starts(host
     codes, _ = end(hosts.torchrun([*toy, f"hydra.run.dir={tmp_path}/run"], outputs, wrong), 90)
     assert codes == [1, 1]
     assert re.search(r"rank 0 \(.*10.213.77.1\) cannot connect to rank 2 \(.*127.0.0.1\): ", outputs[0].read_text())
-    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; here there are lo (127.0.0.1), cable" in outputs[0].read_text()
+    assert "the network that joins them; this machine has lo (127.0.0.1), cable" in outputs[0].read_text()
 
 
 def test_groups_of_replicas_on_a_host_send_fewer_bytes_between_hosts(hosts, tmp_path):

@@ -32,10 +32,10 @@ STRIKES = {
 }
 WORDS = {
     "raise": ["error: rank 1 raised\nTraceback", "ValueError: bad luck"],
-    "leave": ["error: job ", "ended without saying why, as when killed: rank 3"],
-    "kill": ["error: job ", "ended without saying why, as when killed: rank 1", "srun: "],
+    "leave": ["error: job ", "ended without a report, as if killed: rank 3"],
+    "kill": ["error: job ", "ended without a report, as if killed: rank 1", "srun: "],
     "cancel": ["error: job ", " ended as CANCELLED"],
-    "memory": ["the queue does not take the job: ", "Memory specification can not be satisfied"],
+    "memory": ["the queue does not accept the job: ", "Memory specification can not be satisfied"],
 }
 
 

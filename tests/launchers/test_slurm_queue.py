@@ -102,7 +102,7 @@ def test_a_report_that_a_shared_file_system_shows_late_is_waited_for(time_passes
         else:
             time_passes(60)
             update(job, State("COMPLETED", "None", "n1"), print)
-            assert "ended without saying why, as when killed: rank 1" in str(job.error)
+            assert "ended without a report, as if killed: rank 1" in str(job.error)
 
 
 def test_why_a_job_waits_is_shown_whenever_it_changes(tmp_path):
@@ -122,11 +122,11 @@ KILLED = "srun: error: n1: task 1: Killed"
     [
         (State("FAILED", "NonZeroExitCode", "n1"), [PEER, RAISED], "", "rank 1 raised\nValueError: bad luck"),
         (State("FAILED", "NonZeroExitCode", "n1"), [PEER, None], KILLED, "job 7 ended as FAILED (NonZeroExitCode); "
-         f"ended without saying why, as when killed: rank 1. From {{folder}}/7.err:\n{KILLED}"),
+         f"ended without a report, as if killed: rank 1. From {{folder}}/7.err:\n{KILLED}"),
         (State("CANCELLED", "None", "n1"), [None, None], "", "job 7 ended as CANCELLED (None); ended without saying"),
         (State("FAILED", "None", "n1"), [None, None], "srun: error: n1: task 0: Out Of Memory", "launcher.mem_gb"),
         (State("TIMEOUT", "TimeLimit", "n1"), [RAISED, None], "", "set launcher.time_min or launcher.signal_s higher"),
-        (State("COMPLETED", "None", "n1"), [{}, None], "", "ended without saying why, as when killed: rank 1"),
+        (State("COMPLETED", "None", "n1"), [{}, None], "", "ended without a report, as if killed: rank 1"),
     ],
 )  # fmt: skip
 def test_why_a_job_ended_is_its_first_failure_or_what_the_queue_says(tmp_path, state, reports, said, words):
@@ -143,7 +143,7 @@ def test_why_a_job_ended_is_its_first_failure_or_what_the_queue_says(tmp_path, s
         (Slurm(signal_s=300, time_min=5), "launcher.signal_s=300 is not below the time limit"),
         (Slurm(nodes=0), "launcher.nodes=0 must be at least 1"),
         (Slurm(sbatch={"output": "x", "ntasks_per_node": 2}), "launcher.sbatch: ntasks-per-node, output cannot be set"),
-        (Slurm(nodes=3), "2 processes .* cannot be dealt equally to launcher.nodes=3"),
+        (Slurm(nodes=3), "2 processes .* cannot be divided equally among launcher.nodes=3"),
     ],
 )
 def test_what_cannot_be_is_an_error_before_anything_is_queued(answer, tmp_path, options, words):

@@ -82,4 +82,4 @@ def test_at_its_limit_it_has_saved_and_queued_itself_again(lives):
     run, _ = lives["limit"]
     stops = [int(step) for step in re.findall(rf"stopped after step (\d+) of {STEPS}, saved in ", run.console)]
     assert stops == sorted(set(stops)) and stops[0] > 20
-    assert "the job waits in the queue to go on" in run.stdout
+    assert "the job waits in the queue to continue" in run.stdout

@@ -22,7 +22,7 @@ from training.checkpoint.configuration import saved_config
 from training.command.errors import described
 
 if TYPE_CHECKING:
-    from launchers.meeting import Place
+    from launchers.meeting import Peer
     from training.run.setup import Setup
 
 _JOB = "job"  # the key of rank 0's message to the others
@@ -59,16 +59,16 @@ def _ended(error: BaseException) -> tuple[int, str]:
 
 def lead(setup: Setup, run_dir: Path, world: World) -> None:
     """On rank 0 under torchrun or srun: send the other ranks the configuration and the run directory, and run."""
-    from launchers.meeting import describe_places, rendezvous
+    from launchers.meeting import describe_peers, rendezvous
     from launchers.rank_0 import tell
     from training.run.rank import run
 
     cfg = setup.cfg
-    with rendezvous(world, cfg.parallel.timeout_s) as (store, places), _requeued(world):
+    with rendezvous(world, cfg.parallel.timeout_s) as (store, peers), _requeued(world):
         if stopping.wanted():
             raise Stopped("stopped before the first step")
         if store is not None:
-            print(describe_places(places), flush=True)
+            print(describe_peers(peers), flush=True)
             tell(store, _JOB, {"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
         run(cfg, run_dir, world, store, setup)
 
@@ -93,7 +93,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
     console, timeout_s = os.dup(2), _typed_timeout(arguments)
     if world.origin == "torchrun":
         stopping.stop_without_parent()
-    with rendezvous(world, timeout_s) as (store, places), _said_once(world, places):
+    with rendezvous(world, timeout_s) as (store, peers), _said_once(world, peers):
         try:  # meanwhile, rank 0 composes and prepares
             words = quote_values(arguments)
             own = compose_own(words, saved_config(words), replaced)
@@ -118,12 +118,12 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
 
 
 @contextmanager
-def _said_once(world: World, places: Sequence[Place]) -> Iterator[None]:
+def _said_once(world: World, peers: Sequence[Peer]) -> Iterator[None]:
     """Print why rank 0 has ended only where its message is not seen: pods share no console, ranks of a machine do."""
     try:
         yield
     except EndedTogether as ended:
-        mine, first = places[world.rank], places[0]
+        mine, first = peers[world.rank], peers[0]
         said = world.origin == "environment" or (mine.leader and mine.machine != first.machine)
         raise EndedTogether(str(ended) if said else "", ended.exit_code) from None
 

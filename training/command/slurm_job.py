@@ -112,7 +112,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
 def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
-    from launchers.meeting import describe_places, rendezvous
+    from launchers.meeting import describe_peers, rendezvous
     from launchers.rank_0 import ending_together, hear, tell
     from training.checkpoint.load import after_restart
     from training.run.prepare import describe, prepare
@@ -122,7 +122,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     if restarts() > 0:
         after_restart(cfg, run_dir)
     try:
-        with rendezvous(world, cfg.parallel.timeout_s) as (store, places):
+        with rendezvous(world, cfg.parallel.timeout_s) as (store, peers):
             add_to_path(cfg.import_from or ())
             if world.rank > 0:  # rank 0 has measured for all
                 cfg.parallel.balance, setup = hear(world, _BALANCE, cfg.parallel.timeout_s), None
@@ -133,7 +133,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
                     if store is not None:
                         tell(store, _BALANCE, to_dict(cfg.parallel)["balance"])
                 update_job(run_dir, status=RUNNING)
-                print("\n".join(filter(None, [describe(setup), describe_places(places)])), flush=True)
+                print("\n".join(filter(None, [describe(setup), describe_peers(peers)])), flush=True)
             run(cfg, run_dir, world, store, setup)
     except Exception as error:
         # If the launcher did not wait, nobody else records the error.
