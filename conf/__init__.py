@@ -1,7 +1,7 @@
 """The configuration: Hydra's groups as YAML files, and the schemas that they are checked against.
 
-An option of a group is a file ``conf/GROUP/OPTION.yaml``. Everything that lists, tests or measures options asks
-``options`` for them, so that a new file is all that a new option needs.
+An option of a group is a file ``conf/GROUP/OPTION.yaml``. All code that lists, tests or measures options calls
+``options``, so that a new option only needs a new file.
 """
 
 import textwrap

@@ -1,4 +1,4 @@
-"""Composes the configuration of a command line with Hydra, and calls what is to be done with it."""
+"""Composes the configuration of a command line with Hydra, and calls a function with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # g
 
 
 class Refused(BaseException):
-    """Carries an error through Hydra, which only warns of an ``Exception`` of a callback, and adds to that of a run."""
+    """Carries an error through Hydra, which only warns about the ``Exception`` of a callback, and changes a run's."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -123,7 +123,7 @@ class Composed:
         return replace(self, cfg=check_keys(with_schema(self.cfg)), saved=None)
 
     def made_by_program(self, cfg: Any) -> Composed:
-        """Return the same with a configuration that was not composed of words, and update its file."""
+        """Return a copy with a configuration that a program has made, and update its file."""
         self._write("config.yaml", cfg)
         return replace(self, cfg=cfg, choices=None)
 
@@ -146,11 +146,11 @@ class Composed:
         return to_config(tree)
 
     def words(self) -> list[str]:
-        """Return the words that compose the same again; empty for a configuration that a program has made."""
+        """Return the words that compose this configuration; empty if a program has made it."""
         return [] if self.choices is None else [*self.own_options, *masking.mask_secrets([*self.typed])]
 
     def differences(self) -> tuple[dict[str, str], list[str]]:
-        """Return the option of each group, and the other typed words, unmasked: a value may be secret."""
+        """Return the option of each group, and the other typed words, which may contain secrets."""
         choices, cfg = self.choices or {}, self.cfg
         if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
             return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, [*self.typed]
@@ -245,7 +245,7 @@ class HydraTask:
 
 
 def _brought(saved: Any) -> Sequence[str]:
-    """Return the words that a checkpoint brings, the options of groups; none without a checkpoint."""
+    """Return the words that a checkpoint adds, which are options of groups; none without a checkpoint."""
     return () if saved is None else saved.words
 
 

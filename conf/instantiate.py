@@ -138,9 +138,9 @@ def check_sections(cfg: Any) -> None:
     for key in ("model", "data", "optim", "scheduler", "parallel", "logger", "launcher", "loggers"):
         section = cfg.get(key)
         if not hasattr(section, "keys") and not (key == "loggers" and section is None):
-            said = "null" if section is None else section
+            shown = "null" if section is None else section
             raise TrainingError(
-                f"{key}={said} is not a section of keys: choose an option, by {key}=NAME on the command "
+                f"{key}={shown} is not a section of keys: choose an option, by {key}=NAME on the command "
                 f"line, '- override /{key}: NAME' in a file's defaults list, or load_config('{key}=NAME') from Python"
             )
 
@@ -183,19 +183,19 @@ def target_of(role: str, section: Any) -> Any:
     """Return the class or function that a section names.
 
     Raises:
-        TrainingError: What was given is no section with a ``_target_``, or names a class of another kind.
+        TrainingError: ``section`` has no ``_target_``, or names a class of another kind.
     """
     if not hasattr(section, "keys") or "_target_" not in section:
-        raise TrainingError(f"{role}: {section} is no section with a _target_; {_role(role).way_out}")
+        raise TrainingError(f"{role}: {section} is not a section with a _target_; {_role(role).way_out}")
     target = resolve(section["_target_"])
     if inspect.isclass(target):
         _check_fits(role, target, section["_target_"])
     return target
 
 
-def _role(place: str) -> Role:
-    """Return the role of the object at the path ``place`` of a configuration."""
-    name = place.partition(".")[0]
+def _role(path: str) -> Role:
+    """Return the role of the object at a path of a configuration."""
+    name = path.partition(".")[0]
     return ROLES["logger" if name == "loggers" else name]
 
 
@@ -207,10 +207,10 @@ def check_section(role: str, section: Any) -> None:
 
 
 def check_role(role: str, item: Any, name: str | None = None) -> Any:
-    """Return ``item``, which ``name`` has made, if it can play a role of ``ROLES``. This calls nothing of it.
+    """Return ``item``, which ``name`` has made, if it can play a role of ``ROLES``. None of its methods is called.
 
     Raises:
-        TrainingError: It cannot play the role; the message states how to specify an object that can.
+        TrainingError: The item cannot play the role. The message states how to specify an object that can.
     """
     if inspect.isclass(item):
         raise TrainingError(f"{role}: {_name_of(item)} is a class; give an object: {item.__name__}(...)")
@@ -229,7 +229,7 @@ def _name_of(item: Any) -> str:
 
 def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None, where: str = "") -> Any:
     if isinstance(node, list):
-        return [_build(item, where=f"{where}[{place}]") for place, item in enumerate(node)]
+        return [_build(item, where=f"{where}[{index}]") for index, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     path = f"{where}." if where else ""
@@ -255,18 +255,18 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None,
 
 @cache
 def parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function or class by name, with those of the base that it passes ``**options`` to."""
+    """Return the parameters of a function or class by name, with those of the base to which it passes ``**options``."""
     known: dict[str, inspect.Parameter] = {}
     for item in inspect.getmro(target) if inspect.isclass(target) else (target,):
         function = vars(item).get("__init__") if inspect.isclass(item) else item
         if not inspect.isfunction(function):
             continue
-        own = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        declared = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
         with suppress(NameError, TypeError):  # an annotation that is only defined for type checkers
             hints = get_type_hints(function)
-            own = [p.replace(annotation=hints.get(p.name, Any)) for p in own]
-        known = {p.name: p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} | known
-        if inspect.Parameter.VAR_KEYWORD not in [p.kind for p in own]:
+            declared = [p.replace(annotation=hints.get(p.name, Any)) for p in declared]
+        known = {p.name: p for p in declared if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} | known
+        if inspect.Parameter.VAR_KEYWORD not in [p.kind for p in declared]:
             break
     return known
 
@@ -283,8 +283,8 @@ def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -
     known = parameters(target)
     for key in arguments:
         if inspect.isclass(target) and known and key not in known:
-            takes = [p.name for p in known.values() if p.default is not p.empty]
-            raise TrainingError(f"{unknown_key(f'{path}{key}', takes)}: what {name} takes")
+            options = [p.name for p in known.values() if p.default is not p.empty]
+            raise TrainingError(f"{unknown_key(f'{path}{key}', options)} (the options of {name})")
     return {
         key: _as_annotated(value, known[key], f"{path}{key}") if key in known else value
         for key, value in arguments.items()
@@ -336,9 +336,9 @@ def resolve(target: Any) -> Any:
     try:
         item = getattr(import_module(module), name)
     except (AttributeError, ImportError, ValueError) as error:
-        hint = "start where its package is, or name its folder in PYTHONPATH"
+        hint = "start in the folder of its package, or add that folder to PYTHONPATH"
         if is_ours(target):
-            hint = "a folder of yours is not searched if it has the name of a package of this project or of torch"
+            hint = "your own folder is not searched if it has the name of a package of this project or of torch"
         raise TrainingError(f"_target_={target} names nothing: {error}; {hint}") from error
     if not inspect.isclass(item) and not inspect.isfunction(item):
         raise TrainingError(f"_target_={target} is neither a class nor a function")
@@ -352,6 +352,7 @@ def nodes_with_target(tree: Any) -> list[dict]:
     """Return the sections that name a target, at any depth."""
     if not isinstance(tree, (dict, list)):
         return []
+<<<<<<< HEAD
     own = [tree] if isinstance(tree, dict) and "_target_" in tree else []
     items = tree.values() if isinstance(tree, dict) else tree
     return own + [node for item in items for node in nodes_with_target(item)]
@@ -360,6 +361,10 @@ def nodes_with_target(tree: Any) -> list[dict]:
 def targets(tree: Any) -> list[Any]:
     """Return all targets that a tree names, at any depth."""
     return [node["_target_"] for node in nodes_with_target(tree)]
+=======
+    found = [node["_target_"]] if isinstance(node, dict) and "_target_" in node else []
+    return found + [target for item in (node.values() if isinstance(node, dict) else node) for target in targets(item)]
+>>>>>>> d3c2eea (conf: comments, help and messages in the words of PyTorch's documentation)
 
 
 def why_foreign(target: Any) -> str | None:

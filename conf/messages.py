@@ -42,10 +42,10 @@ def explain(error: BaseException) -> str | None:
         cause = cause.__cause__
     if cause is None or not cause.full_key:
         return _one_line(error)
-    place = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""  # the file
+    file = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     if isinstance(cause, (ConfigKeyError, AttributeError)) and isinstance(cause.parent_node, DictConfig):
-        return place + unknown_key(cause.full_key, [str(key) for key in cause.parent_node])
-    return f"{place}{cause.full_key}: {str(cause).splitlines()[0]}"
+        return file + unknown_key(cause.full_key, [str(key) for key in cause.parent_node])
+    return f"{file}{cause.full_key}: {str(cause).splitlines()[0]}"
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
@@ -60,7 +60,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 def _nearest(form: str, name: str, known: Sequence[str]) -> str:
     """Return the end of a message: the most similar of the existing names, and all of them."""
-    guess = " or ".join(form.format(one) for one in get_close_matches(name, known, n=2, cutoff=0.7))
+    guess = " or ".join(map(form.format, get_close_matches(name, known, n=2, cutoff=0.7)))
     return f"; did you mean {guess}? There are: {', '.join(known)}" if guess else f"; there are {', '.join(known)}"
 
 

@@ -1,4 +1,4 @@
-"""What a rank accepts from rank 0: nothing to execute, read or write that its own command line does not name."""
+"""Checks the run that a rank receives from rank 0: it may only execute, read and write what its command line names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conf.words import code_folders
 # Keys whose values a rank executes, reads or writes. It accepts rank 0's only if its own command line gives the same.
 _GUARDED = ("parallel.env", "data", "callbacks", "checkpoint", "model.init_from")
 _ANY = "\0"  # placeholder for values that differ by process: the time of its start, in any form, and the run's id ...
-_ANY_PATH = r"(?!\.)[\w .,:+-]+(?:/(?!\.)[\w .,:+-]+)*"  # ... in a path, which this cannot lead upwards
+_ANY_PATH = r"(?!\.)[\w .,:+-]+(?:/(?!\.)[\w .,:+-]+)*"  # ... in a path, whose parts cannot begin with a dot
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,41 @@ def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
     """
     tree["import_from"] = own.tree["import_from"]
     add_to_path(tree["import_from"])
+<<<<<<< HEAD
     foreign = [node for node in nodes_with_target(tree) if why_foreign(node["_target_"]) is not None]
     mine = [node for node in nodes_with_target(own.tree) if isinstance(node["_target_"], str)]
     strange = [
         f"_target_={node['_target_']}" for node in foreign if not any(_agrees(own_node, node) for own_node in mine)
     ]
     strange += [key for key in _GUARDED if not _agrees(_at(own.tree, key), _at(tree, key))]
+=======
+    foreign = [node for node in _nodes(tree) if why_foreign(node["_target_"]) is not None]
+    mine = [node for node in _nodes(own.tree) if isinstance(node["_target_"], str)]
+    refused = [f"_target_={node['_target_']}" for node in foreign if not any(_agrees(known, node) for known in mine)]
+    refused += [key for key in _GUARDED if not _agrees(_at(own.tree, key), _at(tree, key))]
+>>>>>>> d3c2eea (conf: comments, help and messages in the words of PyTorch's documentation)
     if _at(tree, "train.resume") not in ("auto", _at(own.tree, "train.resume")):  # auto: found in the run directory
-        strange.append("train.resume")
+        refused.append("train.resume")
     if not _agrees(own.run_dir, run_dir):
-        strange.append(f"hydra.run.dir={run_dir}")
-    if strange:
+        refused.append(f"hydra.run.dir={run_dir}")
+    if refused:
         raise UserError(
-            f"rank 0 sends {', '.join(sorted(strange))}, which the command line of this rank does not name: give every "
+            f"rank 0 sends {', '.join(sorted(refused))}, which the command line of this rank does not name. Give every "
             "machine the same command line, in the same folder, and the variables that it refers to"
         )
 
 
+<<<<<<< HEAD
+=======
+def _nodes(tree: Any) -> list[dict]:
+    """Return the sections that name a target, at any depth."""
+    if not isinstance(tree, (dict, list)):
+        return []
+    found = [tree] if isinstance(tree, dict) and "_target_" in tree else []
+    return found + [node for item in (tree.values() if isinstance(tree, dict) else tree) for node in _nodes(item)]
+
+
+>>>>>>> d3c2eea (conf: comments, help and messages in the words of PyTorch's documentation)
 def _agrees(own: Any, sent: Any) -> bool:
     """Return whether rank 0's value equals this rank's. A size that is null here may be a number.
 

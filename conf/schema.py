@@ -1,4 +1,4 @@
-"""The schemas of the configuration: an unknown key or a wrong type is an error before anything starts.
+"""The schemas of the configuration. An unknown key or a wrong type is an error before any process starts.
 
 Sections that are fixed (the root with ``train``, ``export`` and ``sample``, ``parallel``, ``launcher``) have a
 dataclass here, with the meaning of each key. Every other section names a ``_target_``; its keys, with their defaults
@@ -38,21 +38,21 @@ Schedule = _Choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleav
 
 @dataclass
 class Train:
-    """How a model is trained, whatever it is and wherever it runs."""
+    """How a model is trained, for every model and in every layout."""
 
-    steps: int | None = None  # optimizer steps; where epochs is set too, whichever comes first
+    steps: int | None = None  # optimizer steps; if epochs is set, too, the run ends at whichever comes first
     epochs: float | None = None  # passes over the training data; fractions are rounded up to whole steps
     global_batch_size: int = 64  # samples per optimizer step over all replicas (sequences, for a language model)
-    precision: Precision = Precision.auto  # auto: bf16 where the device is fast at it, else fp32
+    precision: Precision = Precision.auto  # auto: bf16 if the device is fast at it, otherwise fp32
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
     max_skipped: int = 10  # end after more skipped steps in a row (loss or gradient not finite, or no target)
     spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of about twenty before
-    spike_rollback: int | None = None  # after this many spikes in a row: return to the newest checkpoint's weights
+    spike_rollback: int | None = None  # spikes in a row after which the newest checkpoint's weights are loaded
     compile: bool = False  # torch.compile, layer by layer
     activation_checkpointing: bool = False  # recompute each layer's activations in the backward
-    deterministic: bool = False  # same machine, same seed, same bits
-    tf32: bool = False  # fp32 products in TF32 where a GPU has it: 10 bits of mantissa, several times as fast
+    deterministic: bool = False  # the same bits in every run with the same seed on the same machine
+    tf32: bool = False  # compute fp32 products in TF32 if the GPU has it: 10 bits of mantissa, several times as fast
     cudnn_benchmark: bool = False  # let cuDNN try its convolutions and keep the fastest (fixed shapes only)
     detect_anomaly: bool = False  # name the operation whose backward gave a NaN (slow)
     overfit: bool = False  # train on the first step's batch in every step
@@ -62,7 +62,7 @@ class Train:
     eval_batches: int | None = None  # batches of an evaluation; null: the whole split
     checkpoint_every: int | None = 0  # steps between checkpoints; 0: only at the end; null: never
     keep_checkpoints: int = 3  # how many of the newest checkpoints are kept
-    resume: str | None = None  # auto: this run directory's newest checkpoint; or the path of one
+    resume: str | None = None  # auto: the newest checkpoint of this run directory; or the path of a checkpoint
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Sample:
     top_k: int | None = 200  # draw among this many of the likeliest tokens; null: all
     at_end: int = 40  # tokens to draw at a training run's end; 0: none
     top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this much; 1: all
-    seed: int | None = None  # of the draws; null: the run's seed
-    cache: bool = True  # keep keys and values from token to token; false computes the whole text for each, to compare
+    seed: int | None = None  # seed of the draws; null: the run's seed
+    cache: bool = True  # keep keys and values from token to token; false: compute the whole text again for each token
 
 
 @dataclass
@@ -93,10 +93,10 @@ class Export:
 class Verify:
     """Settings of mode=verify."""
 
-    processes: int | None = None  # the most that a layout may have; null: 4, or the number of GPUs
+    processes: int | None = None  # the largest number of processes of a layout; null: 4, or the number of GPUs
     steps: int = 5  # optimizer steps of each run
     tolerance: float = 1e-5  # tensors are equal up to this difference, relative to the largest absolute value
-    timeout_s: float = 60.0  # how long a rank waits for another before its layout is ended
+    timeout_s: float = 60.0  # seconds that a rank waits for another before its layout is ended
 
 
 @dataclass
@@ -129,32 +129,34 @@ class Root:
     scheduler: Any = None
     logger: Any = None
     loggers: Any = None  # further loggers by name; logger=[wandb,csv] sets them
-    recipe: str | None = None  # which of ``recipes`` is in effect
+    recipe: str | None = None  # the name of the recipe in ``recipes`` that is used
     recipes: Any = None  # values that the model's file sets in other groups: {NAME: {says: …, adamw: {lr: 6e-4}}}
     callbacks: Any = None  # sections by name, which callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
-    cluster: Any = None  # a cluster that parallel=auto plans for on paper; null: this machine, which is measured
-    allow: Any = None  # has no effect: the .hydra/config.yaml of older runs may have it, and older commands type it
+    cluster: Any = None  # the description of a cluster, for which parallel=auto plans; null: measure this machine
+    allow: Any = None  # has no effect; the .hydra/config.yaml and the commands of older runs may contain it
     import_from: Any = None  # folders of code, searched after others; set by the program (composition.code_folders)
 
 
 @dataclass
 class Parallel:
-    """Where a model runs. A strategy is an option of ``parallel`` that sets some of these."""
+    """The layout of a run, and its processes. A strategy is an option of ``parallel`` that sets some of these keys."""
 
     name: str = "single"
     dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
-    pp: int = 1  # stages, one process each (times stages_per_rank); model_parallel: all in one process
+    pp: int = 1  # processes of a pipeline, which run stages_per_rank stages each; model_parallel: stages in one process
     chunks: Any = 1  # micro-batches per replica and step; without a pipeline: gradient accumulation; auto: the fastest
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
-    stages_per_rank: int | None = None  # null: what the schedule needs (interleaved, looped, planned: 2, else 1)
+    stages_per_rank: int | None = None  # null: the schedule's default (interleaved, looped, planned: 2, others: 1)
     balance: Any = "uniform"  # how layers are divided into stages: uniform, time or size (measured), or [7,7]
     order: Order = Order.dp_pp  # dp_pp: consecutive ranks are the stages of a pipeline; pp_dp: the replicas of a stage
     devices: list[str] | None = None  # model_parallel: one per stage, such as [cuda:0,cuda:1]; data_parallel: all
-    threads: int | None = None  # CPU threads of each process; null: the cores, divided
+    threads: int | None = None  # CPU threads of each process; null: an equal part of the cores
     timeout_s: float = 300.0  # seconds that a rank waits for another before the run ends
     bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
-    comm_hook: CommHook = CommHook.none  # none: in the gradients' dtype; hierarchical: within each node first
+    comm_hook: CommHook = (
+        CommHook.none
+    )  # how gradients are sent; none: in their dtype; hierarchical: within nodes first
     shard: int | None = None  # replicas that share one copy of the parameters; null: all; for hsdp: those of one node
     reshard: bool | None = None  # fsdp: free each layer's whole parameters after its forward; null: not in pipelines
     sync_batchnorm: bool = False  # BatchNorm statistics over the micro-batches of all replicas together
@@ -184,7 +186,7 @@ class Slurm:
     account: str | None = None
     qos: str | None = None
     time_min: int = 60  # the job's time limit; at its end the job saves, is queued again and resumes
-    signal_s: int = 120  # seconds before the limit at which it is told to save; SLURM may be up to 60 s early
+    signal_s: int = 120  # seconds before the limit at which the job is asked to save; SLURM may be up to 60 s early
     max_requeues: int = 100  # how often a job may be queued again after a time limit
     setup: list[str] = field(default_factory=list)  # shell lines before the run, such as ["module load cuda"]
     sbatch: Any = None  # further parameters of sbatch, such as {constraint: a100}
@@ -208,6 +210,6 @@ def register() -> None:
 
 
 def _by(key: Any, *choices: Any) -> Any:
-    """Resolve ``${by:${model.size},tiny,3e-3,124M,6e-4,1e-3}``: the value after the key, else the last one."""
+    """Resolve ``${by:${model.size},tiny,3e-3,124M,6e-4,1e-3}`` to the value after the key, or else to the last one."""
     pairs = dict(zip(choices[0:-1:2], choices[1::2], strict=True))
     return pairs.get(getattr(key, "name", key), choices[-1])

@@ -1,4 +1,4 @@
-"""The words of a command line: what they name, and how they are written for Hydra."""
+"""The words of a command line: their keys and options, and how they are written for Hydra."""
 
 from __future__ import annotations
 

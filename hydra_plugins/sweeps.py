@@ -1,4 +1,4 @@
-"""What Hydra calls for a sweep. It looks for plugins in this package only; training/command does the work."""
+"""The plugins that Hydra calls for a sweep. Hydra finds them in this package only; training/command does the work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class JobSweeper(BasicSweeper):
     """
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
-        """Hydra calls it before ``sweep``."""
+        """Keep Hydra's objects, for ``sweep``."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self.task_function = task_function
 
@@ -34,11 +34,11 @@ class SlurmArray(Launcher):
     """Hydra's launcher for launcher=slurm: jobs that passed the checks here are elements of a SLURM job array."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
-        """Hydra calls it before ``launch``."""
+        """Keep Hydra's objects, for ``launch``."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Return one JobReturn per job; whether the job failed is recorded in its directory."""
+        """Return one JobReturn per job. Whether a job failed is recorded in its directory."""
         from training.command.sweep_jobs import launch_array
 
         return launch_array(self.hydra_context, self.task_function, self.config, job_overrides, initial_job_idx)

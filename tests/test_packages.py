@@ -101,6 +101,6 @@ def test_a_target_in_a_folder_that_a_package_of_this_project_hides_is_an_error_t
     (tmp_path / "models" / "mine.py").touch()
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     with pytest.raises(
-        TrainingError, match="models.mine.*a folder of yours is not searched if it has the name of a package"
+        TrainingError, match="models.mine.*your own folder is not searched if it has the name of a package"
     ):
         resolve("models.mine.Net")
