@@ -1,4 +1,5 @@
-"""What is computed: models as chains of layers, and their losses. Knows nothing of devices, ranks or strategies.
+<<<<<<< HEAD
+"""Models as chains of layers, and their losses. This package does not know devices, ranks or strategies.
 
 chain.py                            what a model is: named layers, and what every model must fulfil
 losses.py, fused_cross_entropy.py   losses; the last layer of a language model
@@ -10,3 +11,6 @@ generate.py                         a text continued token by token
 huggingface.py, config_json.py      names, shapes and sizes in Hugging Face's files
 resolvers.py                        what a model computes from its configuration
 """
+=======
+"""Models as chains of layers, and their losses. This package does not know devices, ranks or strategies."""
+>>>>>>> acbbc14 (models: docstrings, comments and messages in the words of PyTorch's documentation)

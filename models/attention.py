@@ -1,7 +1,7 @@
-"""Causal self-attention, and the keys and values that it keeps where a text is continued token by token.
+"""Causal self-attention, with a cache of keys and values for texts that are continued token by token.
 
-Only a model whose layers all know of the cache can be continued this way (``Chain.continues``): attention layers keep
-their keys and values in it, and what adds positions asks it where the tokens stand.
+All layers of such a model must use the cache (``Chain.continues``): attention layers keep their keys and values in it,
+and layers that add positions get the positions of the tokens from it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from models.seeds import CausalAttentionDropout
 class KeyValueCache:
     """Keys and values of all attention layers; slot i of a row belongs to the row's position i.
 
-    The first forward takes whole texts from position 0 on, padded behind: attention is causal, so no token sees the
-    padding after it. Each further forward takes one token per row, for which ``advance`` says where it stands.
+    The first forward takes whole texts from position 0 on, padded at the end. Attention is causal, so no token sees the
+    padding after it. Each further forward takes one token per row, whose position ``advance`` sets.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Make an empty cache of ``capacity`` positions a row; layers add their share with their first forward."""
+        """Make an empty cache of ``capacity`` positions per row. Layers add their tensors in their first forward."""
         self.capacity = capacity
         self._positions: Tensor | None = None  # [b], of the new tokens; None in the first forward
         self._visible: Tensor | None = None  # [b, 1, 1, slots]: up to the row's own position
@@ -36,7 +36,7 @@ class KeyValueCache:
         return not self._kept
 
     def advance(self, positions: Sequence[int], device: torch.device) -> None:
-        """Say where the next forward's tokens stand, one in each row."""
+        """Set the positions of the next forward's tokens, one in each row."""
         self._positions = torch.tensor(positions, device=device)
         slots = torch.arange(max(positions) + 1, device=device)
         self._visible = (slots <= self._positions[:, None])[:, None, None]
@@ -46,7 +46,7 @@ class KeyValueCache:
         return table[:length] if self._positions is None else table[self._positions][:, None]
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return where ``length`` tokens stand: [length] for all rows, or [b, 1]."""
+        """Return the positions of ``length`` tokens: [length] for all rows, or [b, 1]."""
         return torch.arange(length, device=device) if self._positions is None else self._positions[:, None]
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class KeyValueCache:
 
 
 class UsesCache:
-    """A layer that works with a ``KeyValueCache`` while ``caching`` has set one; without, it computes whole texts."""
+    """A layer that uses a ``KeyValueCache`` inside of ``caching``; otherwise it computes whole texts."""
 
     cache: KeyValueCache | None = None
 
@@ -78,7 +78,7 @@ class UsesCache:
         return table[:length] if self.cache is None else self.cache.rows(table, length)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return where the next tokens stand: [length] for all rows, or [b, 1]."""
+        """Return the positions of the next tokens: [length] for all rows, or [b, 1]."""
         return torch.arange(length, device=device) if self.cache is None else self.cache.positions(length, device)
 
 
@@ -96,7 +96,7 @@ def caching(layers: nn.Module, cache: KeyValueCache) -> Iterator[None]:
 
 
 class CausalAttention(UsesCache, nn.Module):
-    """What the attention of the language models shares: everything between its two projections."""
+    """The part of attention that the language models have in common: everything between its two projections."""
 
     def __init__(self, n_head: int, dropout: float) -> None:
         super().__init__()

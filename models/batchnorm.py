@@ -1,9 +1,9 @@
-"""BatchNorm whose running statistics take one update per optimizer step, however the batch was cut.
+"""BatchNorm whose running statistics get one update per optimizer step, however the batch is cut.
 
-torch's layer updates them at every forward: four micro-batches move them four times, two replicas hold two versions,
-and a recomputed forward counts twice. Here a forward only leaves its statistics in a buffer. The strategy, which knows
-all micro-batches and replicas, adds them up and makes the one update at the end of the step: evaluation does not depend
-on the layout.
+torch's layer updates them at every forward: four micro-batches update them four times, two replicas hold two versions,
+and a recomputed forward counts twice. Here a forward only writes its statistics into a buffer. The strategy adds them
+up over all micro-batches and replicas and makes one update at the end of the step, so evaluation does not depend on the
+layout.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Normalise = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor) -> Tensor:
     """Normalise x [b, c, ...] by its own statistics over all but the channels; see ``Normalise``."""
-    # With momentum 1 torch leaves the micro-batch's own statistics in what it takes for the running ones (0 times the
-    # old ones are added, so those must be finite): what its kernel computes anyway, without one of our own.
+    # With momentum 1 torch writes the micro-batch's statistics into the buffers of the running statistics (0 times the
+    # old values are added, which must be finite), so that no further kernel is needed to compute them.
     mean, variance = moments.unbind()
     return F.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
 
 
 class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What the layers below have in common: torch's (same keys, same numbers) for a step of several micro-batches.
+    """The base class of the layers below: torch's layers (same keys, same numbers) for steps of several micro-batches.
 
     Attributes:
         normalise: How a micro-batch is normalised in training. A strategy may set one that works across replicas.
@@ -36,7 +36,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     moments: Tensor
-    # Of torch's layer, which may also go without them.
+    # Attributes of torch's layer, in which they may be None.
     momentum: float
     running_mean: Tensor
     running_var: Tensor
@@ -45,7 +45,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         """See torch's layer of the same name."""
         super().__init__(num_features, eps, momentum)
-        # Not in checkpoints: it is zero between steps.
+        # Not saved in checkpoints, because it is zero between steps.
         self.register_buffer("moments", torch.zeros(2, num_features), persistent=False)
         self.normalise: Normalise = normalise
 

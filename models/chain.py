@@ -1,8 +1,8 @@
-"""A chain: a model as an ordered list of named layers, each computed from what the one before returned.
+"""A chain: a model as an ordered list of named layers, each computed from the output of the layer before.
 
-What passes between layers is a tensor, or a flat tuple of tensors: a model with skip connections, with two inputs or
-with an auxiliary loss passes them along. A layer is called ``layer(*tensors)`` with what the layer before returned,
-the first with the batch's inputs, so that ordinary modules work unchanged.
+A layer's output is a tensor or a flat tuple of tensors, by which a model passes on skip connections, a second input or
+an auxiliary loss. A layer is called as ``layer(*tensors)`` with the output of the layer before, the first layer with
+the batch's inputs, so that ordinary modules work unchanged.
 
 A contiguous run of layers is a *stage*. Layers keep their names in every stage, so the keys of a stage's
 ``state_dict`` are the whole model's keys, on every rank and in every layout.
@@ -10,7 +10,7 @@ A contiguous run of layers is a *stage*. Layers keep their names in every stage,
     chain = gpt2(size="tiny")
     stage = chain.build(chain.names[3:7], seed=1337, device=torch.device("cpu"))
 
-builds four layers, with exactly the weights that they have where one device holds all layers.
+builds four layers, with exactly the weights that they have if one device holds all layers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from models.huggingface import HuggingFace
 from models.losses import Loss, check_loss
 from models.seeds import by_sample, derive_seed, seeded
 
-_MOST_LAYERS = 10_000  # each is a Python object several times over
+_MOST_LAYERS = 10_000  # each layer is several Python objects
 CPU = torch.device("cpu")
-LOSS = ""  # stands for the chain's loss among the names of layers; no layer has this one
+LOSS = ""  # the name of the chain's loss among the names of layers; no layer has this name
 
-Tensors = Tensor | tuple[Tensor, ...]  # what passes between layers
+Tensors = Tensor | tuple[Tensor, ...]  # the output of a layer
 
 
 def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
@@ -43,11 +43,11 @@ def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
 
 
 def checked(name: str, layer: nn.Module, output: Tensors) -> tuple[Tensor, ...]:
-    """Return a layer's output as a tuple; raise TypeError where it is no tensor and no flat tuple of tensors."""
+    """Return a layer's output as a tuple; raise TypeError if it is neither a tensor nor a flat tuple of tensors."""
     tensors = as_tuple(output)
-    for one in tensors:
-        if not isinstance(one, Tensor):
-            kind = type(one).__name__ + (" in a tuple" if isinstance(output, tuple) else "")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__ + (" in a tuple" if isinstance(output, tuple) else "")
             raise TypeError(
                 f"layer {name!r} ({type(layer).__name__}) returned a {kind}; return a tensor or a flat tuple of tensors"
             )
@@ -77,23 +77,23 @@ class Layers(nn.Module):
         return [(name, self[name]) for name in self.names]
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        """Compute all layers in order, from the batch's inputs or what the layer before returned, without the loss."""
+        """Compute all layers in order, from the batch's inputs or the output of the layer before, without the loss."""
         output: Tensors = tensors
         for _, layer in self.items():
             output = layer(*as_tuple(output))
         return output
 
     def tie(self, tied: Mapping[str, str]) -> None:
-        """Make {alias: original} one Parameter where both are among these layers."""
-        own = dict(self.named_parameters(remove_duplicate=False))
+        """For each {alias: original}, make both one Parameter if both are among these layers."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
         for alias, original in tied.items():
-            if alias in own and original in own:
+            if alias in parameters and original in parameters:
                 module, _, attribute = alias.rpartition(".")
-                setattr(self.get_submodule(module), attribute, own[original])
+                setattr(self.get_submodule(module), attribute, parameters[original])
 
 
 def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
-    """Check a model's numbers before it is made; raise ValueError, which names the key."""
+    """Check a model's sizes before it is made. Raises ValueError, whose message names the key."""
     for key, value in sizes.items():
         if value < 1 or (key == "n_layer" and value > _MOST_LAYERS):
             most = f" and at most {_MOST_LAYERS:,}" if key == "n_layer" else ""
@@ -103,7 +103,7 @@ def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
 
 
 def check_width(key: str, width: int, n_head: int, even: bool = False) -> None:
-    """Check that a width divides into equal heads, and is even where that is asked for; raise ValueError."""
+    """Check that a width divides into equal heads and, with ``even``, into pairs. Raises ValueError."""
     step = math.lcm(2, n_head) if even else n_head
     if width % step:
         heads = f"model.n_head={n_head} equal heads{' and into pairs' if even else ''}"
@@ -116,9 +116,9 @@ class LayerSpec:
     """A layer that is not built yet.
 
     Attributes:
-        name: May contain dots (``h.0``).
-        build: Makes the module on the current device. Of layers with one and the same ``build``, such as the blocks of
-            a transformer, the shapes are inferred once.
+        name: The name, which may contain dots (``h.0``).
+        build: Makes the module on the current device. Shapes are inferred only once for layers with the same ``build``,
+            such as the blocks of a transformer.
     """
 
     name: str
@@ -134,15 +134,16 @@ class LayerSpec:
             )
 
     def made(self) -> nn.Module:
-        """Build the layer, with its dropout by sample; raise ModelError where ``build`` gives no module."""
+        """Build the layer, with its dropout by sample; raise ModelError if ``build`` returns no module."""
         layer = self.build()
         if not isinstance(layer, nn.Module):
-            raise ModelError(f"layer {self.name!r}: build() gave a {type(layer).__name__}; it must give an nn.Module")
+            kind = type(layer).__name__
+            raise ModelError(f"layer {self.name!r}: build() returned a {kind}; it must return an nn.Module")
         return by_sample(self.name, layer)
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
-    """Initialise a module as torch does; one without ``reset_parameters()`` keeps what its constructor gave it."""
+    """Initialise a module as torch does. Without ``reset_parameters()`` it keeps the numbers of its constructor."""
     getattr(module, "reset_parameters", lambda: None)()
 
 
@@ -169,23 +170,23 @@ class Chain:
 
     Attributes:
         layers: In the order of computation. The first takes the batch's inputs.
-        loss: (output of the last layer, targets, weights) -> Sums. A last layer that has a method
-            ``loss(*tensors, targets, weights)`` owns the loss: training calls that with the layer's *input* (a fused
-            linear + cross entropy needs no logits). Its attribute ``step_cache``, where it has one, is an empty dict
-            during a step and None outside.
+        loss: (output of the last layer, targets, weights) -> Sums. If the last layer has a method
+            ``loss(*tensors, targets, weights)``, training calls that instead, with the layer's *input* (a fused linear
+            + cross entropy needs no logits). Its attribute ``step_cache``, if it has one, is set to an empty dict for
+            each step and to None after it.
         tied: {alias: canonical} names of parameters that are one parameter.
         initialise: (full module name, module) -> None, called once for every submodule that holds parameters or buffers
-            itself, under a seed made of the name, so that no module's numbers depend on another's. A layer in which one
-            of these has no ``reset_parameters()`` (``nn.MultiheadAttention``) is constructed under a seed made of the
-            layer's name first; with the default ``initialise`` it stays as it was constructed.
-        limits: {"positions": 1024, "vocabulary": 50304} where the model has such limits on its inputs.
+            itself, under a seed made of the name, so that no module's numbers depend on another's. If one of them has
+            no ``reset_parameters()`` (``nn.MultiheadAttention``), its layer is first constructed under a seed made of
+            the layer's name; with the default ``initialise`` it keeps these numbers.
+        limits: The limits of the model on its inputs, such as {"positions": 1024, "vocabulary": 50304}.
         channels_last: Whether images are computed faster with their channels innermost in memory.
-        embedding: The name of the token embedding's weight, where the vocabulary can grow (``model.extra_tokens``).
-        continues: Whether a text can be continued with a ``models.attention.KeyValueCache``: every layer that looks at
-            other tokens, or at positions, uses it.
-        hugging_face: How Hugging Face stores such a model, where it has one (``models.huggingface``).
-        fingerprint: Of weights that the chain brings along instead of drawing them from the run's seed: equal on all
-            ranks.
+        embedding: The name of the token embedding's weight, if the vocabulary can grow (``model.extra_tokens``).
+        continues: Whether a text can be continued with a ``models.attention.KeyValueCache``, which every layer must use
+            that reads other tokens, or positions.
+        hugging_face: How Hugging Face stores such a model, if it has one (``models.huggingface``).
+        fingerprint: The fingerprint of weights that the chain contains instead of drawing them from the run's seed. It
+            must be equal on all ranks.
         base: The chain whose layers are frozen and have adapters here (``models.lora``).
     """
 
@@ -228,7 +229,7 @@ class Chain:
         return [layer.name for layer in self.layers]
 
     def with_loss(self, loss: Loss) -> Chain:
-        """Return this chain under another loss; raise TrainingError where the last layer owns the loss."""
+        """Return this chain with another loss; raise TrainingError if the last layer computes the loss."""
         last = self.names[-1]
         if hasattr(self.skeleton([last])[last], "loss"):
             raise TrainingError(
@@ -238,7 +239,7 @@ class Chain:
         return replace(self, loss=loss)
 
     def skeleton(self, names: Sequence[str] | None = None) -> Layers:
-        """Build layers, all by default, on the meta device: shapes, no memory; raise ValueError for unknown names."""
+        """Build layers, by default all, on the meta device, without memory; raise ValueError for unknown names."""
         wanted = set(self.names if names is None else names)
         unknown = wanted - set(self.names)
         if unknown:
@@ -259,26 +260,26 @@ class Chain:
     ) -> Layers:
         """Build layers with their initial weights.
 
-        A tied weight whose owner is in another stage is drawn here once more, with the owner's layer::
+        A tied weight whose owner is in another stage is drawn here again, with the owner's layer::
 
             stage 0                        stage 1
             embedding.wte.weight  ------>  head.lm_head.weight
-            the owner: drawn from          a copy: of an embedding that is built here too for a moment,
+            the owner: drawn from          a copy: of an embedding that is built here, too, temporarily,
             (seed, "embedding.wte")        from the same (seed, "embedding.wte")
 
-        Where both are in one stage, the alias becomes the owner's parameter. Nothing else takes memory. Weights are
-        drawn on the CPU in float32 whatever the device and dtype (of floating-point weights), so that all runs start
-        from the same numbers.
+        If both are in one stage, the alias becomes the owner's parameter. Other layers take no memory. Weights are
+        drawn on the CPU in float32 for every device and dtype (of floating-point weights), so that all runs start from
+        the same numbers.
 
-        ``built`` is called with each layer and its name before the next one takes memory. The weights of a layer that
-        shares one with another of these are not final then.
+        ``built`` is called with each layer and its name before memory for the next layer is allocated. A weight that
+        the layer shares with another of these layers is not final then.
         """
         layers = self.skeleton(names)
         for layer_name, layer in layers.items():
             constructed = self._constructed(layer_name, layer, seed)
             for name, module in layer.named_modules(prefix=layer_name):
                 owners = [self.tied.get(f"{name}.{key}", "") for key in _own_tensors(module)]
-                if not all(is_within(owner, names) for owner in owners):  # else it has nothing that is not an alias
+                if not all(is_within(owner, names) for owner in owners):  # otherwise all its tensors are aliases
                     self._fill(name, module, constructed, derive_seed(seed, name))
                     _move(module, device, dtype)
             for alias, owner in self.tied.items():
@@ -288,7 +289,7 @@ class Chain:
                     with torch.no_grad():
                         copy.copy_(initial).requires_grad_(initial.requires_grad)
             built(layer_name, layer)
-        layers.tie(self.tied)  # the owner has memory now, its alias gets it here
+        layers.tie(self.tied)  # the owners have memory now, which their aliases share
         return layers
 
     def tied_within(self, names: Sequence[str]) -> list[str]:
@@ -297,7 +298,7 @@ class Chain:
         return sorted({name for pair in pairs for name in pair})
 
     def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
-        """Return a layer's modules by name, on the CPU, if only its constructor can tell its numbers; else nothing."""
+        """Return a layer's modules by name, on the CPU, if only its constructor sets their numbers; else nothing."""
         if all(hasattr(module, "reset_parameters") for module in layer.modules() if _own_tensors(module)):
             return {}
         spec = next(spec for spec in self.layers if spec.name == name)
@@ -316,12 +317,12 @@ class Chain:
 
     @cached_property
     def unsaved(self) -> frozenset[str]:
-        """The names of the parameters that no checkpoint holds: a base's, which is read or drawn again."""
+        """The names of the parameters that no checkpoint contains: those of ``base``, which are read or drawn again."""
         layers = _NO_LAYERS if self.base is None else self.base.skeleton()
         return frozenset(name for name, _ in layers.named_parameters(remove_duplicate=False))
 
     def canonical(self, name: str) -> str:
-        """Return the name of a parameter in files: a tied one's canonical name."""
+        """Return the name of a parameter in files, which is the canonical name of a tied parameter."""
         return self.tied.get(name, name)
 
 

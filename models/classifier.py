@@ -17,18 +17,18 @@ WIDTHS = (512, 128, 64)
 def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10) -> Chain:
     """Build a chain of seven layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
 
-    conv1 to conv3 are a 3x3 convolution, ReLU and a halving of the image; fc1 to fc4 a linear layer and, but for the
+    conv1 to conv3 are a 3x3 convolution, ReLU and a halving of the image; fc1 to fc4 a linear layer and, except for the
     last, ReLU. ``parallel.balance=[3,4]`` puts the features on one stage and the classifier on the other;
-    ``parallel.balance=[2,1,4]`` is a split into three stages of the published kind.
+    ``parallel.balance=[2,1,4]`` is a split into three stages like the published one.
 
-    The loss is cross entropy on the logits. The published code put a soft-max under a binary cross entropy, which
-    treats exclusive classes as ten yes-no questions, and whose gradient vanishes where the soft-max saturates on a
-    wrong class.
+    The loss is cross entropy on the logits. The published code applied a binary cross entropy to a softmax, which
+    treats exclusive classes as ten yes-no questions, and whose gradient vanishes if the softmax saturates on a wrong
+    class.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
     side = image_size // 2 ** len(CHANNELS)
     if side < 1:
-        raise ValueError(f"model.image_size={image_size} is halved three times: it must be at least 8")
+        raise ValueError(f"model.image_size={image_size} is halved three times, so it must be at least 8")
     channels = pairwise((in_channels, *CHANNELS))
     widths = pairwise((side * side * CHANNELS[-1], *WIDTHS))
     return Chain(
@@ -48,5 +48,5 @@ def _convolution(before: int, after: int) -> nn.Module:
 
 
 def _linear(before: int, after: int) -> nn.Module:
-    """[b, ...] of ``before`` numbers a sample -> [b, after]."""
+    """[b, ...] with ``before`` numbers per sample -> [b, after]."""
     return nn.Sequential(nn.Flatten(), nn.Linear(before, after), nn.ReLU())

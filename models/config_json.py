@@ -1,6 +1,6 @@
-"""What Hugging Face's config.json says of a model: its sizes, and whether this project computes what it describes.
+"""Hugging Face's config.json: the sizes of the model, and whether this project computes what it describes.
 
-Without torch: configurations ask for it.
+This module does not import torch, because configurations use it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import ModelError
 from common.files import parse_json
 
-# What transformers writes for any model and no logit depends on.
+# Keys that transformers writes for any model and on which no logit depends.
 _FREE = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict", "output_attentions",
@@ -21,7 +21,7 @@ _FREE = {
     "task_specific_params", "gradient_checkpointing", "transformers.js_config", "_attn_implementation_autoset",
     "unsloth_fixed", "unsloth_version", "tokenizer_class", "prefix", "finetuning_task", "torchscript", "use_bfloat16",
     "tf_legacy_loss", "is_decoder", "sep_token_id", "decoder_start_token_id",
-    # How text is generated, which stands in generation_config.json since transformers 4.25.
+    # Settings of text generation, which are in generation_config.json since transformers 4.25.
     "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
@@ -33,16 +33,16 @@ _FIXED = {"is_encoder_decoder": [False], "chunk_size_feed_forward": [0], "pruned
 
 @dataclass(frozen=True)
 class Family:
-    """What each key of config.json means to the models of a family; a key that is in no table is refused.
+    """The meaning of the keys of config.json for the models of a family. A key that is in no table is refused.
 
     Attributes:
         name: The word after ``model=``.
-        kinds: {what ``architectures`` names: the sizes that follow from it}.
-        sizes: {this project's name of a size: theirs}.
+        kinds: {a name in ``architectures``: the sizes that follow from it}.
+        sizes: {this project's name of a size: Hugging Face's}.
         fixed: {key: the values with which this project computes the same}.
-        free: Keys that no logit depends on, or that names and shapes of the weights show.
-        unseen: Keys that change numbers, and no name or shape.
-        complete: Returns the keys with those that may be missing, and without nested ones.
+        free: Keys on which no logit depends, or that follow from the names and shapes of the weights.
+        unseen: Keys that change logits, but no name or shape of a weight.
+        complete: Returns the keys with defaults for missing ones, and without nested ones.
     """
 
     name: str
@@ -54,17 +54,17 @@ class Family:
     complete: Callable[[dict[str, Any]], dict[str, Any]]
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the sizes that a config.json describes, by this project's names.
+        """Return the sizes that a config.json describes, under this project's names.
 
         Raises:
-            ModelError: It is of another kind, or has a key that may change numbers and that this model does not know.
+            ModelError: If it describes another kind of model, or has an unknown key, which may change numbers.
         """
         try:
             return self.describe(parse_json(path.read_bytes()), str(path))
         except ModelError:
             raise
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ModelError(f"{path} is none of {', '.join(self.kinds)}: {error!r}") from None
+            raise ModelError(f"{path} describes none of {', '.join(self.kinds)}: {error!r}") from None
 
     def describe(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the sizes that the content of a config.json describes; see ``read``."""
@@ -80,14 +80,14 @@ class Family:
             elif known and key not in fixed and key not in free:
                 problems.append(f"has {key}={value}, which is not known here")
         if problems:
-            said = ", ".join(problems)
-            raise ModelError(f"{where} {said}; model={self.name} would compute other numbers than {kind}")
+            listed = ", ".join(problems)
+            raise ModelError(f"{where} {listed}; model={self.name} would compute other numbers than {kind}")
         return {**{key: config[theirs] for key, theirs in self.sizes.items()}, **self.kinds[kind]}
 
 
-def first_difference(sizes: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first (name, value, own value) in which sizes differ from a model's own, which may have more words."""
+def first_difference(sizes: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the first (name, size, model's size) that differ. The model may have a larger vocabulary."""
     for key, value in sizes.items():
-        if key in own and own[key] != value and not (key == "vocab_size" and own[key] > value):
-            return key, value, own[key]
+        if key in model and model[key] != value and not (key == "vocab_size" and model[key] > value):
+            return key, value, model[key]
     return None

@@ -1,13 +1,13 @@
-"""Cross entropy and its gradient on a GPU in one kernel of Triton: logits come from memory once, and go back once.
+"""Cross entropy and its gradient on a GPU in one Triton kernel, which reads and writes logits in memory once.
 
-Each row is read twice; the second time it is in the cache still. In torch's operators the same is some ten passes over
-logits in float32.
+Each row is read twice, the second time from the cache. torch's operators make about ten passes over logits in float32
+for the same result.
 
 Source of the two loops: Liger Kernel (Hsu et al. 2024), ``cross_entropy.py``.
 """
 
-# Triton comes with a GPU's torch, and declares of the launch of a kernel only the kernel's own arguments.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# Triton is only installed with torch for GPUs, and its types for the launch of a kernel lack the launch's own
+# arguments. pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _row(logits, targets, losses, words, ignored: tl.constexpr, gradient: tl.con
 def cross_entropy_rows(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
     """Return the cross entropy of each row, [n] float32; 0 for rows that do not count.
 
-    ``logits`` [n, v] in float32, bfloat16 or float16, contiguous, are overwritten by the ``gradient`` where that is
-    asked for; a row that does not count then holds meaningless numbers. ``targets`` [n] are int64 classes below v, or
+    ``logits`` [n, v] in float32, bfloat16 or float16, contiguous, are overwritten by their gradient if ``gradient`` is
+    true; a row that does not count then has undefined values. ``targets`` [n] are int64 classes below v, or
     ``IGNORED``.
     """
     rows, words = logits.shape

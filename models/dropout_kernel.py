@@ -1,7 +1,7 @@
-"""Dropout by sample on a GPU in one kernel of Triton. It computes what ``models.seeds`` does, and keeps no mask."""
+"""Dropout by sample on a GPU in one Triton kernel, which computes the same as ``models.seeds`` and keeps no mask."""
 
-# Triton comes with a GPU's torch, and declares of the launch of a kernel only the kernel's own arguments.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# Triton is only installed with torch for GPUs, and its types for the launch of a kernel lack the launch's own
+# arguments. pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _drop_out(
 
 
 def drop_out(x: Tensor, seed: int, first: int, count: int, p: float, least: int, hashing: tuple[int, ...]) -> Tensor:
-    """Drop elements of ``x`` out with probability p, and divide the others by 1 - p.
+    """Drop out elements of ``x`` with probability p, and divide the others by 1 - p.
 
-    ``x`` is [count r, ...]: r rows of each of ``count`` samples, of which ``first`` is the first one's index in the
-    global batch. ``seed`` is that of this call; bits of at least ``least`` are kept, and ``hashing`` makes them
-    (``models.seeds.HASH``).
+    ``x`` is [count r, ...]: r rows of each of ``count`` samples. ``first`` is the index of the first sample in the
+    global batch, and ``seed`` the seed of this call. Elements are kept whose random bits are at least ``least``;
+    ``hashing`` are the constants that make the bits (``models.seeds.HASH``).
     """
     dense = x.contiguous()
     y = torch.empty_like(dense)

@@ -1,11 +1,11 @@
 """A linear layer and the cross entropy over its output, as one operation; and the last layer of a language model.
 
-Over 50,304 words the plain pair spends more time moving logits than multiplying: a float32 copy of them, their
-log-softmax, and its gradient, each larger than every cache. Here the logits exist once, in the compute dtype,
-and the row-wise part runs over blocks of rows that fit a cache, turning them in place into their own gradient.
-Sums and exponentials are taken in float32 whatever the compute dtype.
+With 50,304 words the two separate operations spend more time moving logits than multiplying: they make a float32 copy
+of the logits, their log-softmax and its gradient, each larger than every cache. Here the logits exist once, in the
+compute dtype. The row-wise part runs over blocks of rows that fit into a cache, and replaces them in place by their
+gradient. Sums and exponentials are computed in float32 for every compute dtype.
 
-On a GPU the row-wise part is one kernel (``models.cross_entropy_kernel``), where that works.
+On a GPU the row-wise part is one kernel (``models.cross_entropy_kernel``), if Triton can build it.
 
 The forward therefore already does the element-wise half of the backward; without gradients that half is left out.
 """
@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.losses import IGNORED, Sums, mask_targets
-from models.seeds import works
+from models.seeds import passes
 
-# Rows to a block. CPU: 16 x 50,304 x 4 bytes is 3 MiB, measured fastest of 16, 64, 256 on one and two threads.
-# Elsewhere large blocks, which bound the float32 copy to 1.6 GB.
+# Rows per block. On a CPU 16 (16 x 50,304 x 4 bytes are 3 MiB) was the fastest of 16, 64 and 256 on one and two
+# threads. On other devices blocks are large, and limit the float32 copy to 1.6 GB.
 CPU_ROWS, OTHER_ROWS = 16, 8192
-# The least log-probability in a gradient: of 1e-30. A model that is sure of itself has many below 1e-38, which are
-# subnormal in float32, and a CPU multiplies those up to eighty times as slowly.
+# The least log-probability in a gradient, that of 1e-30. A confident model has many probabilities below 1e-38, which
+# are subnormal in float32, and a CPU multiplies those up to eighty times as slowly.
 _LEAST = -69.0
 
 
@@ -45,10 +45,10 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
     return total
 
 
-# One operator for torch.compile, which then need not know which way it takes, and for whoever counts operators.
+# One operator, so that torch.compile, and code that counts operators, need not know how it is computed.
 @torch.library.custom_op("one_word_parallel::cross_entropy_", mutates_args={"logits"})
 def _row_wise(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
-    """Compute what ``_by_blocks`` does, in the way of the device."""
+    """Compute the result of ``_by_blocks``, by the implementation for the device."""
     kind = logits.device.type
     if kind == "cuda":
         return _on_cuda(logits, targets, needs_grad)
@@ -61,7 +61,7 @@ def _(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
 
 
 def _on_cuda(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
-    """Compute what ``_by_blocks`` does, in one kernel where it works on this GPU."""
+    """Compute the result of ``_by_blocks``, by one kernel if it works on this GPU."""
     if not _kernel_works(logits.device, logits.dtype):
         return _by_blocks(logits, targets, needs_grad, OTHER_ROWS)
     from models.cross_entropy_kernel import cross_entropy_rows
@@ -71,7 +71,7 @@ def _on_cuda(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
 
 @cache
 def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether Triton can build the kernel here, for which it needs a C compiler, and the numbers are torch's."""
+    """Return whether Triton can build the kernel, for which it needs a C compiler, and its results are torch's."""
     if dtype == torch.float64:
         return False
 
@@ -85,11 +85,11 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
         torch.testing.assert_close(*losses, rtol=1e-3, atol=0.0)
         torch.testing.assert_close(logits[::2], expected[::2], rtol=2e-2, atol=1e-6)
 
-    return works("cross entropy", check)
+    return passes("cross entropy", check)
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """The loss, whose backward gives the gradients of hidden states and bias; and what the weight's needs."""
+    """The loss, whose backward computes the gradients of hidden states and bias; and the tensors for the weight's."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool):
@@ -97,12 +97,13 @@ class _FusedCrossEntropy(torch.autograd.Function):
         total = _row_wise(logits, targets, needs_grad)
         if not needs_grad:
             return total, None, None
-        # Rows that do not count get no gradient: zeroing x does that for the weight, and x is the small one.
+        # Rows that do not count get no gradient. For the weight's gradient x is zeroed, which is smaller than the
+        # logits.
         counted = (targets != IGNORED)[:, None]
         rows = x * counted
         ctx.save_for_backward(cast, logits, counted)
         ctx.mark_non_differentiable(logits, rows)
-        ctx.set_materialize_grads(False)  # zeros of the size of the logits
+        ctx.set_materialize_grads(False)  # otherwise torch makes zeros of the size of the logits
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         return total, logits, rows
 
@@ -120,7 +121,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyOfWeight(torch.autograd.Function):
-    """Adds nothing to the loss, and gives the gradient of the weight: a split backward computes it at another time."""
+    """Adds zero to the loss, and computes the gradient of the weight, which a split backward does at another time."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, rows: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:
@@ -138,8 +139,8 @@ class _CrossEntropyOfWeight(torch.autograd.Function):
 def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
     """Return ``x`` times a power of two, and that power, such that ``g.t() @ x`` is finite in float16 for any |g| <= 1.
 
-    At 64k rows a frequent word's sum passes 65,504, and no loss scale would help: it is applied after the product. The
-    power follows from the largest element; float16 loses nothing by it but the lowest bits of numbers below 2e-3.
+    With 64k rows the sum of a frequent word exceeds 65,504, and a loss scale would not help, because it is applied
+    after the product. The power follows from the largest element. It only costs the lowest bits of numbers below 2e-3.
     """
     if x.dtype != torch.float16:
         return x, 1.0
@@ -162,20 +163,20 @@ def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor
 class FusedHead(nn.Module):
     """[b, t, c] -> logits [b, t, vocab_size], through the linear layer ``projection`` that a subclass sets.
 
-    Owns the loss: training never holds float32 logits.
+    It computes the loss, so that training never holds float32 logits.
     """
 
     projection: nn.Linear
 
     def __init__(self) -> None:
         super().__init__()
-        # The weight in the compute dtype, kept between micro-batches. A dict while a step runs, in which no weight
-        # changes; None outside of one, so that nothing stale can be used. (The weight's version cannot tell: fused
-        # optimizers do not move it.)
+        # The weight in the compute dtype, kept between micro-batches. It is a dict during a step, in which no weight
+        # changes, and None outside, so that no old weight is used. (The weight's version does not show a change,
+        # because fused optimizers do not increment it.)
         self.step_cache: dict[tuple[torch.device, torch.dtype], Tensor] | None = None
 
     def hidden(self, x: Tensor) -> Tensor:
-        """Return what is projected; a subclass may put a norm here."""
+        """Return the input of the projection. A subclass may apply a norm here."""
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class FusedHead(nn.Module):
         return Sums(loss, (targets != IGNORED).sum())
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in the compute dtype: cast once per step, and not once per micro-batch."""
+        """Return the weight in the compute dtype, which is cast once per step and not once per micro-batch."""
         weight = self.projection.weight.detach()
         if weight.dtype == dtype:
             return weight

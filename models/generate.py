@@ -18,11 +18,11 @@ class Draws:
     """How a token is drawn.
 
     Attributes:
-        temperature: Logits are divided by it; 0: the likeliest token, always.
+        temperature: Logits are divided by it; 0: always the likeliest token.
         top_k: Draw among this many of the likeliest tokens; None: all.
-        top_p: Draw among the fewest likeliest tokens whose probabilities add up to this much, in (0, 1]; of those that
-            ``top_k`` leaves.
-        seed: The draws are made on the CPU: the same on every device that computes the same logits.
+        top_p: Draw among the fewest likeliest tokens whose probabilities add up to this much, in (0, 1], of the tokens
+            that ``top_k`` leaves.
+        seed: The seed. Tokens are drawn on the CPU, so that equal logits give equal tokens on every device.
     """
 
     temperature: float = 1.0
@@ -43,21 +43,21 @@ def generate(
     device: torch.device,
     cached: bool = False,
 ) -> list[list[int]]:
-    """Draw ``count`` tokens that follow each of some prompts of one token or more.
+    """Draw ``count`` tokens that follow each of the prompts, which have at least one token.
 
     A prompt's tokens do not depend on the prompts after it, nor on whether keys and values are kept.
 
     Args:
-        layers: The whole model in evaluation mode: tokens [b, t] -> logits [b, t, at least vocab_size]. Of a tuple
-            that it returns, the first tensor.
+        layers: The whole model in evaluation mode: tokens [b, t] -> logits [b, t, at least vocab_size]. If it returns a
+            tuple, the first tensor is used.
         prompts: Token ids.
         count: Number of tokens.
         draws: Each prompt has a generator of its own.
         positions: The model sees at most this many of the newest tokens. None: all.
         vocab_size: Only tokens below it are drawn (the model's vocabulary may be padded).
-        device: Where the model is.
-        cached: Whether keys and values are kept, for a model that can (``Chain.continues``), until the longest text
-            outgrows ``positions``: from then on every token changes the position of all others.
+        device: The device of the model.
+        cached: Whether keys and values are kept, which the model must support (``Chain.continues``). They are kept
+            until the longest text exceeds ``positions``, because then every token changes the position of all others.
     """
     texts = [list(prompt) for prompt in prompts]
     longest = max(map(len, texts)) + count
@@ -76,7 +76,7 @@ def generate(
 
 
 def logits_at(layers: Layers, tokens: Tensor, texts: Tensor | slice, last: Sequence[int] | int) -> Tensor:
-    """Return the logits [texts, vocabulary] at the position ``last`` of each of some ``texts`` among tokens [b, t]."""
+    """Return the logits [texts, vocabulary] of some ``texts`` among tokens [b, t], at the position ``last`` of each."""
     *body, (_, head) = layers.items()
     tensors = as_tuple(tokens)
     for _, layer in body:
@@ -87,7 +87,7 @@ def logits_at(layers: Layers, tokens: Tensor, texts: Tensor | slice, last: Seque
 
 
 def _logits(layers: Layers, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return the logits [b, vocabulary] behind the last token of each text. Shorter ones are padded behind."""
+    """Return the logits [b, vocabulary] after the last token of each text. Shorter texts are padded at the end."""
     last = [len(text) - 1 for text in texts]
     x = torch.tensor([[*text, *[0] * (max(last) + 1 - len(text))] for text in texts], device=device)
     return logits_at(layers, x, torch.arange(len(texts)), last)
@@ -110,10 +110,10 @@ def draw(logits: Tensor, draws: Draws, generator: torch.Generator) -> int:
     if draws.top_k is not None and draws.top_k < len(logits):
         least = logits.topk(draws.top_k).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    # The largest is 0 then, so that no temperature makes them overflow.
+    # The largest logit becomes 0, so that none overflows at any temperature.
     probabilities = torch.softmax((logits - logits.max()) / draws.temperature, dim=0)
     if draws.top_p < 1:
         ordered, tokens = probabilities.sort(descending=True)
-        likelier = ordered.cumsum(0) - ordered  # what the tokens before it add up to
+        likelier = ordered.cumsum(0) - ordered  # the sum over the tokens before each
         probabilities[tokens[likelier >= draws.top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,4 +1,4 @@
-"""Objects that a Python program gives to ``training.train``: a configuration can only name them."""
+"""Objects that a Python program passes to ``training.train``. A configuration can only name them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _objects: dict[str, Any] | None = None
 
 
 def set_given(objects: Mapping[str, Any] | None) -> None:
-    """Replace the objects that are given in this process, by key; None where no Python program runs the training."""
+    """Replace the objects that are given in this process, by key; None if no Python program runs the training."""
     global _objects
     _objects = None if objects is None else dict(objects)
 
 
 def given_objects() -> dict[str, Any] | None:
-    """Return the objects that are given in this process, by key; None where the command line started the run."""
+    """Return the objects that are given in this process, by key; None if the command line started the run."""
     return _objects
 
 
@@ -29,11 +29,11 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
 
     Args:
         key: "model" or "data".
-        fingerprint: That of the object which the configuration was made for; "" where it does not matter.
-        vocab_size: Of a language model. It is not used here: the program reads it from the configuration.
+        fingerprint: The fingerprint of the object for which the configuration was made; "" if it does not matter.
+        vocab_size: The vocabulary of a language model. The program reads it from the configuration; it has no use here.
 
     Raises:
-        UserError: This process was given none, or another.
+        UserError: If this process was not given the object, or was given another.
     """
     if _objects is None or key not in _objects:
         raise UserError(f"{key} was given by a Python program: give it again, by training.train(..., {key}=...)")
@@ -46,12 +46,12 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
 
 
 def pack_given() -> bytes | None:
-    """Return all given objects as bytes for another process of the same program; None for a command line's.
+    """Return all given objects as bytes for another process of the same program; None if there is no program.
 
     Classes and functions of a script or a notebook are sent as code, others by their names.
 
     Raises:
-        UserError: An object cannot be sent.
+        UserError: If an object cannot be sent.
     """
     objects = given_objects()
     if objects is None:
@@ -65,6 +65,6 @@ def pack_given() -> bytes | None:
 
 
 def unpack_given(packed: bytes | None) -> None:
-    """Give this process what ``pack_given`` has returned."""
+    """Set the objects of this process to those that ``pack_given`` has packed."""
     if packed is not None:
         set_given(pickle.loads(packed))

@@ -118,9 +118,9 @@ def gpt2(
 ) -> Chain:
     """Build GPT-2 as a chain: ``embedding``, ``h.0`` … ``h.N-1``, ``head`` (final norm and tied projection).
 
-    Token ids [b, t] -> logits [b, t, vocab_size]. Each of the four numbers after ``size`` that is given replaces the
-    size's own. A vocabulary of 50257 is GPT-2's; 50304 = 393 x 128 is faster on every device, and further rows learn
-    to be rare. Raises ValueError for sizes that do not fit together.
+    Token ids [b, t] -> logits [b, t, vocab_size]. Each of the four numbers after ``size`` that is given replaces that
+    of the size. GPT-2's vocabulary has 50257 words; 50304 = 393 x 128 is faster on every device, and the model learns
+    that the further words are rare. Raises ValueError for sizes that do not fit together.
     """
     given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
     chosen: Size = with_sizes(size, given)
@@ -144,7 +144,7 @@ def gpt2(
 
 
 def _hugging_face(size: Size, dropout: float) -> HuggingFace:
-    """Return how ``GPT2LMHeadModel`` keeps it: projections are ``Conv1D``, a Linear with its weight transposed."""
+    """Return how ``GPT2LMHeadModel`` stores it. Projections are ``Conv1D``, a Linear with its weight transposed."""
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -1,4 +1,4 @@
-"""The sizes of GPT-2, and the learning rate that is published for each. Without torch: configurations ask for it."""
+"""The sizes of GPT-2, and the published learning rate of each. Configurations use this, so it does not import torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from common.errors import ModelError
 from models.config_json import Family
 
 # Parameters -> AdamW's highest rate: table 2.1 of Brown et al. 2020 ("Language Models are Few-Shot Learners"), up to
-# 1.3B at the sizes of GPT-2 next to its own. Below, the rate goes on as it does there, about as 1/sqrt(parameters); for
-# fewer than 5M it stays.
+# 1.3B at the nearest sizes of GPT-2. Below, the rate continues in the same way, about as 1/sqrt(parameters); it is
+# constant below 5M.
 _RATES = (
     (5e6, 3e-3), (124e6, 6e-4), (355e6, 3e-4), (774e6, 2.5e-4), (1558e6, 2e-4),
     (2.7e9, 1.6e-4), (6.7e9, 1.2e-4), (13e9, 1e-4), (175e9, 6e-5),
@@ -45,7 +45,7 @@ SIZES = {
 
 
 def with_sizes(size: str, given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> Any:
-    """Return one of ``sizes``, each number replaced by what is given and not None; raise ModelError if unknown."""
+    """Return one of ``sizes``, with the given numbers that are not None; raise ModelError if the size is unknown."""
     if size not in sizes:
         raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(sizes)}]")
     return replace(sizes[size], **{key: value for key, value in given.items() if value is not None})
@@ -65,7 +65,7 @@ GPT2 = Family(
         "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "tie_word_embeddings": [True],
         "add_cross_attention": [False],
     },
-    # The order of attention's operations, and what GPT2LMHeadModel does not read; training's dropout is model.dropout.
+    # The order of attention's operations, dropout (here model.dropout), and keys that GPT2LMHeadModel does not read.
     free=frozenset({
         "reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "vocab_size", "n_ctx", "n_special",
         "predict_special_tokens", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
@@ -83,7 +83,7 @@ def parameters_of(model: Mapping[str, Any]) -> int:
 
 
 def published_rate(parameters: int) -> float:
-    """Return AdamW's published rate for a GPT-2 of so many parameters, to two digits; a power law between sizes."""
+    """Return AdamW's published rate for a GPT-2 of so many parameters, to two digits, by a power law between sizes."""
     at = min(max(parameters, _RATES[0][0]), _RATES[-1][0])
     (x0, y0), (x1, y1) = next((low, high) for low, high in pairwise(_RATES) if at <= high[0])
     rate = y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))

@@ -1,7 +1,7 @@
 """A family's parameters under Hugging Face's names, and back.
 
-What differs between the two is a table (``HuggingFace``), which reading and writing share: beginnings of names, and
-matrices that the other keeps transposed.
+Reading and writing use the same table of differences (``HuggingFace``): the beginnings of names, and matrices that
+Hugging Face stores transposed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from models.config_json import Family, first_difference
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """How transformers keeps the models of a family.
+    """How transformers stores the models of a family.
 
     Attributes:
-        family: What the keys of config.json mean.
-        config: What of config.json follows from the sizes.
-        names: {how a name begins here: how it begins there}; the first that fits counts.
-        words: The parameters of which each row is a word.
-        transposed: How the names of matrices end that are kept transposed there.
-        redundant: {how names of tensors end that follow from the sizes, such as a causal mask: whether one does}.
-        optional: How their names may begin or not: published files lack it.
+        family: The meaning of the keys of config.json.
+        config: The content of config.json that follows from the sizes.
+        names: {the beginning of a name here: its beginning there}; the first that matches is used.
+        words: The parameters in which each row is a word.
+        transposed: The ends of the names of matrices that are stored transposed there.
+        redundant: {the end of the name of a tensor that follows from the sizes, such as a causal mask: its check}.
+        optional: A beginning of names that published files may lack.
     """
 
     family: Family
@@ -44,17 +44,17 @@ class HuggingFace:
         return theirs + name.removeprefix(begins)
 
     def convert(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the parameter ``name`` as Hugging Face keeps it, or theirs as this project keeps it."""
+        """Convert the parameter ``name`` from this project's form to Hugging Face's, or back."""
         return tensor.t().contiguous() if name.endswith(self.transposed) else tensor
 
     def difference(self, path: Path) -> str | None:
-        """Return in which size the model is not what a config.json describes, and the cure; None: it is that.
+        """Return a message about the first size in which the model differs from a config.json; None if it does not.
 
         Raises:
-            ModelError: config.json describes a model that this family does not have.
+            ModelError: If config.json describes a model that this family does not have.
         """
-        own = self.family.describe(self.config, f"model={self.family.name}")
-        if (differs := first_difference(self.family.read(path), own)) is None:
+        sizes = self.family.describe(self.config, f"model={self.family.name}")
+        if (differs := first_difference(self.family.read(path), sizes)) is None:
             return None
         key, value, mine = differs
         says = f"{path} says {self.family.sizes.get(key, key)}={value}"
@@ -63,7 +63,7 @@ class HuggingFace:
     def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return Hugging Face's state dict, without a tied head, and the content of config.json.
 
-        Rows from ``words`` on are padding of the vocabulary and left out; None: all rows are kept.
+        Rows from ``words`` on are padding of the vocabulary and are left out; None keeps all rows.
         """
         cut = {name: tensor[:words] if name in self.words else tensor for name, tensor in state.items()}
         converted = {self.their_name(name): self.convert(name, tensor) for name, tensor in cut.items()}

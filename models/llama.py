@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
 
 class Norm(nn.RMSNorm):
-    """torch's, in the dtype of its weights: an autocast would have it round its input, not the weights."""
+    """torch's RMSNorm in the dtype of its weights. Under autocast torch would round the input, but not the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., n] -> same."""
@@ -52,9 +52,9 @@ class Norm(nn.RMSNorm):
 
 
 def frequencies(size: Size, device: torch.device) -> Tensor:
-    """Return by how much each pair of a head turns from one position to the next, in radians, [head_dim / 2] float32.
+    """Return the angle by which each pair of a head turns from one position to the next, [head_dim / 2] float32.
 
-    Llama 3 divides those of long wavelengths by a factor, and those of medium ones by less.
+    Llama 3 divides the angles of long wavelengths by a factor, and those of medium wavelengths by less.
     """
     steps = torch.arange(0, size.head_dim, 2, dtype=torch.float32, device=device)
     turns = 1.0 / (size.rope_theta ** (steps / size.head_dim))
@@ -62,7 +62,7 @@ def frequencies(size: Size, device: torch.device) -> Tensor:
         return turns
     factor, low, high, original = (size.rope_scaling[key] for key in LLAMA3)
     lengths = 2 * math.pi / turns
-    share = ((original / lengths - low) / (high - low)).clamp(0.0, 1.0)  # of the original: 0 long, 1 short
+    share = ((original / lengths - low) / (high - low)).clamp(0.0, 1.0)  # of the original angle: 0 long, 1 short
     return (1 - share) * turns / factor + share * turns
 
 
@@ -87,10 +87,10 @@ class Attention(UsesCache, nn.Module):
         )
         if self.size.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        # Computed where they are used: nothing but hidden states passes from layer to layer, and from stage to stage.
+        # Each layer computes the angles, so that only hidden states pass from layer to layer and from stage to stage.
         angles = self.positions(x.shape[1], x.device)[..., None, None] * frequencies(self.size, x.device)
         cos, sin = angles.cos(), angles.sin()  # [t, 1, head_dim / 2], or [b, 1, 1, head_dim / 2]
-        q, k, v = (one.transpose(1, 2) for one in (_rotated(q, cos, sin), _rotated(k, cos, sin), v))
+        q, k, v = (heads.transpose(1, 2) for heads in (_rotated(q, cos, sin), _rotated(k, cos, sin), v))
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
         else:
@@ -170,9 +170,9 @@ def llama(
 ) -> Chain:
     """Build a model of the family as a chain: ``embedding``, ``layers.0`` … ``layers.N-1``, ``head``.
 
-    Token ids [b, t] -> logits [b, t, vocab_size]. Each number after ``size`` that is given replaces the size's own; for
-    None all are given. ``models.llama_sizes.Size`` says what they mean. Raises ValueError for sizes that do not fit
-    together.
+    Token ids [b, t] -> logits [b, t, vocab_size]. Each number after ``size`` that is given replaces that of the size.
+    If ``size`` is None, all must be given. ``models.llama_sizes.Size`` describes them. Raises ValueError for sizes that
+    do not fit together.
     """
     given = {key: value for key, value in locals().items() if key != "size"}
     chosen = chosen_size(size, given)
@@ -180,7 +180,7 @@ def llama(
     if chosen.n_head % chosen.kv_heads:
         raise ModelError(f"model.kv_heads={chosen.kv_heads} does not divide model.n_head={chosen.n_head}; set another")
     if chosen.head_dim % 2:
-        raise ModelError(f"model.head_dim={chosen.head_dim} must be even: positions rotate pairs")
+        raise ModelError(f"model.head_dim={chosen.head_dim} must be even, because positions rotate pairs")
     if chosen.rope_scaling is not None and set(chosen.rope_scaling) != set(LLAMA3):
         raise ModelError(f"model.rope_scaling={dict(chosen.rope_scaling)} must have {', '.join(LLAMA3)}, or be null")
     block, config = partial(Block, chosen), to_config(chosen)
@@ -201,19 +201,19 @@ def llama(
 
 
 def _hugging_face(size: Size, config: dict[str, Any]) -> HuggingFace:
-    """Return how transformers keeps it. Older files have the rotations too, maybe rounded to 16 bits."""
+    """Return how transformers stores it. Older files have the rotations, too, possibly rounded to 16 bits."""
     return HuggingFace(
         LLAMA,
         config,
         _NAMES,
         words=(_EMBEDDING, "head.lm_head.weight"),
-        redundant={".rotary_emb.inv_freq": partial(_turns_so, size)},
+        redundant={".rotary_emb.inv_freq": partial(_are_frequencies, size)},
     )
 
 
-def _turns_so(size: Size, given: Tensor) -> bool:
+def _are_frequencies(size: Size, given: Tensor) -> bool:
     wanted = frequencies(size, given.device)
     return given.shape == wanted.shape and torch.allclose(given.float(), wanted, rtol=1e-2, atol=1e-7)
 
 
-llama.sizes_of = sizes_of  # what null stands for: see training.run.prepare.model_and_data
+llama.sizes_of = sizes_of  # the values of sizes that are null: see training.run.prepare.model_and_data

@@ -1,4 +1,4 @@
-"""The sizes of the Llama family, as published, and what config.json says of one. Without torch."""
+"""The published sizes of the Llama family, and those in a config.json. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Size:
         vocab_size: Words, padding included.
         block_size: The longest sequence, in tokens.
         rope_theta: The base of the rotations' wavelengths.
-        rope_scaling: What Llama 3 stretches long wavelengths by: factor, low_freq_factor, high_freq_factor and
-            original_max_position_embeddings. None: nothing.
+        rope_scaling: How Llama 3 stretches long wavelengths: factor, low_freq_factor, high_freq_factor and
+            original_max_position_embeddings. None: they are not stretched.
         norm_eps: Added to the mean square in a norm.
         qkv_bias: Whether the projections to queries, keys and values have biases (Qwen2).
         qk_norm: Whether each head's queries and keys are normalised (Qwen3).
         tied: Whether the head is the embedding.
-        init_std: Of the initial weights.
+        init_std: The standard deviation of the initial weights.
     """
 
     n_embd: int
@@ -77,8 +77,8 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     heads, kind = config.get("num_attention_heads"), config["architectures"][0]
     full = {"tie_word_embeddings": False, "initializer_range": 0.02, "rope_theta": 10_000.0}
     if heads is not None and "hidden_size" in config:
-        own = 128 if kind == "Qwen3ForCausalLM" else config["hidden_size"] // heads
-        full |= {"num_key_value_heads": heads, "head_dim": own}
+        head_dim = 128 if kind == "Qwen3ForCausalLM" else config["hidden_size"] // heads
+        full |= {"num_key_value_heads": heads, "head_dim": head_dim}
     full |= config | {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
     full["rope_theta"] = float(full["rope_theta"])
     stretched = "llama3" in (full.get("rope_type"), full.get("type"))
@@ -114,49 +114,49 @@ LLAMA = Family(
 
 
 def chosen_size(size: str | None, given: Mapping[str, Any]) -> Size:
-    """Return one of ``SIZES``, each number replaced by what is given and not None; None: all of them are given.
+    """Return one of ``SIZES``, with the given numbers that are not None. If ``size`` is None, all must be given.
 
     Raises:
-        ModelError: The size is unknown, or something is not given.
+        ModelError: If the size is unknown, or a number is missing.
     """
     if size is not None:
         return with_sizes(size, given, SIZES)
-    own = {key: value for key, value in given.items() if value is not None}
-    if lacks := [field.name for field in fields(Size) if field.default is MISSING and field.name not in own]:
+    numbers = {key: value for key, value in given.items() if value is not None}
+    if lacks := [field.name for field in fields(Size) if field.default is MISSING and field.name not in numbers]:
         raise ModelError(
             f"model.size is not set, nor is model.{', model.'.join(lacks)}; set model.size=, or model.init_from= a "
             "folder with config.json"
         )
-    return Size(**own)
+    return Size(**numbers)
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
-    """Return what the nulls of a section ``model`` stand for, for data of so many ``words``.
+    """Return the values of the nulls in a section ``model``, for data of so many ``words``.
 
-    Those are the sizes in the config.json beside the weights ``init_from``, where there is one; else the vocabulary:
-    that of ``size``, or of the data if it is larger.
+    If there is a config.json beside the weights ``init_from``, they are its sizes. Otherwise only the vocabulary is
+    returned: that of ``size``, or of the data if it is larger.
 
     Raises:
-        ModelError: config.json describes something else, or a size in the section is not what it says.
+        ModelError: If config.json describes another kind of model, or a size in the section contradicts it.
     """
     known, size = {field.name: model.get(field.name) for field in fields(Size)}, model["size"]
     typed = {key: value for key, value in known.items() if value is not None}
     path = None if model.get("init_from") is None else folder_of(model["init_from"]) / "config.json"
     if path is None or not path.is_file() or typed.keys() | {"rope_scaling"} == known.keys():
-        own = chosen_size(size, known).vocab_size
-        return {"vocab_size": own if known["vocab_size"] else max(own, words or 0)}
+        vocabulary = chosen_size(size, known).vocab_size
+        return {"vocab_size": vocabulary if known["vocab_size"] else max(vocabulary, words or 0)}
     sizes = LLAMA.read(path)
     chosen = {} if size is None else vars(chosen_size(size, known))
-    for own, said, out in ((typed, "", None), (chosen, f"size={size} has ", "size")):
-        if (differs := first_difference(sizes, own)) is not None:
+    for model_sizes, source, out in ((typed, "", None), (chosen, f"size={size} has ", "size")):
+        if (differs := first_difference(sizes, model_sizes)) is not None:
             key, value, mine = differs
-            says = f"{path} says {LLAMA.sizes.get(key, key)}={value}"
-            raise ModelError(f"model.{said}{key}={mine}, and {says}; leave model.{out or key} out")
+            theirs = f"{path} has {LLAMA.sizes.get(key, key)}={value}"
+            raise ModelError(f"model.{source}{key}={mine}, but {theirs}; leave model.{out or key} out")
     return sizes
 
 
 def to_config(size: Size) -> dict[str, Any] | None:
-    """Return config.json of transformers for these sizes; None where no published kind is like that."""
+    """Return the config.json of transformers for these sizes; None if no published architecture has them."""
     kind = next((kind for kind, extras in LLAMA.kinds.items() if extras.items() <= vars(size).items()), None)
     if kind is None:
         return None
@@ -167,7 +167,7 @@ def to_config(size: Size) -> dict[str, Any] | None:
         **{theirs: getattr(size, key) for key, theirs in KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
-        # as transformers 5 reads it, and as 4 does
+        # The first is read by transformers 5, the second by transformers 4.
         "rope_parameters": {"rope_theta": size.rope_theta, **scaling},
         "rope_scaling": None if size.rope_scaling is None else scaling,
     }

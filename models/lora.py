@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021): a product of two small matrices beside frozen linear layers, and nothing else is trained.
+"""LoRA (Hu et al. 2021): only a product of two small matrices beside frozen linear layers is trained.
 
-``adapt`` changes a chain, whatever its model. Every weight keeps its name and its initial numbers; a linear layer
-``h.0.attn.c_attn`` gets two matrices more, ``h.0.attn.c_attn.lora_A.weight`` and ``h.0.attn.c_attn.lora_B.weight``.
+``adapt`` changes the chain of any model. Every weight keeps its name and its initial numbers; a linear layer
+``h.0.attn.c_attn`` gets two more matrices, ``h.0.attn.c_attn.lora_A.weight`` and ``h.0.attn.c_attn.lora_B.weight``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Factor(nn.Linear):
 
 
 class ZeroFactor(Factor):
-    """The second, B, which begins as zeros: at first, the adapter changes nothing."""
+    """The second matrix, B, whose initial numbers are 0, so that the adapter changes nothing at first."""
 
     def reset_parameters(self) -> None:
         """Set all numbers to 0."""
@@ -34,8 +34,8 @@ class ZeroFactor(Factor):
 class FrozenLinear(nn.Linear):
     """A linear layer that is not trained, [..., in] -> [..., out].
 
-    Autocast recasts its weight for every micro-batch, and a backward that needs it would keep every cast: here it is
-    cast once more in the backward.
+    Autocast casts its weight again for every micro-batch, and every cast would be kept for the backward. Here the
+    weight is cast again in the backward.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
         chain: The base.
         rank: Columns of A and rows of B, at least 1.
         alpha: The adapter's output is multiplied by alpha / rank.
-        dropout: Of the adapter's input, in [0, 1); by sample, as all dropout in a chain.
-        targets: Names of linear layers, or their ends after a dot: ``c_attn`` is that of every block,
+        dropout: The dropout of the adapter's input, in [0, 1); by sample, as all dropout in a chain.
+        targets: Names of linear layers, or their ends after a dot: ``c_attn`` names that of every block,
             ``h.0.attn.c_attn`` that of the first one. None: all that can have an adapter.
 
     Raises:
-        ModelError: For numbers out of range, and for a target that is not there or whose adapter would be ignored; the
-            message says which linear layers there are.
+        ModelError: If a number is out of range, or a target does not exist or its adapter would be ignored. The message
+            lists the linear layers.
     """
     if not isinstance(rank, int) or rank < 1 or not 0 <= dropout < 1:
         raise ModelError(
@@ -92,33 +92,33 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
     refused = _why_refused(chain)
     possible = [name for name, why in refused.items() if not why]
     listed = ", ".join(sorted({name.rpartition(".")[2] for name in possible})) or "none"
-    chosen = {name: [one for one in refused if f".{one}".endswith(f".{name}")] for name in targets or ()}
+    chosen = {target: [name for name in refused if f".{name}".endswith(f".{target}")] for target in targets or ()}
     for target, found in chosen.items():
-        reasons = [f"{one} {refused[one]}" for one in found if refused[one]]
+        reasons = [f"{name} {refused[name]}" for name in found if refused[name]]
         if reasons or not found:
             why = reasons[0] if reasons else "no layer has that name"
             raise ModelError(f"model.lora.targets={target}: {why}; those that can have one: {listed}")
     wanted = set(possible if targets is None else sum(chosen.values(), []))
-    builds: dict[tuple, Callable[[], nn.Module]] = {}  # layers that were alike stay so
+    builds: dict[tuple, Callable[[], nn.Module]] = {}  # layers with the same ``build`` still have the same
 
     def adapted(layer: LayerSpec) -> LayerSpec:
-        own = [name for name in possible if is_within(f"{name}.", [layer.name])]
-        inside = tuple((name[len(layer.name) + 1 :], name in wanted) for name in own)
+        names = [name for name in possible if is_within(f"{name}.", [layer.name])]
+        inside = tuple((name[len(layer.name) + 1 :], name in wanted) for name in names)
         build = partial(_build, layer.build, inside, rank, alpha / rank, dropout)
         return replace(layer, build=builds.setdefault((layer.build, inside), build))
 
-    own = chain.initialise
+    initialise = chain.initialise
     return replace(
         chain,
         layers=[adapted(layer) for layer in chain.layers],
-        initialise=own if own is reset_parameters else partial(_initialise, own),
+        initialise=initialise if initialise is reset_parameters else partial(_initialise, initialise),
         base=chain,
     )
 
 
 @torch.no_grad()
 def merge(layers: nn.Module) -> None:
-    """Add every adapter to its layer's weight, in place: what is left are the base's layers."""
+    """Add every adapter to its layer's weight in place, so that only the base's layers are left."""
     for module in list(layers.modules()):
         if isinstance(module, LoRALinear):
             module.weight += module.scale * module.lora_B.weight @ module.lora_A.weight
@@ -128,11 +128,11 @@ def merge(layers: nn.Module) -> None:
 
 
 def _why_refused(chain: Chain) -> dict[str, str]:
-    """Return, for each module that has a weight, why it cannot have an adapter; "" where it can."""
+    """Return, for each module that has a weight, why it cannot have an adapter; "" if it can."""
     modules = dict(chain.skeleton().named_modules())
-    # torch's encoder layer and a fused head compute with these layers' weights, and do not call the layers.
-    passed_by = {one for m in modules.values() if isinstance(m, nn.TransformerEncoderLayer) for one in m.children()}
-    passed_by |= {m.projection for m in modules.values() if isinstance(m, FusedHead)}
+    # torch's encoder layer and a fused head use the weights of these layers without calling the layers.
+    uncalled = {part for m in modules.values() if isinstance(m, nn.TransformerEncoderLayer) for part in m.children()}
+    uncalled |= {m.projection for m in modules.values() if isinstance(m, FusedHead)}
     tied = {*chain.tied, *chain.tied.values()}
     refused = {}
     for name, module in modules.items():
@@ -140,16 +140,16 @@ def _why_refused(chain: Chain) -> dict[str, str]:
             if type(module) is not nn.Linear:
                 refused[name] = f"is a {type(module).__name__}, and only an nn.Linear can have one"
             elif f"{name}.weight" in tied:
-                refused[name] = "has a tied weight, which an adapter would part from the other"
+                refused[name] = "has a tied weight, which an adapter would separate from the other"
             else:
-                refused[name] = "is read by another layer and never called" if module in passed_by else ""
+                refused[name] = "is read by another layer and never called" if module in uncalled else ""
     return refused
 
 
 def _build(
     build: Callable[[], nn.Module], inside: Sequence[tuple[str, bool]], rank: int, scale: float, dropout: float
 ) -> nn.Module:
-    """Build a layer and change the linear layers ``inside``, of which it is said whether they get adapters."""
+    """Build a layer and change the linear layers ``inside``, given as (name, whether it gets an adapter)."""
     layer = build()
     for parameter in layer.parameters():
         parameter.requires_grad_(False)

@@ -1,7 +1,7 @@
 """Losses as sums and counts.
 
-A loss gives ``Sums``: the sum over its terms, and their number. The mean is computed once, over the global batch. That
-is right for padding, for token budgets and for a short last evaluation batch alike; a mean of means is not.
+A loss returns ``Sums``: the sum over its terms, and their number. The mean is computed once, over the global batch,
+which is also correct with padding, with token budgets and with a short last evaluation batch. A mean of means is not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IGNORED = -100  # torch's own ignore_index
 
 
 class Sums(NamedTuple):
-    """What a loss gives for one micro-batch.
+    """The result of a loss for one micro-batch.
 
     Attributes:
         loss: Scalar, summed over the terms.
@@ -41,9 +41,9 @@ class Loss(Protocol):
     """The loss at the end of a chain.
 
     Attributes:
-        metrics: Names of the further sums that it gives. Their means stand in every record of metrics.jsonl
-            ("accuracy", "val_accuracy"). The loss of a language model that has auxiliary terms gives that of the tokens
-            alone as "token_loss": perplexity is computed from it.
+        metrics: Names of the further sums that it returns. Their means are in every record of metrics.jsonl
+            ("accuracy", "val_accuracy"). If the loss of a language model has auxiliary terms, it returns the loss of
+            the tokens alone as "token_loss", from which perplexity is computed.
     """
 
     metrics: tuple[str, ...]
@@ -52,9 +52,9 @@ class Loss(Protocol):
         """Compute the loss of one micro-batch.
 
         Args:
-            output: What the last layer returned: a tensor [b, ...], or a tuple of tensors, as the loss expects it.
+            output: The output of the last layer: a tensor [b, ...], or a tuple of tensors, as the loss expects it.
             targets: [b, ...].
-            weights: [b], or None where every sample counts 1.
+            weights: [b], or None if every sample counts 1.
 
         Returns:
             Sums over the terms that count.
@@ -63,27 +63,27 @@ class Loss(Protocol):
 
 
 def check_loss(loss: Any) -> None:
-    """Check that a loss is one before it is called; raise ModelError."""
+    """Check an object that is used as a loss, before it is called. Raises ModelError."""
     metrics = getattr(loss, "metrics", None)
     if inspect.isclass(loss) and metrics is not None:
-        raise ModelError(f"the loss is the class {loss.__name__}: give an object, {loss.__name__}()")
+        raise ModelError(f"the loss is the class {loss.__name__}; give an object, {loss.__name__}()")
     if not callable(loss) or metrics is None:
         given = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
         name = f"{given.__module__}.{given.__name__}".removeprefix("builtins.")
         raise ModelError(
-            f"{name} is no loss of this project: a loss gives a sum and a count "
-            "(models.losses.Sums), from which the mean over the global batch is right in every layout, and names its "
-            "metrics. In the place of nn.CrossEntropyLoss: models.losses.ClassCrossEntropy(), of tokens "
-            "TokenCrossEntropy(); of nn.MSELoss: SquaredError(); one of your own: docs/extending.md, 'A metric'"
+            f"{name} is not a loss of this project. A loss returns a sum and a count (models.losses.Sums), from which "
+            "the mean over the global batch is right in every layout, and names its metrics. In place of "
+            "nn.CrossEntropyLoss use models.losses.ClassCrossEntropy(), or TokenCrossEntropy() for tokens; in place of "
+            "nn.MSELoss use SquaredError(). docs/extending.md, 'A metric', shows how to write a loss"
         )
     if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
         raise ModelError(f"{type(loss).__name__}.metrics={metrics!r} must be names, such as ('accuracy',)")
     if "loss" in metrics:
-        raise ModelError(f"{type(loss).__name__}.metrics has the name 'loss', which is the loss's own: choose another")
+        raise ModelError(f"{type(loss).__name__}.metrics has the name 'loss', which the loss itself has; use another")
 
 
 def check_sums(loss: Loss, sums: Any) -> None:
-    """Check that a loss has returned ``Sums`` of scalars, one for each of its metrics; raise ModelError."""
+    """Check that a loss has returned ``Sums`` of scalars, one for each of its metrics. Raises ModelError."""
     name = getattr(loss, "__name__", type(loss).__name__)
     how = "return models.losses.Sums(loss, count, metrics) of scalar tensors: the sum of the terms, and their number"
     if not isinstance(sums, Sums):
@@ -123,8 +123,8 @@ class SquaredError:
     metrics: tuple[str, ...] = ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        """See ``Loss``. Raises ValueError where output and targets differ in shape."""
-        if output.shape != targets.shape:  # torch would compare each with each
+        """See ``Loss``. Raises ValueError if output and targets differ in shape."""
+        if output.shape != targets.shape:  # torch would broadcast them
             raise ValueError(
                 f"SquaredError compares element with element: the model gives {tuple(output.shape)}, the targets are "
                 f"{tuple(targets.shape)}; bring both to one shape, such as targets[:, None]"
@@ -137,7 +137,7 @@ class SquaredError:
 class OneHotSquaredError:
     """Squared error of logits [b, c] to the one-hot class [b], summed over all c.
 
-    The count is of samples times c. Targets of ``IGNORED`` count nothing.
+    The count is the number of samples times c. Targets of ``IGNORED`` do not count.
     """
 
     metrics: tuple[str, ...] = ()
@@ -152,15 +152,15 @@ class OneHotSquaredError:
 
 
 class ClassCrossEntropy:
-    """Cross entropy of logits [b, c] against classes [b], summed over samples, and how many were right.
+    """Cross entropy of logits [b, c] against classes [b], summed over samples, and the number of correct predictions.
 
-    Targets of ``IGNORED`` and samples of weight 0 count nothing.
+    Targets of ``IGNORED`` and samples of weight 0 do not count.
     """
 
     metrics: tuple[str, ...] = ("accuracy",)
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        """See ``Loss``. Raises ValueError where targets are not one class for each sample."""
+        """See ``Loss``. Raises ValueError if targets are not one class for each sample."""
         if targets.is_floating_point() or targets.dim() != output.dim() - 1:
             column = targets.shape[1:] == (1,)
             whole = "targets.long()" if targets.dim() == 1 else "targets[:, 0]" if column else "targets.argmax(dim=1)"
@@ -171,7 +171,7 @@ class ClassCrossEntropy:
 
 
 class TokenCrossEntropy:
-    """Cross entropy of logits [b, t, v] against next tokens [b, t], summed; the count is of tokens.
+    """Cross entropy of logits [b, t, v] against next tokens [b, t], summed over tokens.
 
     ``FusedHead.loss`` computes the same without holding the logits.
     """

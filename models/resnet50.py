@@ -1,7 +1,7 @@
 """ResNet-50 as a chain of its blocks.
 
-Source: He et al. 2015, "Deep Residual Learning for Image Recognition", in torchvision's variant (the stride sits in a
-block's 3x3 convolution). Layers carry torchvision's names, so that one's ``state_dict`` loads into the other.
+Source: He et al. 2015, "Deep Residual Learning for Image Recognition", in torchvision's variant (the stride is in a
+block's 3x3 convolution). Layers have torchvision's names, so that the ``state_dict`` of one loads into the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from models.batchnorm import BatchNorm2d
 from models.chain import Chain, LayerSpec, check_sizes, reset_parameters
 from models.losses import ClassCrossEntropy, Loss, OneHotSquaredError
 
-# Per group of blocks: how many, width of their 3x3 convolution, stride of the first.
+# For each group of blocks: their number, the width of their 3x3 convolution, the stride of the first.
 GROUPS = {"layer1": (3, 64, 1), "layer2": (4, 128, 2), "layer3": (6, 256, 2), "layer4": (3, 512, 2)}
 LOSSES: dict[str, Callable[[], Loss]] = {"mse": OneHotSquaredError, "cross_entropy": ClassCrossEntropy}
 
@@ -31,8 +31,8 @@ def resnet50(
 ) -> Chain:
     """Build a chain of 22 layers: four of the stem, 16 bottleneck blocks, pooling and the classifier.
 
-    Images [b, in_channels, height, width] of any size, 32 pixels or more to be of use -> logits [b, num_classes]. In
-    training, a micro-batch of one image needs more than 32 pixels: of a single value BatchNorm has no variance.
+    Images [b, in_channels, height, width] of any size, usefully 32 pixels or more -> logits [b, num_classes]. In
+    training, a micro-batch of one image needs more than 32 pixels, because a single value has no variance in BatchNorm.
 
     The published experiment is PyTorch's tutorial on model parallelism, whose two halves (up to layer2, from layer3 on)
     are ``parallel.balance=[11,11]``, with squared error to the one-hot class (``loss="mse"``).
@@ -44,7 +44,7 @@ def resnet50(
         layers=[
             LayerSpec("conv1", partial(nn.Conv2d, in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)),
             LayerSpec("bn1", partial(BatchNorm2d, 64)),
-            # Not in place, unlike torchvision's: it may be a stage's first layer, whose input is not its own.
+            # Unlike torchvision's not in place, since it may be a stage's first layer, which must not change its input.
             LayerSpec("relu", nn.ReLU),
             LayerSpec("maxpool", partial(nn.MaxPool2d, kernel_size=3, stride=2, padding=1)),
             *_blocks(),
@@ -62,9 +62,9 @@ class PointwiseConv2d(nn.Conv2d):
     """``nn.Conv2d`` with a 1x1 kernel and the same parameters under the same names.
 
     With one thread and fewer than 16 images torch's CPU convolution does not use oneDNN but a loop over images with a
-    copy of each: half the speed, in exactly the micro-batches of a pipeline. A dilated one uses it (``use_mkldnn`` in
-    aten/src/ATen/native/Convolution.cpp), and a kernel of one pixel has nothing to dilate. In bf16 with the channels
-    innermost, one matrix product over all pixels is faster still.
+    copy of each, which halves the speed of the micro-batches of a pipeline. A dilated convolution uses oneDNN
+    (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp), and dilation does not change a kernel of one pixel. In
+    bf16 with the channels innermost, one matrix product over all pixels is faster still.
     """
 
     def __init__(self, in_channels: int, out_channels: int, bias: bool = True, stride: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""What a model's YAML file may compute from a section ``model``: ``${NAME:${model}}``."""
+"""Functions that a model's YAML file may apply to a section ``model``: ``${NAME:${model}}``."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,17 +1,18 @@
-"""Random numbers that depend on names, not on who draws them.
+"""Random numbers that depend on names, not on the rank that draws them.
 
-A generator that runs on from call to call ties every number to the order of the calls, and the order is what
-a parallel layout changes. Here each use seeds the generator from what it *is*: (seed, parameter name) for an
-initial weight, (seed, step, module name, sample) for a dropout mask. Any layout then draws the same.
+The numbers of a generator depend on the order of the calls, and a parallel layout changes this order. Here each use
+seeds the generator by its identity: (seed, parameter name) for an initial weight, (seed, step, module name, sample) for
+a dropout mask. Every layout then draws the same numbers.
 
-Dropout by sample: torch draws one mask for a whole tensor, so a batch that is cut otherwise has other masks, and trains
-otherwise. Here a mask is a function of (seed, step, name of the module, which call of it, the sample's index in the
-global batch): the same for every number of micro-batches, replicas and stages, and drawn again in a recomputation. In a
-chain every ``nn.Dropout``, ``nn.Dropout1d``, ``2d`` and ``3d`` works like this; outside of one they are torch's own. A
-sample is a row of the tensor's first dimension, or several consecutive rows: [b t, c] has t of each.
+Dropout by sample: torch draws one mask for a whole tensor, so a batch that is cut differently has other masks and
+trains differently. Here a mask is a function of (seed, step, name of the module, number of its call, the sample's index
+in the global batch): the same for every number of micro-batches, replicas and stages, and drawn again in a
+recomputation. In a chain every ``nn.Dropout``, ``nn.Dropout1d``, ``2d`` and ``3d`` works like this; outside of a chain
+they are torch's own. A sample is a row of the tensor's first dimension, or several consecutive rows: [b t, c] has t of
+each.
 
-The random bits of an element are a hash of its position, that of SplitMix64 (Steele et al. 2014). That takes no
-longer than torch's generator takes on a CPU, and gives the same mask on every device.
+The random bits of an element are a hash of its position, that of SplitMix64 (Steele et al. 2014). On a CPU this takes
+no longer than torch's generator, and it gives the same mask on every device.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# A dropout mask, as int64: how far apart samples and elements are before they are hashed (the latter as in SplitMix64),
-# and the factors of the hash.
+# The constants of a dropout mask, as int64: the distances of samples and of elements before they are hashed (the latter
+# as in SplitMix64), and the factors of the hash.
 HASH = SAMPLE, ELEMENT, FACTOR_1, FACTOR_2 = tuple(
     n - 2**64 for n in (0xD1342543DE82EF95, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-# Elements to a block. CPU: two int64 of each are in the cache.
+# Elements per block. On a CPU two int64 of each fit into the cache.
 _CPU_BLOCK, _OTHER_BLOCK = 2**15, 2**22
 
 
@@ -45,7 +46,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that operators on ``device`` draw from."""
+    """Return the generator from which operators on ``device`` draw."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.mps._get_default_mps_generator() if device.type == "mps" else torch.default_generator
@@ -54,8 +55,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the default generators of the host and of ``device``, and of no other device.
 
-    The host's too: ``torch.rand(())``, which decides whether a layer is left out, draws there. ``torch.manual_seed``
-    seeds every backend there is, which takes 60 times as long, for each layer of each micro-batch.
+    The host's is seeded, too, because ``torch.rand(())``, which may decide whether a layer is skipped, draws there.
+    ``torch.manual_seed`` seeds every backend, which takes 60 times as long, for each layer of each micro-batch.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -64,7 +65,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from ``seed`` on the CPU inside the block, and leave the generator as it was found."""
+    """Draw from ``seed`` on the CPU inside the block, and restore the generator's state after it."""
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -82,7 +83,7 @@ class Samples:
         first: The first one's index in the global batch.
         seed: The run's seed.
         step: The number of the step.
-        notes: Where it is a list, each dropout adds (module, shape of its input) to it, and draws nothing.
+        notes: If it is a list, each dropout adds (module, shape of its input) to it, and draws nothing.
     """
 
     count: int
@@ -95,8 +96,8 @@ class Samples:
     def seed_of_call(self, module: str) -> int:
         """Return the seed of this call of a module that a layer may call more than once.
 
-        A layer that recomputes a part of itself (``torch.utils.checkpoint``) calls it again, with the host's random
-        numbers where they were. So each call is identified by the next of these numbers.
+        A layer that recomputes a part of itself (``torch.utils.checkpoint``) calls it again, with the host's generator
+        in the same state. Each call is therefore identified by the next number of this generator.
         """
         position = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         calls = self._calls.setdefault(module, {})
@@ -109,9 +110,9 @@ _of_seed: dict[int, Samples] = {}  # by the seed of the host's generator, which 
 
 @contextmanager
 def computing(samples: Samples, seed: int | None = None) -> Iterator[None]:
-    """Say which samples a layer computes inside the block.
+    """Set the samples that a layer computes inside the block.
 
-    The backward finds them by the seed that the host's generator was given for them, until ``forget``.
+    The backward finds them by the seed of the host's generator, until ``forget``.
     """
     before, _forward.samples = getattr(_forward, "samples", None), samples
     if seed is not None:
@@ -123,12 +124,12 @@ def computing(samples: Samples, seed: int | None = None) -> Iterator[None]:
 
 
 def forget() -> None:
-    """End what ``computing`` has said: the backward is done."""
+    """Forget the samples that ``computing`` has set, after the backward."""
     _of_seed.clear()
 
 
 def samples_of(x: Tensor) -> Samples | None:
-    """Return the samples in the rows of ``x``; None outside of a training step, and where they are not in its rows."""
+    """Return the samples in the rows of ``x``; None outside of a training step, and if its rows are not samples."""
     samples = getattr(_forward, "samples", None)
     if samples is None:
         samples = _of_seed.get(torch.default_generator.initial_seed())
@@ -142,7 +143,7 @@ class BySample(nn.modules.dropout._DropoutNd):
 
     Attributes:
         full_name: The module's name in the whole chain.
-        spread: The first dimension along which all elements share what is drawn; None: each has its own.
+        spread: The first dimension along which all elements share a random number; None: each has its own.
     """
 
     full_name = ""
@@ -159,7 +160,7 @@ class BySample(nn.modules.dropout._DropoutNd):
         shape = x.shape if self.spread is None else (*x.shape[: self.spread], *[1] * (x.dim() - self.spread))
         if samples.notes is not None:
             samples.notes.append((self.full_name, tuple(x.shape)))
-            return x * (1.0 if in_kernel else x.new_empty(shape))  # and as much is kept for the backward
+            return x * (1.0 if in_kernel else x.new_empty(shape))  # keeps as much for the backward as a mask does
         seed = samples.seed_of_call(self.full_name)
         if in_kernel and _kernel_works(x.device):
             return _InKernel.apply(x, seed, samples.first, samples.count, self.p)
@@ -199,15 +200,15 @@ class CausalAttentionDropout(Dropout):
         samples = samples_of(q)
         if samples is None:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p, is_causal=True)
-        if q.device.type == "cuda":  # the kernel draws: one call for each sample
+        if q.device.type == "cuda":  # torch's kernel draws, so it is called for each sample
             if samples.notes is not None:
                 samples.notes.append((self.full_name, tuple(q.shape)))
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
             generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
             seed = samples.seed_of_call(self.full_name)
-            for i, one in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
+            for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
                 generator.manual_seed(derive_seed(seed, samples.first + i))
-                outputs.append(F.scaled_dot_product_attention(*one, dropout_p=self.p, is_causal=True))
+                outputs.append(F.scaled_dot_product_attention(*sample, dropout_p=self.p, is_causal=True))
             return torch.cat(outputs)
         unseen = torch.full((q.shape[2], k.shape[2]), -math.inf, dtype=q.dtype, device=q.device).triu(1)
         scores = torch.baddbmm(
@@ -222,7 +223,7 @@ _OURS = {nn.Dropout: Dropout, nn.Dropout1d: Dropout1d, nn.Dropout2d: Dropout2d, 
 
 
 def by_sample(name: str, layer: nn.Module) -> nn.Module:
-    """Make the dropout of a layer dropout by sample, in place, and tell each module its name."""
+    """Make the dropout of a layer dropout by sample, in place, and set the name of each module."""
     for full_name, module in layer.named_modules(prefix=name):
         module.__class__ = _OURS.get(type(module), type(module))
         if isinstance(module, BySample):
@@ -231,12 +232,12 @@ def by_sample(name: str, layer: nn.Module) -> nn.Module:
 
 
 def _threshold(p: float) -> int:
-    """Return what int64 random bits are at least with probability 1 - ``p``."""
+    """Return the least value of int64 random bits that are kept, with probability 1 - ``p``."""
     return min(int((p - 0.5) * 2**64), 2**63 - 1)
 
 
 def _mask(mask: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
-    """Fill ``mask``, [count r, ...] and contiguous: 0 for what is dropped out, else 1 / (1 - p)."""
+    """Fill ``mask``, [count r, ...] and contiguous, with 0 for dropped elements and 1 / (1 - p) for the others."""
     rows = mask.view(count, -1)
     size, device = rows.shape[1], mask.device
     starts = torch.arange(first, first + count, device=device).mul_(SAMPLE).add_(seed)[:, None]
@@ -248,7 +249,7 @@ def _mask(mask: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
 
 
 def _mixed(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser without its last shift, which the high bits do not see. ``z`` is overwritten."""
+    """SplitMix64's finaliser without its last shift, which does not change the high bits. ``z`` is overwritten."""
     shifted = (z >> 30).bitwise_and_(2**34 - 1)
     z.bitwise_xor_(shifted).mul_(FACTOR_1)
     torch.bitwise_right_shift(z, 27, out=shifted).bitwise_and_(2**37 - 1)
@@ -262,7 +263,7 @@ def _in_kernel(x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor
 
 
 class _InKernel(torch.autograd.Function):
-    """In one kernel, which draws the mask again for the backward: nothing is kept."""
+    """Dropout in one kernel, which draws the mask again in the backward, so that nothing is kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
@@ -276,23 +277,23 @@ class _InKernel(torch.autograd.Function):
 
 @cache
 def _kernel_works(device: torch.device) -> bool:
-    """Return whether Triton can build the kernel here, and it drops out what it should."""
+    """Return whether Triton can build the kernel, and it drops the right elements."""
 
     def check() -> None:
         ones = torch.ones(4, 5003, device=device)
         torch.testing.assert_close(_in_kernel(ones, 2**62 + 1, 7, 4, 0.25), _mask(ones.clone(), 2**62 + 1, 7, 4, 0.25))
 
-    return works("dropout", check)
+    return passes("dropout", check)
 
 
-def works(what: str, check: Callable[[], None]) -> bool:
-    """Return whether a Triton kernel passes a check; warn where it is there and does not."""
+def passes(what: str, check: Callable[[], None]) -> bool:
+    """Return whether a Triton kernel passes a check. Warn if Triton is installed and the check fails."""
     try:
         check()
     except ImportError:
         return False
-    except Exception as error:  # of Triton's, the compiler's, the driver's
+    except Exception as error:  # of Triton, the compiler or the driver
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(f"{what} without its Triton kernel, which is slower: {reason}", stacklevel=3)
+        warnings.warn(f"{what} is computed without its Triton kernel, which is slower: {reason}", stacklevel=3)
         return False
     return True

@@ -1,4 +1,4 @@
-"""A chain of an ``nn.Sequential`` that exists already: its layers, its names and its weights."""
+"""A chain from an existing ``nn.Sequential``, with its layers, its names and its weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNor
 from models.chain import Chain, LayerSpec
 from models.losses import Loss
 
-# torch's running statistics move with every micro-batch of every replica, each in its own way.
+# torch's layers update their running statistics with every micro-batch, and differently in each replica.
 _OURS = {nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d}
 
 
 def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
     """Make a chain that starts from the weights of ``net``; ``net`` itself is not changed by training.
 
-    Every process of a run holds these weights once, beside its own layers'. Parameters that layers share are tied,
-    frozen ones stay frozen, and torch's BatchNorm becomes that of ``models.batchnorm``.
+    Every process of a run holds all these weights once, in addition to those of its layers. Parameters that layers
+    share are tied, frozen parameters stay frozen, and torch's BatchNorm becomes that of ``models.batchnorm``.
 
         chain = chain_of(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), ClassCrossEntropy())
 
@@ -34,9 +34,9 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
         **fields: Further fields of ``Chain``, such as ``limits={"vocabulary": 50257}``.
 
     Raises:
-        ModelError: For what is no ``nn.Sequential`` or no loss, a ``SyncBatchNorm``, a BatchNorm without weights or
-            running statistics, a lazy module that has not been called yet, and weights that are on the meta device or
-            cannot be copied.
+        ModelError: If ``net`` is not an ``nn.Sequential`` or ``loss`` is not a loss, or for a ``SyncBatchNorm``, a
+            BatchNorm without weights or running statistics, a lazy module that has not been called yet, and weights
+            that are on the meta device or cannot be copied.
     """
     _check_sequential(net)
     try:
@@ -68,13 +68,13 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
 
 
 def _check_sequential(net: Any) -> None:
-    """Check that the children of ``net`` are what it computes, in their order."""
+    """Check that ``net`` computes its children in their order."""
     if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward:
         given = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
         raise ModelError(
-            f"chain_of takes an nn.Sequential, not {given}, whose forward need not be its children one after the "
-            "other: write nn.Sequential(*layers), or a Chain of layers (docs/extending.md, 'A model'); parallel=ddp "
-            "and train.compile=true wrap it by themselves"
+            f"chain_of takes an nn.Sequential, not {given}, whose forward may not compute its children one after the "
+            "other. Write nn.Sequential(*layers), or a Chain of layers (docs/extending.md, 'A model'). parallel=ddp "
+            "and train.compile=true wrap the model by themselves"
         )
 
 
@@ -84,8 +84,8 @@ def _as_ours(name: str, norm: nn.Module) -> StepBatchNorm:
         raise ModelError(f"layer {name!r}: {kind.__name__} needs affine=True, track_running_stats=True and a momentum")
     ours = _OURS[kind](norm.num_features, norm.eps, norm.momentum)
     ours.load_state_dict(norm.state_dict())
-    for own, theirs in zip(ours.parameters(), norm.parameters(), strict=True):
-        own.requires_grad_(theirs.requires_grad)
+    for parameter, original in zip(ours.parameters(), norm.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
     return ours
 
 
@@ -96,7 +96,7 @@ def _without_weights(layer: nn.Module) -> nn.Module:
         empty[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
     for buffer in layer.buffers():
         empty[id(buffer)] = _empty_like(buffer)
-    return copy.deepcopy(layer, empty)  # which takes these for copies that it has made already
+    return copy.deepcopy(layer, empty)  # which treats these as copies that it has made already
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

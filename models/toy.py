@@ -11,7 +11,7 @@ from models.losses import SquaredError
 def toy(in_features: int = 10, hidden: int = 10, out_features: int = 5) -> Chain:
     """Build a chain of three layers, [b, in_features] -> [b, out_features], under squared error.
 
-    The middle layer holds no parameters: on three stages one has nothing to optimize, and that is legal.
+    The middle layer has no parameters, so one of three stages has nothing to optimize, which is allowed.
     Source: the ToyModel of PyTorch's DDP tutorial.
     """
     return Chain(

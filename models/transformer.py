@@ -1,9 +1,9 @@
 """The language model of PyTorch's "DDP and pipeline parallelism" tutorial.
 
-Post-norm Transformer encoder layers (Vaswani et al. 2017), with sinusoidal positions and ReLU. The tutorial gives them
-no mask: each word sees the next one, which it is to predict, and the perplexity of 1.39 that it prints is that of
-copying. Here attention is causal. Source: "Training Transformer models using Distributed Data Parallel and Pipeline
-Parallelism" (PyTorch tutorials up to 2.3).
+Post-norm Transformer encoder layers (Vaswani et al. 2017), with sinusoidal positions and ReLU. The tutorial uses no
+mask, so each word sees the next one, which it should predict, and the printed perplexity of 1.39 is that of copying.
+Here attention is causal. Source: "Training Transformer models using Distributed Data Parallel and Pipeline Parallelism"
+(PyTorch tutorials up to 2.3).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Positions(UsesCache, nn.Module):
 
     def __init__(self, max_len: int, d_model: int) -> None:
         super().__init__()
-        # Made from the configuration alone, so a checkpoint need not hold it.
+        # It follows from the configuration, so checkpoints do not contain it.
         self.register_buffer("pe", torch.empty(max_len, d_model), persistent=False)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Refill the buffer, whose memory may be fresh."""
+        """Fill the buffer, whose memory may be uninitialised."""
         length, width = self.pe.shape
         frequencies = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
         angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
@@ -84,7 +84,7 @@ class SelfAttention(CausalAttention):
 class TransformerLayer(nn.Module):
     """``nn.TransformerEncoderLayer(batch_first=True)`` under a causal mask: [b, t, d_model] -> same.
 
-    The same parameter names and numbers; torch's own asks for the mask as a tensor at each call.
+    It has the same parameter names and numbers. torch's own layer needs the mask as a tensor in each call.
     """
 
     def __init__(self, d_model: int, n_head: int, d_hid: int, dropout: float) -> None:

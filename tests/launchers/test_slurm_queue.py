@@ -123,7 +123,7 @@ KILLED = "srun: error: n1: task 1: Killed"
         (State("FAILED", "NonZeroExitCode", "n1"), [PEER, RAISED], "", "rank 1 raised\nValueError: bad luck"),
         (State("FAILED", "NonZeroExitCode", "n1"), [PEER, None], KILLED, "job 7 ended as FAILED (NonZeroExitCode); "
          f"ended without a report, as if killed: rank 1. From {{folder}}/7.err:\n{KILLED}"),
-        (State("CANCELLED", "None", "n1"), [None, None], "", "job 7 ended as CANCELLED (None); ended without saying"),
+        (State("CANCELLED", "None", "n1"), [None, None], "", "job 7 ended as CANCELLED (None); ended without a report"),
         (State("FAILED", "None", "n1"), [None, None], "srun: error: n1: task 0: Out Of Memory", "launcher.mem_gb"),
         (State("TIMEOUT", "TimeLimit", "n1"), [RAISED, None], "", "set launcher.time_min or launcher.signal_s higher"),
         (State("COMPLETED", "None", "n1"), [{}, None], "", "ended without a report, as if killed: rank 1"),

@@ -216,5 +216,5 @@ def test_mistral_is_refused_by_its_name_and_for_its_window(path):
 
 @pytest.mark.parametrize("heads", [0, "9", [9]])
 def test_heads_that_cannot_be_are_an_error_that_names_the_file(path, heads):
-    with pytest.raises(ModelError, match="config.json is none of LlamaForCausalLM"):
+    with pytest.raises(ModelError, match="config.json describes none of LlamaForCausalLM"):
         LLAMA.read(path({**SMOL, "num_attention_heads": heads}))

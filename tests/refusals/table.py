@@ -192,7 +192,7 @@ MODELS = {
     "model.dropout": Refusal(GPT2 + "model.dropout=1.0", "model.dropout=1.0 must lie in [0, 1)"),
     "model.vocab_size=100": Refusal(GPT2 + "model.vocab_size=100", "model.vocab_size=50257 or more"),
     "model.num_classes": Refusal("model=convnet model.num_classes=5", "label of sample 5 is 5", "0 to 4"),
-    "model.image_size": Refusal("model=convnet model.image_size=3", "halved twice: it must be at least 4"),
+    "model.image_size": Refusal("model=convnet model.image_size=3", "halved twice, so it must be at least 4"),
     "model.loss": Refusal("model=resnet50 model.loss=hinge", "hinge", "mse, cross_entropy"),
     "data.seq_len=300": Refusal(GPT2 + "data.seq_len=300", "256 positions", "data.seq_len=256", "model.block_size=300"),
     "model=gpt2": Refusal("model=gpt2 data=random_regression", "numbers", "leave data= out"),

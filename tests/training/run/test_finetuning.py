@@ -134,8 +134,8 @@ def test_rotations_in_the_file_that_are_not_the_models_are_an_error(folders, row
     "word, says",
     [
         ("model.size=llama3.2-1B", "model.size=llama3.2-1B has n_embd=2048, and .*; leave model.size out"),
-        ("model.n_layer=5", "model.n_layer=5, and .* says num_hidden_layers=4"),
-        ("model.vocab_size=300", "model.vocab_size=300, and .* says vocab_size=416"),
+        ("model.n_layer=5", "model.n_layer=5, but .* has num_hidden_layers=4"),
+        ("model.vocab_size=300", "model.vocab_size=300, but .* has vocab_size=416"),
         ("data.seq_len=500", "data.seq_len=500 is longer than the model's 128 positions"),
     ],
 )
