@@ -109,7 +109,7 @@ def test_where_the_kernel_fails_torch_s_operators_compute_the_same(monkeypatch, 
     expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
     torch.testing.assert_close(fused._on_cuda(logits, targets, True), expected)
     said = [
-        str(one.message) for one in recwarn if "cross entropy is computed without its Triton kernel" in str(one.message)
+        str(one.message) for one in recwarn if "cross entropy is computed without" in str(one.message)
     ]
     assert len(said) == (warning is not None) and all(warning in message for message in said)
     fused._kernel_works.cache_clear()

@@ -178,6 +178,6 @@ def test_where_the_kernel_fails_torch_s_operators_draw(monkeypatch, recwarn, mod
     seeds._kernel_works.cache_clear()
     assert not seeds._kernel_works(CPU)
     assert (
-        len([one for one in recwarn if "dropout is computed without its Triton kernel" in str(one.message)]) == warning
+        len([one for one in recwarn if "dropout is computed without its" in str(one.message)]) == warning
     )
     seeds._kernel_works.cache_clear()
