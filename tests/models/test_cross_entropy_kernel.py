@@ -108,8 +108,6 @@ def test_where_the_kernel_fails_torch_s_operators_compute_the_same(monkeypatch, 
     logits, targets = drawn(5, 40, torch.float32)
     expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
     torch.testing.assert_close(fused._on_cuda(logits, targets, True), expected)
-    said = [
-        str(one.message) for one in recwarn if "cross entropy is computed without" in str(one.message)
-    ]
+    said = [str(one.message) for one in recwarn if "cross entropy is computed without" in str(one.message)]
     assert len(said) == (warning is not None) and all(warning in message for message in said)
     fused._kernel_works.cache_clear()

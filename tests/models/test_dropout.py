@@ -177,7 +177,5 @@ def test_where_the_kernel_fails_torch_s_operators_draw(monkeypatch, recwarn, mod
     monkeypatch.setitem(sys.modules, "models.dropout_kernel", module)
     seeds._kernel_works.cache_clear()
     assert not seeds._kernel_works(CPU)
-    assert (
-        len([one for one in recwarn if "dropout is computed without its" in str(one.message)]) == warning
-    )
+    assert len([one for one in recwarn if "dropout is computed without its" in str(one.message)]) == warning
     seeds._kernel_works.cache_clear()

@@ -128,7 +128,7 @@ def source(*given):
 AT_ONCE = {
     "a loss of torch": (lambda: chain(nn.CrossEntropyLoss()), r"CrossEntropyLoss is not a loss.*ClassCrossEntropy\(\)"),
     "a list of layers": (lambda: chain(layers=[nn.Linear(4, 2)]), r"not a list.*write nn.Sequential\(\*layers\)"),
-    "a forward of its own": (lambda: chain(layers=Twice(nn.Linear(4, 2))), "not a Twice, whose forward may not compute"),
+    "a forward of its own": (lambda: chain(layers=Twice(nn.Linear(4, 2))), "not a Twice, whose forward may not"),
     "no layers": (lambda: chain_of(nn.Sequential(), ClassCrossEntropy()), "at least one layer"),
     "a wrapped model": (lambda: chain(layers=nn.DataParallel(net())), "not a DataParallel"),
     "a compiled model": (lambda: chain(layers=Compiled()), "not a Compiled.*train.compile=true"),
