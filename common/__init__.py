@@ -1,1 +1,1 @@
-"""What every room may use: errors that a user can act on, files, and what is known of this machine."""
+"""Modules that every package may use: errors that a user can act on, files, and properties of this machine."""

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: shown as one message, without a traceback."""
+"""Errors that a user can act on, which are shown as one message, without a traceback."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from types import TracebackType
 
 _NEED_LESS = (
     "Smaller micro-batches (more parallel.chunks), train.activation_checkpointing=true, parallel=fsdp, or a smaller "
-    "train.global_batch_size, model or data set need less; mode=plan estimates what each rank will hold"
+    "train.global_batch_size, model or data set need less; mode=plan estimates the memory of each rank"
 )
 
 
 class UserError(Exception):
-    """The message states the numbers and a way out.
+    """An error whose message states the numbers and a fix.
 
     Attributes:
-        repeats: Whether the error would come again if the run were started again.
+        repeats: Whether the error would occur again if the run were started again.
     """
 
     repeats = True
@@ -31,15 +31,15 @@ class PlanError(UserError, ValueError):
 
 
 class DataError(UserError, ValueError):
-    """Data that is wrong, or that was asked for in a wrong way."""
+    """Data that is wrong, or wrong options of a data set."""
 
 
 class ModelError(UserError, ValueError):
-    """A model that cannot be what it was described as."""
+    """A model that cannot be built as it is described."""
 
 
 class TrainingError(UserError, RuntimeError):
-    """A run that cannot start or go on."""
+    """A run that cannot start or continue."""
 
 
 class CheckpointError(TrainingError):
@@ -47,7 +47,7 @@ class CheckpointError(TrainingError):
 
 
 class LaunchError(UserError, RuntimeError):
-    """The processes of a run could not be described, started or brought together."""
+    """The processes of a run that cannot be described, started or connected."""
 
     repeats = False
 
@@ -55,35 +55,35 @@ class LaunchError(UserError, RuntimeError):
 def message_for_user(error: BaseException) -> str | None:
     """Return the message about an error that a user can act on, without a traceback; None for any other error.
 
-    Besides ``UserError`` these are what the operating system refuses: a file, or memory. (A lost connection is a matter
-    of the processes of a run; see ``launchers.failure``.)
+    Such errors are ``UserError``, and errors of the operating system about files or memory. (Lost connections between
+    the processes of a run are handled by ``launchers.failure``.)
     """
     if isinstance(error, UserError):
         return _with_notes(str(error), error)
     if isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.errno is not None:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        said = (error.strerror or str(error)).lower()
-        return f"{where}{said}; check the path, its permissions and the space on its disk"
+        reason = (error.strerror or str(error)).lower()
+        return f"{where}{reason}; check the path, its permissions and the space on its disk"
     if is_out_of_memory(error):
-        said = str(error).strip().partition("\n")[0].partition(" See documentation")[0]
-        said = said[said.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in said else said
-        place = f" ({'; '.join(notes)})" if (notes := getattr(error, "__notes__", ())) else ""
-        return f"memory is exhausted{place}{said and f': {said}'}\n{_NEED_LESS}"
+        reason = str(error).strip().partition("\n")[0].partition(" See documentation")[0]
+        reason = reason[reason.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in reason else reason
+        where = f" ({'; '.join(notes)})" if (notes := getattr(error, "__notes__", ())) else ""
+        return f"memory is exhausted{where}{reason and f': {reason}'}\n{_NEED_LESS}"
     if isinstance(error, bdb.BdbQuit):
-        # The debugger knows where it stopped. At the end of a function that frame has left the traceback already.
+        # The debugger has the frame in which it stopped. At the end of a function the traceback does not have it.
         *_, (quitting, _) = traceback.walk_tb(error.__traceback__)
         frame = quitting.f_locals.get("frame", quitting)
         return (
-            f"the debugger ended in {frame.f_code.co_filename}, line {frame.f_lineno}. Workers have no terminal: "
+            f"the debugger ended in {frame.f_code.co_filename}, line {frame.f_lineno}. Workers have no terminal; "
             "start a run of one process, parallel=single, or parallel=model_parallel for several stages"
         )
     return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether main memory or a device's did not suffice.
+    """Return whether there was too little main memory or memory of a device.
 
-    ``common`` knows nothing of torch's own class, and not every backend raises it.
+    torch's own class is not checked: ``common`` does not import torch, and not every backend raises it.
     """
     words = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
     return isinstance(error, MemoryError) or (
@@ -92,7 +92,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Do what ``error.add_note`` does from Python 3.11 on."""
+    """Add a note to an error, as ``error.add_note`` does from Python 3.11 on."""
     notes = [*getattr(error, "__notes__", ()), note]
     error.__notes__ = notes  # pyright: ignore[reportAttributeAccessIssue]  # declared from 3.11 on
 
@@ -109,10 +109,10 @@ def _with_notes(text: str, error: BaseException) -> str:
 
 @contextmanager
 def exit_is_failure() -> Iterator[None]:
-    """Turn ``sys.exit`` in a user's code, whatever its code, into an error: a run that was left early is not finished.
+    """Turn ``sys.exit`` in a user's code into an error, since a run that was left early is not finished.
 
     Raises:
-        TrainingError: The block raised SystemExit; the message names the line.
+        TrainingError: If the block raised SystemExit with any code. The message names the line.
     """
     try:
         yield
@@ -120,11 +120,11 @@ def exit_is_failure() -> Iterator[None]:
         frames = traceback.extract_tb(leaving.__traceback__)
         at = [frame for frame in frames if not frame.filename.endswith("exit_hooks.py")][-1]  # wandb's own sys.exit
         raise TrainingError(
-            f"sys.exit() was called in {at.filename}, line {at.lineno}: the run is not finished. A callback ends a run "
+            f"sys.exit() was called in {at.filename}, line {at.lineno}; the run is not finished. A callback ends a run "
             "early by run.stop(reason)"
         ) from leaving
 
 
 def printable(text: str) -> str:
-    """Return a text without what a terminal would take for a command; line ends and tabs stay."""
+    """Return a text without characters that a terminal would interpret as commands; line ends and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Files that are on the disk whole or not at all, and errors that say how much space is left."""
+"""Files that are written to the disk completely or not at all, and errors with the free space."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 
 from common.errors import UserError
 
-TYPED_IN = "TRAIN_PATHS_TYPED_IN"  # a variable: the folder that relative paths are in, if not in the current one
-_PLAIN = (type(None), bool, int, str)  # as JSON has them
+TYPED_IN = "TRAIN_PATHS_TYPED_IN"  # the variable with the folder of relative paths, if it is not the current folder
+_PLAIN = (type(None), bool, int, str)  # types that JSON has as well
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Write a file under a temporary name, flush it to the disk and rename it into place.
 
-    A reader, or a run after a crash, sees the old file or the new one, never a part of it. The folder is made where
-    it is missing. Text is written as UTF-8.
+    A reader, or a run after a crash, sees the old file or the new file, never a part of it. The folder is made if it is
+    missing. Text is written as UTF-8.
 
     Raises:
-        OSError: The disk is full or not writable. The old file is untouched and the temporary one removed.
+        OSError: If the disk is full or not writable. The old file is unchanged and the temporary file is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -43,13 +43,13 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to fill, which is flushed to the disk and takes its name when the block ends.
+    """Yield an empty folder to fill, which is flushed to the disk and renamed to ``folder`` when the block ends.
 
-    The folder is a hidden one beside ``folder``, a name under which no folder, or an empty one, may exist then. What a
-    killed process left in it is removed first. Only one process at a time may do this for the same name.
+    It is a hidden folder beside ``folder``, which must not exist then, or must be empty. Files that a killed process
+    has left in it are removed first. Only one process at a time may do this for the same name.
 
     Raises:
-        OSError: The disk is full or not writable. After this and after an error in the block nothing is left behind.
+        OSError: If the disk is full or not writable. The hidden folder is removed, as after an error in the block.
     """
     draft = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
@@ -66,7 +66,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError where a path leads to a device, a pipe or a socket, which might never end, or to a folder."""
+    """Raise OSError if a path leads to a device, a pipe or a socket, which might never end, or to a folder."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
@@ -74,7 +74,7 @@ def check_regular(path: Path) -> None:
 def expand_home(path: str | os.PathLike, base: Path | None = None) -> Path:
     """Return a path with its ``~`` or ``~user`` replaced by that user's folder; raise UserError if there is none.
 
-    A relative one is in ``base``, or in the folder that the variable ``TYPED_IN`` names, if one of them is given.
+    A relative path is in ``base``, or in the folder that the variable ``TYPED_IN`` names, if one of them is given.
     """
     try:
         return Path(base or os.environ.get(TYPED_IN, ""), Path(path).expanduser())
@@ -83,7 +83,7 @@ def expand_home(path: str | os.PathLike, base: Path | None = None) -> Path:
 
 
 def folder_of(weights: str | os.PathLike) -> Path:
-    """Return the folder in which weights lie: the path itself, or that of a .safetensors file."""
+    """Return the folder of weights: the path itself, or the folder of a .safetensors file."""
     path = expand_home(weights)
     return path.parent if path.suffix == ".safetensors" and not path.is_dir() else path
 
@@ -92,7 +92,7 @@ def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: It is not JSON, not UTF-8, or nested so deeply that Python's parser gives up.
+        ValueError: If it is not JSON, not UTF-8, or nested too deeply for Python's parser.
     """
     try:
         return json.loads(text)
@@ -101,7 +101,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def jsonable(value: Any) -> Any:
-    """Return a copy of a value made of what JSON knows; NaN and infinity become None."""
+    """Return a copy of a value that consists of JSON's types. NaN and infinity become None."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -118,7 +118,7 @@ def jsonable(value: Any) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the OmegaConf configuration in a YAML file. Raises UserError where it cannot be read, or is no YAML."""
+    """Return the OmegaConf configuration in a YAML file. Raises UserError if it cannot be read, or is not YAML."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -131,7 +131,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def template(path: Path, html: bool = False, **filters: Callable) -> Any:
-    """Return the jinja template in a file, which may use ``filters``; with ``html`` what is filled in is escaped."""
+    """Return the jinja template in a file, which may use ``filters``. With ``html`` the values are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(
@@ -156,12 +156,12 @@ def flush_path(path: Path) -> None:
 
 
 def explain(error: BaseException, path: Path) -> str:
-    """Return an error's own words and the free space where ``path`` is or would be."""
+    """Return an error's message and the free space on the disk of ``path``."""
     return f"{getattr(error, 'strerror', None) or error}; {free_space(path)}"
 
 
 def free_space(path: Path) -> str:
-    """Return how much is free at ``path``, or at the nearest folder above it: ``12.3 MiB are free at FOLDER``."""
+    """Return the free space at ``path``, or at the nearest folder above it: ``12.3 MiB are free at FOLDER``."""
     try:
         folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
         return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB are free at {folder}"

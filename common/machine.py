@@ -1,6 +1,6 @@
-"""What is known of this machine: cores, memory, the environment of processes, and the console.
+"""Properties of this machine: cores, memory, the environment of processes, and the console.
 
-Printing never ends a run: a closed pipe, a lost terminal, a full disk and a narrow encoding are survived.
+Printing never ends a run, even with a closed pipe, a lost terminal, a full disk or a narrow encoding.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any, TextIO
 
 from common.errors import UserError
 
-_SPINS = "10000"  # half a millisecond; GNU OpenMP's own number, 300,000, is up to some ten
+_SPINS = "10000"  # half a millisecond; GNU OpenMP's default of 300,000 is up to ten or more
 
 _STYLES = {"bold": "1", "red": "1;31"}
 _FAILURES = (OSError, ValueError)  # ValueError: the stream was closed in this process
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on (its affinity mask where the system has one)."""
+    """Return the number of cores on which this process may run (its affinity mask if the system has one)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def available_memory() -> float:
-    """Return the bytes that processes can still take, by the kernel and by the limits of the container or service."""
+    """Return the bytes that processes can still use, by the kernel and by the limits of the container or service."""
     import psutil
 
     available = [psutil.virtual_memory().available]
     for folder in _control_groups():
         with suppress(OSError, KeyError, ValueError):  # without a limit, memory.max reads "max"
             limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-            # What the kernel has cached of files counts as used, and makes way.
+            # Files that the kernel has cached count as used, but are freed when memory is needed.
             fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             available.append(limit - used + int(fields["inactive_file"]))
     return min(available)
@@ -45,29 +45,30 @@ def check_memory(needed: float, what: str, way_out: str) -> None:
     """Check that ``needed`` bytes fit into the memory of this machine.
 
     Raises:
-        UserError: They do not. The message says ``what`` needs them, such as "data.samples=1000000", and ``way_out``.
+        UserError: If they do not. The message names ``what`` needs them, such as "data.samples=1000000", and the fix,
+            ``way_out``.
     """
     free = available_memory()
     if needed > free:
         raise UserError(
-            f"{what} needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free (a container's "
+            f"{what} needs {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} GiB are free (a container's "
             f"limit counts); {way_out}"
         )
 
 
 def _control_groups() -> list[Path]:
-    """Return the folders of this process's control groups (version 2), from its own to the outermost that is seen."""
+    """Return the folders of this process's control groups (version 2), from its own to the outermost visible one."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    own = Path("/sys/fs/cgroup", *[line[3:].lstrip("/") for line in lines if line.startswith("0::")])
-    return [own, *own.parents[:-3]]
+    group = Path("/sys/fs/cgroup", *[line[3:].lstrip("/") for line in lines if line.startswith("0::")])
+    return [group, *group.parents[:-3]]
 
 
 @contextmanager
 def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables of this process for a while; a value of None removes the variable."""
+    """Set environment variables of this process inside the block. A value of None removes the variable."""
     before = {name: os.environ.get(name) for name in changes}
     _set(changes)
     try:
@@ -85,9 +86,9 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Return the columns of the terminal that a stream leads to, 80 where it does not say; 0 where it leads elsewhere.
+    """Return the columns of a stream's terminal, 80 if it does not report them; 0 if the stream is not a terminal.
 
-    A terminal may have no columns either: that of a program that only pretends to be one.
+    A program that only pretends to be a terminal may also report 0 columns.
     """
     try:
         if not stream.isatty():
@@ -101,13 +102,13 @@ def terminal_width(stream: TextIO) -> int:
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """Return a text in "bold" or "red" where a stream shows that: on a terminal, unless NO_COLOR is set."""
+    """Return a text in "bold" or "red" if a stream shows it, which is a terminal, unless NO_COLOR is set."""
     plain = not terminal_width(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
     return text if plain else f"\033[{_STYLES[style]}m{text}\033[0m"
 
 
 class _Unfailing:
-    """A text stream that drops what cannot be written; in all else it is the stream that it wraps."""
+    """A text stream that drops text that cannot be written, and is otherwise the stream that it wraps."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -120,7 +121,7 @@ class _Unfailing:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream. What a full disk does not take now is tried again at the next flush."""
+        """Flush the stream. Text that does not fit on a full disk is written again at the next flush."""
         with suppress(*_FAILURES):
             self._stream.flush()
 
@@ -140,18 +141,18 @@ def unfailing_output() -> Iterator[None]:
         for stream in filter(None, before):
             try:
                 stream.flush()
-            except _FAILURES:  # Python flushes it again at its exit, and fails if it cannot: into /dev/null
-                with suppress(*_FAILURES, AttributeError):  # what stands for a stream may have no descriptor
+            except _FAILURES:  # Python flushes it again at its exit, and fails if it cannot, so to /dev/null
+                with suppress(*_FAILURES, AttributeError):  # an object in place of a stream may have no descriptor
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
                     stream.flush()
 
 
 def spin_briefly() -> None:
-    """Have OpenMP's threads wait actively for half a millisecond, and then sleep. Called before torch is imported.
+    """Let OpenMP's threads wait actively for half a millisecond, and then sleep. Called before torch is imported.
 
-    A thread that spins for one that has no core takes the core away from it: on a busy machine the steps of a small
-    model took five times as long. Threads that never spin make them up to 1.4 times as long on a quiet one. What the
-    environment already says stays, and processes that this one starts inherit it.
+    A thread that spins while it waits for another may take the core that the other needs: on a busy machine the steps
+    of a small model took five times as long. On a quiet machine, threads that never spin make them up to 1.4 times as
+    long. Variables that are set already stay, and processes that this one starts inherit them.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)

@@ -1,4 +1,4 @@
-"""Folders of cached data, built once and whole, however many processes ask for them; mapped files; downloads."""
+"""Folders of cached data, which are built once and completely for any number of processes; mapped files; downloads."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from common.files import atomic_folder, expand_home, explain
 logger = logging.getLogger(__name__)
 
 _WARN_AFTER_S = 5.0
-_ANSWER_S = 20.0  # a server may take to answer, or to send the next byte
+_ANSWER_S = 20.0  # the longest time for a server to answer, or to send the next byte
 
 
 def cached_folder(cache_dir: str | os.PathLike | None, name: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder ``cache_dir/name``, built first where it does not exist.
+    """Return the folder ``cache_dir/name``, and build it first if it does not exist.
 
-    One process builds under a file lock, which the system releases when its holder ends, and the others wait. The
+    One process builds it under a file lock, which the system releases when its holder ends, and the others wait. The
     folder appears by one rename after its files are on the disk.
 
     Args:
-        cache_dir: The folder that holds all cached data; None for the user's cache folder.
-        name: Names the content: it carries a hash of everything that the content depends on.
-        build: Fills the empty folder that it is given.
+        cache_dir: The folder of all cached data; None for the user's cache folder.
+        name: The name of the content, with a hash of everything on which the content depends.
+        build: A function that fills an empty folder.
 
     Raises:
-        DataError: The disk is full, or ``cache_dir`` cannot be written to. Nothing is left behind.
+        DataError: If the disk is full, or ``cache_dir`` cannot be written to. Nothing is left behind.
     """
     folder = cache_root(cache_dir) / name
     if folder.is_dir():
@@ -48,7 +48,7 @@ def cached_folder(cache_dir: str | os.PathLike | None, name: str, build: Callabl
     except OSError as error:
         path, root = Path(os.fsdecode(error.filename or folder)), folder.parent
         if root not in (path, *path.parents) and path not in root.parents:
-            raise  # of a file that is read for it
+            raise  # it is about a file that is read to build the folder
         raise DataError(
             f"cannot write the data cache {folder}: {explain(error, root)}. Free some space, or choose another "
             "folder with data.cache_dir=FOLDER"
@@ -57,7 +57,7 @@ def cached_folder(cache_dir: str | os.PathLike | None, name: str, build: Callabl
 
 
 def cache_root(cache_dir: str | os.PathLike | None) -> Path:
-    """Return the folder that holds all cached data; for None, the user's: $XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder of all cached data; for None, the user's, in $XDG_CACHE_HOME or ~/.cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "one-word-parallel")
     try:
         return expand_home(default if cache_dir is None else cache_dir)
@@ -67,7 +67,7 @@ def cache_root(cache_dir: str | os.PathLike | None) -> Path:
 
 @contextmanager
 def _waiting(lock: FileLock, folder: Path) -> Iterator[None]:
-    """Hold a lock; say what for where that takes long."""
+    """Hold a lock, and log for which folder if this process has to wait long."""
     try:
         lock.acquire(timeout=_WARN_AFTER_S)
     except Timeout:
@@ -82,21 +82,22 @@ def _waiting(lock: FileLock, folder: Path) -> Iterator[None]:
 class MappedFile:
     """Numbers in a file, or in a part of it, that are read from the disk when they are used.
 
-    A started process is sent the path, and maps the file again.
+    Another process gets the path, and maps the file again.
 
     Attributes:
         path: The file.
-        dtype: Of the numbers, as numpy names it.
-        offset: The first one's place, in bytes.
-        count: How many there are; by default, all from there on.
+        dtype: numpy's name of the dtype of the numbers.
+        offset: The position of the first number, in bytes.
+        count: The number of numbers; by default, all from there on.
         array: The numbers, [count].
     """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0, count: int | None = None):
-        """Map the file now: it can be read from then on, also when it is removed."""
+        """Map the file now. It can be read from then on, even if it is removed."""
         self.path, self.dtype, self.offset = path, dtype, offset
         self.count = (path.stat().st_size - offset) // np.dtype(dtype).itemsize if count is None else count
-        # A view as a plain array: indexing np.memmap itself costs microseconds more. None of no bytes can be made.
+        # A view as a plain array, because indexing np.memmap itself takes microseconds more. An empty one is not
+        # allowed.
         mapped = np.memmap(path, dtype, "r", offset, (self.count,)) if self.count else np.empty(0, dtype)
         self.array = mapped.view(np.ndarray)
 
@@ -106,10 +107,11 @@ class MappedFile:
 
 @contextmanager
 def downloading(what: str, way_out: str) -> Iterator[None]:
-    """Limit how long a server may be silent inside the block, and say what can be done where the download fails.
+    """Limit how long a server may not answer inside the block, and add a fix to the error if the download fails.
 
     Raises:
-        DataError: It fails or hangs. The message ends with ``way_out``. A full disk's OSError passes through.
+        DataError: If the download fails or hangs. The message ends with ``way_out``. The OSError of a full disk is not
+            changed.
     """
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_ANSWER_S)

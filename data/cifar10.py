@@ -27,15 +27,15 @@ _FILES = {
     "test": {"test_batch": "40351d587109b95175f43aff81a1287e"},
 }
 _WAY_OUT = (
-    f"Give the published folder {_FOLDER}, unpacked, by data.root=FOLDER, or leave data.root out on a machine with a "
-    "network and it is downloaded"
+    f"Give the published folder {_FOLDER}, unpacked, by data.root=FOLDER, or leave out data.root to download it on a "
+    "machine with a network"
 )
 
 
 class CIFAR10(PublishedImages):
     """50,000 + 10,000 photographs of 32x32 pixels: 45,000 to train on, 5,000 to validate and 10,000 to test."""
 
-    # Of the pixels of the training images: red, green and blue.
+    # The red, green and blue pixels of the training images have these.
     mean = tuple(255 * value for value in (0.4914, 0.4822, 0.4465))
     std = tuple(255 * value for value in (0.2470, 0.2435, 0.2616))
 
@@ -59,12 +59,12 @@ class CIFAR10(PublishedImages):
         return "CIFAR-10" + (", cropped and mirrored at random" if self.augment else "")
 
     def class_names(self) -> list[str]:
-        """Return the published names; further classes have numbers."""
+        """Return the published names of the classes. Further classes are named by their numbers."""
         return [*_CLASSES, *super().class_names()[len(_CLASSES) :]][: self.num_classes]
 
     @property
     def augmentation(self) -> Augment | None:
-        """Random crops and mirror images, where they are asked for."""
+        """Random crops and mirror images, if ``augment`` is set."""
         return partial(crop_and_flip, seed=self.seed) if self.augment else None
 
     def read(self, root: Path, split: str) -> Labelled:
@@ -85,7 +85,7 @@ def _batch(path: Path, md5: str) -> dict:
     actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if actual != md5:
         raise DataError(
-            f"{path} ({len(content):,} bytes, MD5 {actual}) is damaged or another file: the published one has MD5 "
+            f"{path} ({len(content):,} bytes, MD5 {actual}) is damaged or another file; the published one has MD5 "
             f"{md5}. {_WAY_OUT}"
         )
     return pickle.loads(content, encoding="latin1")

@@ -1,6 +1,6 @@
-"""What every `data=` option offers to the training loop: a DataSet, whose splits are Sources of samples by index.
+"""The interface of every `data=` option: a DataSet, whose splits are Sources of samples by index.
 
-What a replica gets of them for one step is a Batch.
+A Batch is the data of a replica for one step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Batch:
     """A batch of b samples.
 
     Attributes:
-        inputs: [b, ...], or a flat tuple of such tensors where a model has several inputs.
+        inputs: [b, ...], or a flat tuple of such tensors if a model has several inputs.
         targets: [b, ...].
-        weights: [b] float, or None where every sample counts 1. 0.0 marks a sample that only fills up the last
-            evaluation batch and must not count.
+        weights: [b] float, or None if every sample counts 1. 0.0 marks a sample that only fills up the last evaluation
+            batch and must not count.
     """
 
     inputs: Tensor | tuple[Tensor, ...]
@@ -40,14 +40,14 @@ class Batch:
 
     @property
     def input_tensors(self) -> tuple[Tensor, ...]:
-        """The inputs as a tuple, also where they are a single tensor."""
+        """The inputs as a tuple, even if they are a single tensor."""
         return self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def map(self, change: Callable[[Tensor], Any]) -> Batch:
-        """Return the batch whose tensors are what ``change`` gives for these."""
+        """Return a batch of the results of ``change`` for each tensor."""
         inputs = tuple(map(change, self.inputs)) if isinstance(self.inputs, tuple) else change(self.inputs)
         return Batch(inputs, change(self.targets), None if self.weights is None else change(self.weights))
 
@@ -81,7 +81,7 @@ class Source(ABC):
     """One split of a data set, with random access.
 
     Attributes:
-        ordered: Whether training takes the samples in order in every epoch instead of shuffling them.
+        ordered: Whether training uses the samples in order in every epoch instead of shuffling them.
     """
 
     ordered: bool = False
@@ -92,9 +92,9 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
-        """Return samples as (inputs [b, ...], targets [b, ...]); a tuple of inputs where a model has several.
+        """Return samples as (inputs [b, ...], targets [b, ...]); a tuple of inputs if a model has several.
 
-        A pure function: augmentation, where there is any, depends on (seed, epoch, index) alone.
+        This is a pure function: augmentation, if any, depends only on (seed, epoch, index).
 
         Args:
             indices: int64 [b], each in [0, len).
@@ -102,16 +102,16 @@ class Source(ABC):
         """
 
     def check_batch(self, global_batch_size: int) -> None:
-        """Check that training can take the samples in batches of this size, as it can unless this is overridden.
+        """Check that training can use batches of this size. All sizes are allowed unless this is overridden.
 
         Raises:
-            DataError: It cannot.
+            DataError: If it cannot.
         """
         return
 
 
 def check_at_least(least: int, **options: float) -> None:
-    """Raise DataError, which names the key, where an option of a data set is below ``least``."""
+    """Raise DataError, which names the key, if an option of a data set is below ``least``."""
     for name, value in options.items():
         if value < least:
             raise DataError(f"data.{name}={value}: it must be at least {least}")
@@ -133,10 +133,10 @@ def once(prepare: Callable[[_Data], None]) -> Callable[[_Data], None]:
 
 
 def to_tensor(name: str, given: Any) -> Tensor:
-    """Return a tensor or an array, [n, ...], as a tensor on the CPU, with the same memory where that can be.
+    """Return a tensor or an array, [n, ...], as a tensor on the CPU, with the same memory if possible.
 
     Raises:
-        DataError: It is neither, or not of numbers that torch computes with; ``name`` says which.
+        DataError: If it is neither, or its numbers are not of a dtype for training. The message has ``name``.
     """
     import torch
 
@@ -144,12 +144,12 @@ def to_tensor(name: str, given: Any) -> Tensor:
         tensor = torch.as_tensor(given).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{name}: {type(given).__name__} is no tensor ({error}); give a torch.Tensor or a numpy array of numbers; "
-            "for a model with several inputs, a tuple of them"
+            f"{name}: {type(given).__name__} is not a tensor ({error}); give a torch.Tensor or a numpy array of "
+            "numbers, or a tuple of them for a model with several inputs"
         ) from None
     if tensor.dim() == 0:
-        raise DataError(f"{name}: one number is no sample; give a tensor whose first dimension counts the samples")
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch computes next to nothing with these
+        raise DataError(f"{name}: a single number has no samples; give a tensor whose first dimension counts them")
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has hardly any operators for these
         tensor = tensor.to(torch.int64)
     dense = tensor.layout is torch.strided and not tensor.is_quantized
     if not dense or tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize < 2):
@@ -161,16 +161,16 @@ def to_tensor(name: str, given: Any) -> Tensor:
 
 
 class InMemory(Source):
-    """Samples held as tensors; arrays become tensors.
+    """Samples that are held as tensors. Arrays become tensors.
 
     Attributes:
-        inputs: [n, ...], or a tuple of such tensors where a model has several inputs.
+        inputs: [n, ...], or a tuple of such tensors if a model has several inputs.
         targets: [n, ...].
     """
 
     def __init__(self, inputs: Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...], targets: Tensor | np.ndarray):
-        """Raise DataError if inputs and targets are no tensors or differ in length."""
-        several = tuple(to_tensor("inputs", one) for one in (inputs if isinstance(inputs, tuple) else (inputs,)))
+        """Raise DataError if inputs and targets are not tensors or differ in length."""
+        several = tuple(to_tensor("inputs", given) for given in (inputs if isinstance(inputs, tuple) else (inputs,)))
         self.targets = to_tensor("targets", targets)
         for tensor in several:
             if len(tensor) != len(self.targets):
@@ -191,22 +191,22 @@ class InMemory(Source):
 
 
 class DataSet(ABC):
-    """A data set as the configuration names it.
+    """A data set that the configuration names. prepare() sets some of the attributes.
 
     Attributes:
-        train: The samples to train on. After prepare().
-        valid: The samples to validate on, or None where there is no such split or it is smaller than one sample. After
-            prepare().
-        test: As ``valid``, to test on. After prepare().
-        description: One line: what the data is, and how much of it is in each split. After prepare().
-        vocabulary: How text becomes tokens and tokens text. None for data that is not language and for tokens of an
+        train: The samples to train on, set by prepare().
+        valid: The samples to validate on, set by prepare(). None if there is no such split or it is smaller than one
+            sample.
+        test: The samples to test on, set by prepare(). None as for ``valid``.
+        description: One line that describes the data and the size of each split, set by prepare().
+        vocabulary: The conversion of text to tokens and back. None for data that is not language and for tokens of an
             unknown vocabulary.
-        vocab_size: The number of distinct tokens. None for data that is not language, and before prepare() where the
-            text decides (words).
+        vocab_size: The number of distinct tokens. None for data that is not language, and before prepare() if it
+            depends on the text (words).
         seq_len: Tokens per sample. None for data that is not language.
-        unigram_entropy: The loss, in nats, that counting the training tokens reaches: a model that has learned more is
-            below it. After prepare(); None for data that is not text.
-        fingerprint: A digest of all samples, where preparing them has made one anyhow; else empty. After prepare().
+        unigram_entropy: The loss, in nats, of a model that only knows the frequencies of the training tokens, set by
+            prepare(). A model that has learned more has a lower loss. None for data that is not text.
+        fingerprint: A digest of all samples, if prepare() computes one anyway; otherwise empty.
         num_workers: Processes that read ahead (see data.loader.train_loader).
     """
 
@@ -231,13 +231,13 @@ class DataSet(ABC):
     def prepare(self) -> None:
         """Check the data and build caches. Called by the launching process, then by every worker.
 
-        Cheap once the cache is built; does nothing the second time.
+        This is fast after the cache has been built. A second call does nothing.
 
         Raises:
-            DataError: The data is wrong or missing. The message says what to do.
+            DataError: If the data is wrong or missing. The message has the fix.
         """
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of texts to be continued. Of data with a vocabulary; for words after prepare()."""
+        """Return the tokens of texts to continue. The data must have a vocabulary; with words, call prepare() first."""
         assert self.vocabulary is not None
         return self.vocabulary.encode_texts(texts)

@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits: real images that come with a package, so no download is needed."""
+"""Scikit-learn's handwritten digits: real images that are part of a package, so that no download is needed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from data.images import ImageData, Images, Labelled, hold_out
 
 
 class Digits(ImageData):
-    """1,797 handwritten digits of 8x8 pixels, enlarged to what the model takes.
+    """1,797 handwritten digits of 8x8 pixels, enlarged to the model's image size.
 
-    80 % to train on, 10 % each to validate and to test, with equal shares of each class.
+    80 % are to train on, 10 % each to validate and to test, with equal shares of each class.
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (the test part).
     """
 
@@ -40,12 +40,12 @@ class Digits(ImageData):
 def _file() -> Path:
     """Return scikit-learn's file. Importing the package would cost every process a second and 100 MB."""
     package = importlib.util.find_spec("sklearn")
-    places = (package and package.submodule_search_locations) or ()
-    for place in places:
-        path = Path(place) / "datasets" / "data" / "digits.csv.gz"
+    folders = (package and package.submodule_search_locations) or ()
+    for folder in folders:
+        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
         if path.is_file():
             return path
     raise DataError(
-        "data=digits comes with scikit-learn, which is not installed: pip install scikit-learn, or take other images, "
-        "such as data=mnist or data=random_images"
+        "data=digits needs scikit-learn, which is not installed: pip install scikit-learn, or use other images, such "
+        "as data=mnist or data=random_images"
     )

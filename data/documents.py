@@ -15,8 +15,8 @@ _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _BATCH_CHARS = 1 << 22
 _MINIMUM_DOCUMENTS = 20
-# Line ends where GPT-2's pattern splits words in any case, so that the pieces' tokens are the text's tokens:
-# a lone newline between two other characters, or one before a space and a word.
+# Line ends at which GPT-2's pattern always splits words, so that the tokens of the pieces are those of the text: a
+# single newline between two other characters, or before a space and a word.
 _CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\n)(?= \S)")
 
 
@@ -24,14 +24,14 @@ SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validatio
 
 
 def split_of(path: Path) -> str:
-    """Return "train", "valid" or "test", as the last word of a path that names a split says; "train" without one."""
-    said = [SPLITS[word] for word in re.findall("[a-z]+", str(path).lower()) if word in SPLITS]
-    return said[-1] if said else "train"
+    """Return "train", "valid" or "test", by the last word of a path that names a split; "train" if there is none."""
+    named = [SPLITS[word] for word in re.findall("[a-z]+", str(path).lower()) if word in SPLITS]
+    return named[-1] if named else "train"
 
 
 @dataclass(frozen=True)
 class Document:
-    """The bytes [start, end) of a file, as UTF-8 text. Its length is in bytes."""
+    """The bytes [start, end) of a file, as UTF-8 text. ``len`` returns the number of bytes."""
 
     path: Path
     start: int
@@ -50,7 +50,7 @@ class Document:
                 yield block
 
     def text(self) -> Iterator[str]:
-        """Yield the text, about 1 MiB at a time, with its line ends as they are."""
+        """Yield the text, about 1 MiB at a time, with unchanged line ends."""
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in self.blocks():
             yield decoder.decode(block)
@@ -70,7 +70,7 @@ class Document:
                 start = cut.start()
             held = held[start:]
             if len(held) > _BATCH_CHARS:
-                # Megabytes without a line end: a cut anywhere costs one odd token, keeping them costs memory.
+                # For megabytes without a line end, cutting anywhere costs one odd token, and keeping them costs memory.
                 yield held
                 held = ""
         if held:
@@ -83,7 +83,7 @@ def whole_file(path: Path) -> Document:
 
 
 def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str | tuple[str, ...] = "") -> list[Path]:
-    """Return the files under a folder, hidden and empty ones left out, in one order on every machine."""
+    """Return the files under a folder without hidden and empty ones, in the same order on every machine."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip_folders and not name.startswith(".")]
@@ -93,7 +93,7 @@ def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str | tup
 
 
 def files_of(root: Path, what: str, suffix: str = "") -> list[Path]:
-    """Return the file ``data.root``, or the files of that folder; raise DataError where there is none with content."""
+    """Return the file ``data.root``, or the files of that folder; raise DataError if none has content."""
     files = find_files(root, suffix=suffix) if root.is_dir() else [p for p in [root] if p.exists() and p.stat().st_size]
     if not files:
         problem = "holds no such file" if root.is_dir() else "is empty" if root.exists() else "does not exist"
@@ -102,7 +102,7 @@ def files_of(root: Path, what: str, suffix: str = "") -> list[Path]:
 
 
 def text_problem(document: Document) -> str | None:
-    """Return why a document is not text (a byte 0, or not UTF-8), in words; None if it is."""
+    """Return why a document is not text (a byte 0, or not UTF-8), in words; None if it is text."""
     try:
         return "a byte is 0, as in a binary file" if any("\0" in text for text in document.text()) else None
     except UnicodeDecodeError as error:
@@ -112,8 +112,8 @@ def text_problem(document: Document) -> str | None:
 def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
     """Return about 90 % of the text as "train" and 5 % each as "valid" and "test", always the same.
 
-    From 20 documents on, of every 20 the 10th goes to valid and the 20th to test. With fewer, each document is cut at
-    90 % and 95 % of its length instead.
+    If there are at least 20 documents, the 10th of every 20 goes to valid and the 20th to test. Otherwise each document
+    is cut at 90 % and 95 % of its length.
     """
     if len(documents) >= _MINIMUM_DOCUMENTS:
         chosen = {"valid": documents[9::20], "test": documents[19::20]}
@@ -125,14 +125,14 @@ def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
 
 
 def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
-    """Return the documents that are UTF-8 text, and for each of the others its path and what is wrong with it."""
+    """Return the documents that are UTF-8 text, and for each of the others its path and why it is not text."""
     problems = {document: text_problem(document) for document in documents}
     bad = [f"{document.path}: {problem}" for document, problem in problems.items() if problem]
     return [document for document, problem in problems.items() if not problem], bad
 
 
 def _split_by_length(document: Document) -> list[Document]:
-    """Cut a document at the line ends next to 90 % and 95 % of its length. Of a few lines, some parts are empty."""
+    """Cut a document at the line ends next to 90 % and 95 % of its length. With few lines, some parts are empty."""
     cuts = [document.start]
     for share in (0.90, 0.90 + 0.05):
         cuts.append(max(cuts[-1], _next_line(document, document.start + int(share * len(document)))))
@@ -145,12 +145,15 @@ def _next_line(document: Document, position: int) -> int:
     newline = window.find(b"\n")
     if newline >= 0:
         return position + newline + 1
-    # No line end near: cut at the next character. In UTF-8 only the first byte of one is outside 0x80-0xBF.
+    # Without a near line end, cut at the next character, whose first byte is outside 0x80-0xBF in UTF-8.
     return position + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), len(window))
 
 
 def batches(documents: Iterable[Document], begin: list[int], end: list[int]) -> Iterator[list[str | list[int]]]:
-    """Yield pieces of text and the tokens around each document's, in lists of about 4 Mi characters."""
+    """Yield pieces of text, and before and after each document's the tokens ``begin`` and ``end``, in lists.
+
+    A list has about 4 Mi characters.
+    """
     batch: list[str | list[int]] = []
     size = 0
     for document in documents:

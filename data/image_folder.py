@@ -22,11 +22,12 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
 class ImageFolder(ImageData):
     """The images of root/CLASS, or of root/train/CLASS, root/val/CLASS (or valid) and root/test/CLASS.
 
-    Classes are numbered in the order of their names. Without a folder to validate on, the 10th of every 20 training
-    images, in the order of their paths, goes to valid; without one to test on as well, the 20th to test.
+    Classes are numbered in the order of their names. If there is no folder to validate on, the 10th of every 20
+    training images, in the order of their paths, goes to valid; if there is none to test on either, the 20th goes to
+    test.
 
-    An image becomes RGB. Its shorter side is resized to image_size, bilinearly with antialiasing, and the centre is cut
-    out. Only paths and labels are in memory. A damaged file is an error when it is read.
+    Images are converted to RGB. The shorter side is resized to image_size, bilinearly with antialiasing, and the centre
+    is cut out. Only paths and labels are in memory. A damaged file is an error when it is read.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class ImageFolder(ImageData):
         """See ImageData; ``mean`` and ``std`` are of red, green and blue from 0 to 1, by default ImageNet's."""
         super().__init__(image_size, channels, cache_dir=cache_dir, num_workers=num_workers)
         if not root:
-            raise DataError("data=image_folder needs to know which images: data.root=FOLDER")
+            raise DataError("data=image_folder needs the folder of the images, data.root=FOLDER")
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise DataError(f"data.mean={mean} and data.std={std}: give three numbers each, and of data.std above 0")
+            raise DataError(f"data.mean={mean} and data.std={std}: give three numbers each, and data.std above 0")
         self.root = expand_home(root).absolute()
         self.mean, self.std = ([255 * value for value in values] for values in (mean, std))
 
@@ -54,13 +55,13 @@ class ImageFolder(ImageData):
         return self._names
 
     def title(self) -> str:
-        """Return where the images are."""
+        """Return a title with the folder of the images."""
         return f"images of {self.root}"
 
     def splits(self) -> dict[str, Source]:
         """Return the three splits."""
         paths = [path.relative_to(self.root) for path in find_files(self.root, suffix=_SUFFIXES)]
-        depth = int(any(path.parts[0] == "train" and len(path.parts) > 2 for path in paths))  # of a class's folder
+        depth = int(any(path.parts[0] == "train" and len(path.parts) > 2 for path in paths))  # of the class folders
         paths = [p for p in paths if len(p.parts) > depth + 1 and (not depth or p.parts[0] in SPLITS)]
         names, labels = np.unique([path.parts[depth] for path in paths], return_inverse=True)
         self._names, self.num_classes = names.tolist(), len(names)
@@ -78,7 +79,7 @@ class _ImageFiles:
 
     def __init__(self, folder: Path, paths: Sequence[Path], size: int):
         self.folder, self.shape = folder, (len(paths), 3, size, size)
-        self._paths = np.array([os.fsencode(path) for path in paths])  # a tenth of the memory of the objects
+        self._paths = np.array([os.fsencode(path) for path in paths])  # needs a tenth of the memory of Path objects
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -92,7 +93,7 @@ class _ImageFiles:
                 if image.mode.startswith("I"):  # 16 bits of grey, which convert() would cut off at 255
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
                 elif image.mode == "P":
-                    image = image.convert("RGBA")  # at once to RGB is a warning where the palette has transparency
+                    image = image.convert("RGBA")  # converting to RGB directly warns if the palette has transparency
                 image = ImageOps.fit(image.convert("RGB"), self.shape[2:], Image.Resampling.BILINEAR)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{path} is damaged, or neither JPEG nor PNG: {error}. Replace it, or remove it") from error

@@ -1,4 +1,4 @@
-"""What the image data sets share: labelled uint8 images in memory, and batches of normalised floats made of them."""
+"""The base of the image data sets: labelled uint8 images in memory, and batches of normalised floats made from them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("training")
 
-_declared: list = []  # declarations end when their Library is deleted
+_declared: list = []  # kept, because declarations end when their Library is deleted
 # (images uint8 [b, c, h, w], indices int64 [b], epoch) -> images of the same shape
 Augment = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
-_LUMA = (0.299, 0.587, 0.114)  # red, green and blue in a grey value (ITU-R BT.601)
+_LUMA = (0.299, 0.587, 0.114)  # the shares of red, green and blue in a grey value (ITU-R BT.601)
 
 
 class ImageData(DataSet):
@@ -39,9 +39,9 @@ class ImageData(DataSet):
     Attributes:
         image_shape: (channels, image_size, image_size) of one sample.
         num_classes: The number of classes.
-        cache_dir: Where downloads are kept; None for the user's cache folder.
-        mean: Subtracted from the pixels as stored, one number per stored channel.
-        std: What they are divided by then.
+        cache_dir: The folder for downloads; None for the user's cache folder.
+        mean: Subtracted from the stored pixels, one number per stored channel.
+        std: The numbers by which the pixels are then divided.
     """
 
     mean: Sequence[float] = (0.0,)
@@ -58,10 +58,10 @@ class ImageData(DataSet):
         """Check the arguments; prepare() reads the data.
 
         Args:
-            image_size: Pixels a side.
-            channels: 1 for grey, 3 for colours; grey images are given as three equal channels then.
-            num_classes: Labels are from 0 to below it.
-            cache_dir: Where downloads are kept; null: the user's cache folder.
+            image_size: Pixels per side.
+            channels: 1 for grey, 3 for colours; grey images then have three equal channels.
+            num_classes: The number of classes. Labels are in [0, num_classes).
+            cache_dir: The folder for downloads; null: the user's cache folder.
             num_workers: Processes that read ahead; 0: one thread.
         """
         super().__init__(num_workers)
@@ -73,7 +73,7 @@ class ImageData(DataSet):
         self.cache_dir = cache_dir
 
     def class_names(self) -> list[str]:
-        """Return the classes' names: their numbers, where they have none."""
+        """Return the names of the classes, which are their numbers if they have no names."""
         return [str(number) for number in range(self.num_classes)]
 
     @abstractmethod
@@ -81,12 +81,12 @@ class ImageData(DataSet):
         """Return the sources "train", "valid" and "test", of which the last two may be empty.
 
         Raises:
-            DataError: The data is wrong or missing.
+            DataError: If the data is wrong or missing.
         """
 
     @abstractmethod
     def title(self) -> str:
-        """Return what the images are, in a few words, for the description."""
+        """Return a few words about the images, for the description."""
 
     @once
     def prepare(self) -> None:
@@ -100,14 +100,13 @@ class ImageData(DataSet):
 
 
 class PublishedImages(ImageData):
-    """A data set of torchvision with training and test images, whose files lie in a folder or are downloaded once.
+    """A data set of torchvision with training and test images, whose files are in a folder or are downloaded once.
 
-    Samples to validate on are taken from the training images, the same ones every time, with equal shares of each
-    class.
+    Samples to validate on are taken from the training images, always the same ones, with equal shares of each class.
 
     Attributes:
-        folds: One of so many training images is to validate.
-        way_out: What the user can do where files are missing or damaged.
+        folds: One of so many training images is used to validate.
+        way_out: The fix for missing or damaged files, for messages.
     """
 
     folds: int
@@ -123,7 +122,7 @@ class PublishedImages(ImageData):
 
     @abstractmethod
     def read(self, root: Path, split: str) -> Labelled:
-        """Return the published images of "train" or "test" in a folder; raise DataError where they are wrong."""
+        """Return the published images of "train" or "test" in a folder; raise DataError if they are wrong."""
 
     def splits(self) -> dict[str, Source]:
         """Return the three splits."""
@@ -141,22 +140,22 @@ class PublishedImages(ImageData):
 
     @property
     def augmentation(self) -> Augment | None:
-        """What training images go through."""
+        """The function that augments training images; None if they are not augmented."""
         return None
 
     def _download(self, folder: Path) -> None:
-        """Have torchvision download the files, whose hashes it checks."""
+        """Download the files by torchvision, which checks their hashes."""
         name = type(self).__name__
         with downloading(name, self.way_out):
             getattr(load_torchvision().datasets, name)(folder, download=True)
 
 
 def load_torchvision() -> ModuleType:
-    """Return torchvision, also where its compiled extension does not fit the installed torch.
+    """Return torchvision, even if its compiled extension does not fit the installed torch.
 
-    The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot load, and
-    ``import torchvision`` fails in ``operator torchvision::nms does not exist`` although models, datasets and
-    transforms are pure Python. Declaring the two operators that its Python code registers against makes it work.
+    The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot be loaded, and
+    ``import torchvision`` fails with ``operator torchvision::nms does not exist``, although models, datasets and
+    transforms are pure Python. It works after the two operators that its Python code refers to are declared.
     """
     try:
         return importlib.import_module("torchvision")
@@ -173,7 +172,7 @@ def load_torchvision() -> ModuleType:
     _declared.append(library)
     torchvision = importlib.import_module("torchvision")
     log.warning(
-        "torchvision %s does not fit torch %s: it is used without its compiled operators. Install both from one index: "
+        "torchvision %s does not fit torch %s and is used without its compiled operators. Install both from one index: "
         "https://download.pytorch.org/whl/",
         torchvision.__version__,
         torch.__version__,
@@ -182,11 +181,11 @@ def load_torchvision() -> ModuleType:
 
 
 class Pixels(Protocol):
-    """An array uint8 [n, channels, height, width], or what reads images when it is indexed, with the same shape."""
+    """An array uint8 [n, channels, height, width], or an object of this shape that reads images when it is indexed."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As an array's."""
+        """The shape, as of an array."""
         ...
 
     def __len__(self) -> int: ...
@@ -202,10 +201,10 @@ class Labelled:
         images: uint8 [n, channels, height, width].
         labels: int64 [n], each in [0, num_classes).
         num_classes: The number of classes.
-        origin: What error messages call the data.
+        origin: The name of the data in error messages.
 
     Raises:
-        DataError: There are no images or pixels, the numbers of images and labels differ, or a label is out of range.
+        DataError: If there are no images, the numbers of images and labels differ, or a label is out of range.
     """
 
     images: Pixels
@@ -217,22 +216,22 @@ class Labelled:
         if len(self.images) != len(self.labels) or not len(self.labels):
             raise DataError(
                 f"{self.origin} holds {len(self.images):,} images and {len(self.labels):,} labels; "
-                "give files with one label for each image, and one image at least"
+                "give files with one label for each image, and at least one image"
             )
         bad = np.flatnonzero((self.labels < 0) | (self.labels >= self.num_classes))
         if len(bad):
             raise DataError(
-                f"{self.origin}: the label of sample {bad[0]} is {self.labels[bad[0]]}, and those of "
+                f"{self.origin}: the label of sample {bad[0]} is {self.labels[bad[0]]}, but those of "
                 f"{self.num_classes} classes are 0 to {self.num_classes - 1} ({len(bad):,} of {len(self.labels):,} "
                 "labels are outside). Correct the file or raise data.num_classes, which is model.num_classes by default"
             )
 
 
 def hold_out(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of some samples less ``count``, and of those held out, both sorted.
+    """Return the indices of the samples that are left and of ``count`` samples that are held out, both sorted.
 
-    Each class has the same share in both to within one sample. The choice depends on the labels [n] alone, not on the
-    run's seed: otherwise a checkpoint might be tested on what another run had trained it on.
+    Each class has the same share in both to within one sample. The choice depends only on the labels [n], not on the
+    run's seed. Otherwise a checkpoint could be tested on samples on which another run has trained it.
     """
     shuffled = permute(np.arange(len(labels)), len(labels), key=(0,))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -242,7 +241,7 @@ def hold_out(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Images(Source):
-    """Some of the images of a `Labelled`, kept as bytes and converted batch by batch."""
+    """Some of the images of a `Labelled`, which are kept as bytes and converted batch by batch."""
 
     def __init__(
         self,
@@ -253,25 +252,25 @@ class Images(Source):
         shape: tuple[int, int, int],
         augment: Augment | None = None,
     ):
-        """Check that the images can be given in the shape asked for.
+        """Check that the images can be converted to ``shape``.
 
         Args:
             stored: The images.
-            rows: int64 [len], which of the images.
-            mean: Of the pixels as stored, one number per stored channel.
-            std: The standard deviation of the same.
+            rows: int64 [len], the indices of the images to use.
+            mean: The mean of the stored pixels, one number per stored channel.
+            std: The standard deviation of the stored pixels.
             shape: (channels, height, width) of the samples. Grey is repeated as colours, colours are mixed to grey, and
-                other sizes are interpolated (bilinear, with antialiasing where they shrink).
+                other sizes are interpolated (bilinear, with antialiasing if they shrink).
             augment: Changes the images of a batch, by their indices and the epoch.
 
         Raises:
-            DataError: Other numbers of channels would have to be converted.
+            DataError: If other numbers of channels would have to be converted.
         """
         stored_channels = stored.images.shape[1]
         if shape[0] != stored_channels and {shape[0], stored_channels} != {1, 3}:
             raise DataError(
-                f"data.channels={shape[0]}: {stored.origin} has images of {stored_channels} channels, which can be "
-                "given as 1 (grey) or 3 (colours)"
+                f"data.channels={shape[0]}: {stored.origin} has images of {stored_channels} channels; only 1 (grey) "
+                "and 3 (colours) can be converted into each other"
             )
         self._stored, self._rows, self._shape, self._augment = stored, rows, shape, augment
         self._mean, self._std = (np.asarray(v, np.float32).reshape(-1, 1, 1) for v in (mean, std))
@@ -314,8 +313,8 @@ def resize(images: Tensor, size: int) -> Tensor:
 def crop_and_flip(images: np.ndarray, indices: np.ndarray, epoch: int, seed: int, padding: int = 4) -> np.ndarray:
     """Pad images, crop each at random to its size, and mirror it half of the time: CIFAR-10's augmentation.
 
-    Images are uint8 [b, c, h, w], ``indices`` int64 [b]; the padding, black pixels on each side, is part of what is
-    cropped. What happens to an image depends on (seed, epoch, its index) alone.
+    Images are uint8 [b, c, h, w], ``indices`` int64 [b]. Crops are taken from the images with ``padding`` black pixels
+    on each side. The changes to an image depend only on (seed, epoch, its index).
     """
     height, width = images.shape[2:]
     padded = np.pad(images, ((0, 0), (0, 0), (padding, padding), (padding, padding)))

@@ -1,6 +1,6 @@
 """JSON lines: one sample per row, the text of one or several fields, or a prompt and its answer.
 
-Rows are found by an index on the disk, of 8 bytes per row, and take no memory.
+Rows are found by an index on the disk, of 8 bytes per row, and are not kept in memory.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from data.vocabulary import HALF_CHARACTER, ExtraTokens, Vocabulary, choose_voca
 if TYPE_CHECKING:
     from torch import Tensor
 
-# To be raised when the same files give another index: old ones are then ignored, not misread.
+# Must be increased when the same files give another index, so that old indices are ignored and not misread.
 _INDEX_FORMAT = 1
 _INDEX = "offsets.int64"
 _BLOCK_BYTES = 1 << 20
 _NEWLINE, _SPACE = 10, 32
 _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
 PERIOD = 20
-PADDING_TARGET = -100  # torch's ignore_index: such a target does not count in the loss
+PADDING_TARGET = -100  # torch's ignore_index, a target that does not count in the loss
 _LENGTHS = "tokens.uint32"
-_AT_A_TIME = 256  # rows, of all that are read in order
+_AT_A_TIME = 256  # the number of rows that are read at a time if all are read in order
 _VALID, _TEST = 9, 19
 
 
@@ -51,18 +51,18 @@ class RowData(DataSet):
     padded with the end token and with targets that do not count. With answers (see RowTokens), a prompt's tokens do not
     count either.
 
-    Splits: files in a folder whose path says valid (validation, val, dev) or test are these splits, all others are for
-    training. Without a valid file the 10th of every 20 training rows goes to valid; without a test file as well, the
-    20th to test.
+    Splits: files in a folder whose path contains valid (validation, val, dev) or test are these splits, all others are
+    for training. If there is no valid file, the 10th of every 20 training rows goes to valid; if there is no test file
+    either, the 20th goes to test.
 
-    Rows are read and encoded when they are needed, by an index on the disk (see Rows). prepare() checks up to 1
-    million rows once; of more rows it checks 10,000, evenly spread, and the others as they are trained on.
+    Rows are read and encoded when they are needed, by an index on the disk (see Rows). prepare() checks up to 1 million
+    rows once. Of more rows it checks 10,000, evenly spread, and the others are checked when they are trained on.
 
     Attributes:
         rows_class: Finds and reads the rows of files, as Rows does.
-        title: What the rows are.
-        suffix: Of the files in a folder.
-        fields: Whose texts make a row's, joined by newlines.
+        title: The kind of rows, for messages.
+        suffix: The suffix of the files in a folder.
+        fields: The fields whose texts make up a row's text, joined by newlines.
     """
 
     rows_class: Callable[[Sequence[Path], str | None], RowFiles]
@@ -86,7 +86,7 @@ class RowData(DataSet):
     ):
         super().__init__(num_workers)
         if not root:
-            raise DataError(f"data={self.suffix[1:]} needs to know which rows: data.root=FILE_OR_FOLDER")
+            raise DataError(f"data={self.suffix[1:]} needs the rows, data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len)
         self.root = expand_home(root).absolute()
         self.vocabulary = choose_vocabulary(tokenizer, extra_tokens)
@@ -98,13 +98,13 @@ class RowData(DataSet):
 
     @once
     def prepare(self) -> None:
-        """Build the index, check rows and count tokens, unless the cache says that it was done before."""
+        """Build the index, check rows and count tokens, unless the cache shows that this was done before."""
         files = split_files(self.root, self.suffix, self.title)
         rows = {split: self.rows_class(paths, self.cache_dir) for split, paths in files.items()}
         for part in rows.values():
             if not len(part):
                 more = f" and {len(part.files) - 1} more files" if len(part.files) > 1 else ""
-                raise DataError(f"{part.files[0]}{more}: no row; give a file of {self.title}")
+                raise DataError(f"{part.files[0]}{more}: there is no row; give a file of {self.title}")
             self._check(part)
         selected = select_rows({split: len(part) for split, part in rows.items()})
         sources = {
@@ -119,7 +119,7 @@ class RowData(DataSet):
         self.description = self._describe()
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of texts or, where answers follow, of prompts as they are in rows."""
+        """Return the tokens of texts to continue: of texts, or of prompts if rows have answers, as they are in rows."""
         return self.row_tokens.prompts(texts)
 
     def _check(self, rows: RowFiles) -> None:
@@ -133,7 +133,7 @@ class RowData(DataSet):
                 for indices in np.array_split(np.linspace(0, len(rows) - 1, _CHECK_SOME, dtype=np.int64), 100):
                     rows.texts(indices, fields)
 
-        # An empty folder in the cache says that the rows were checked, and for what.
+        # An empty folder in the cache shows that the rows were checked, and its name for what.
         cached_folder(self.cache_dir, f"checked-{key_of(rows, [*fields, 'JSON of whole characters'])}", check)
 
     def _describe(self) -> str:
@@ -145,15 +145,15 @@ class RowData(DataSet):
 
 
 def names(key: str, given: str | list[str]) -> list[str]:
-    """Return the names that an option gives, which is one or a list of them; raise DataError where it gives none."""
+    """Return the names in an option, which is a name or a list of names; raise DataError if it has none."""
     listed = [given] if isinstance(given, str) else list(given)
     if not all(listed) or not listed:
-        raise DataError(f"data.{key}={given}: give a name or a list of names, as data.{key}=[question,answer]")
+        raise DataError(f"data.{key}={given}: give a name or a list of names, such as data.{key}=[question,answer]")
     return listed
 
 
 def split_files(root: Path, suffix: str = ".jsonl", title: str = "JSON lines") -> dict[str, list[Path]]:
-    """Return the files of "train" and, where their paths say so, of "valid" and "test"."""
+    """Return the files of "train" and, by the words in their paths, of "valid" and "test"."""
     files = files_of(root, title, suffix)
     if not root.is_dir():
         return {"train": files}
@@ -163,7 +163,7 @@ def split_files(root: Path, suffix: str = ".jsonl", title: str = "JSON lines") -
     if "train" not in splits:
         names = ", ".join(path.name for path in files[:5])
         raise DataError(
-            f"data.root={root} has nothing to train on: by their names all files are for validation or testing "
+            f"data.root={root} has no files to train on: by their names all files are for validation or testing "
             f"({names}). Rename one, or give a file by data.root=FILE"
         )
     return splits
@@ -175,7 +175,7 @@ class RowSelection:
 
     Attributes:
         rows: The number of all rows.
-        kept: Which of every 20 rows, in ascending order, each in [0, 20).
+        kept: The rows that are kept of every 20 rows, in ascending order, each in [0, 20).
     """
 
     rows: int
@@ -183,20 +183,20 @@ class RowSelection:
 
     def __len__(self) -> int:
         whole, rest = divmod(self.rows, PERIOD)
-        return whole * len(self.kept) + sum(place < rest for place in self.kept)
+        return whole * len(self.kept) + sum(offset < rest for offset in self.kept)
 
     def row(self, indices: np.ndarray) -> np.ndarray:
-        """Return which rows some samples are: int64 of the shape of ``indices``, which are in [0, len)."""
-        period, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
-        return period * PERIOD + np.asarray(self.kept)[place]
+        """Return the rows of some samples, int64 of the shape of ``indices``, which are in [0, len)."""
+        period, number = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
+        return period * PERIOD + np.asarray(self.kept)[number]
 
 
 def select_rows(sizes: dict[str, int]) -> dict[str, RowSelection]:
     """Return which rows are "train", "valid" and "test".
 
     Args:
-        sizes: How many rows there are of each split that has rows of its own, as "train" has. Without "valid", the 10th
-            of every 20 training rows is for it; with "train" alone, the 20th for "test".
+        sizes: The number of rows of each split that has rows of its own, which "train" must have. Without "valid", the
+            10th of every 20 training rows goes to valid; with "train" only, the 20th goes to test.
     """
     taken = {"valid": (_VALID,)} if "valid" not in sizes else {}
     if sizes.keys() == {"train"}:
@@ -216,7 +216,7 @@ class TokenRows(Source):
         return len(self.selection)
 
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, both int64 [b, width]; ``width`` is seq_len where it is None."""
+        """Return inputs and targets, both int64 [b, width]; ``width`` is seq_len if it is None."""
         import torch
 
         shape = (len(indices), width or self.seq_len)
@@ -231,24 +231,24 @@ class TokenRows(Source):
 
 
 class BucketedRows(TokenRows, VariableLength):
-    """TokenRows whose batches can be narrower than seq_len; ``counts`` has the tokens of every row, as it is cut."""
+    """TokenRows whose batches can be narrower than seq_len. ``counts`` has the number of tokens of every cut row."""
 
     def __init__(self, counts: MappedFile, rows: RowFiles, selection: RowSelection, *more: Any):
         super().__init__(rows, selection, *more)
         self.widths, self.counts = bucket_widths(self.seq_len), counts
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Return the positions filled: the tokens of a row less the last, which is only a target."""
+        """Return the number of filled positions: the tokens of a row without the last, which is only a target."""
         return self.counts.array[self.selection.row(indices)].astype(np.int64) - 1
 
 
 def encoded_rows(
     rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, most: int, threads: int = 1
 ) -> list[tuple[list[int], int]]:
-    """Return at most so many tokens of rows, int [b], and how many of them are the prompt's: see RowTokens.encode.
+    """Return at most ``most`` tokens of each row, int [b], and how many of them are the prompt's: see RowTokens.encode.
 
     Raises:
-        DataError: A row cannot be read or encoded. It names the file, the row and the reason.
+        DataError: If a row cannot be read or encoded. The message has the file, the row and the reason.
     """
     texts = [rows.texts(indices, part) for part in row_tokens.parts]
     try:
@@ -258,7 +258,7 @@ def encoded_rows(
 
 
 def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int, cache_dir: str | os.PathLike | None) -> MappedFile:
-    """Return how many tokens each row has, ``most`` or less, the closing one included."""
+    """Return the number of tokens of each row, at most ``most``, including the end token."""
     threads = min(4, usable_cores())
 
     def build(folder: Path) -> None:
@@ -273,19 +273,19 @@ def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int, cache_dir: s
 
 
 def key_of(rows: RowFiles, words: Sequence[str]) -> str:
-    """Return a hash that names in the cache what was made of rows, and the words that it depends on besides."""
+    """Return a hash for the cache's name of data that depend on rows and on some words."""
     return hashlib.sha256(json.dumps([rows.key, *words]).encode()).hexdigest()[:16]
 
 
 class RowFiles(ABC):
-    """Files of rows, in the state that they had when this was made.
+    """Files of rows, in the state that they had when this object was made.
 
     No file stays open between reads, so threads, forked and spawned processes can share the object, and the number of
-    files has no limit.
+    files is not limited.
 
     Attributes:
         files: The files.
-        key: Names the files and their state, for the cache.
+        key: A hash of the files and their state, for the cache.
     """
 
     def __init__(self, files: Sequence[Path]):
@@ -308,14 +308,14 @@ class RowFiles(ABC):
 
     @abstractmethod
     def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
-        """Return the texts of rows, int [b], each that of some fields, joined by newlines; raise DataError."""
+        """Return the texts of some fields of rows, int [b], joined by newlines for each row; raise DataError."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return a row's file and place, as a message has them."""
+        """Return a row's file and position, for a message."""
 
     def texts_in_order(self, fields: Sequence[str], at_a_time: int = _AT_A_TIME) -> Iterator[list[str]]:
-        """Yield the texts of all rows, in lists of so many. Raises as texts() does."""
+        """Yield the texts of all rows, in lists of ``at_a_time``. Raises the errors of texts()."""
         for start in range(0, len(self), at_a_time):
             yield self.texts(np.arange(start, min(start + at_a_time, len(self))), fields)
 
@@ -323,12 +323,12 @@ class RowFiles(ABC):
 class Rows(RowFiles):
     """The n rows of JSON-lines files, one file after the other; row i is a line that is not blank.
 
-    The index holds n + 1 positions (int64) in the files laid end to end: where each row starts, and the total of bytes.
-    It is built once, kept in the cache under paths, sizes and times of change, and memory-mapped: ranks and reading
-    processes share its pages. Rows are parsed when they are read.
+    The index has n + 1 positions (int64) in the concatenated files: the start of each row, and the total number of
+    bytes. It is built once, kept in the cache under the files' paths, sizes and times of change, and memory-mapped, so
+    that ranks and reading processes share its pages. Rows are parsed when they are read.
 
     Attributes:
-        starts: Where each file starts and the last ends, int64 [files + 1], in bytes.
+        starts: The start of each file and the end of the last, int64 [files + 1], in bytes.
         index: The positions.
     """
 
@@ -349,9 +349,9 @@ class Rows(RowFiles):
         lines = [b""] * len(starts)
         for number in np.unique(of_file).tolist():
             mine = np.flatnonzero(of_file == number)
-            places = np.stack([mine, lengths[mine], starts[mine] - self.starts[number]], axis=1)
+            ranges = np.stack([mine, lengths[mine], starts[mine] - self.starts[number]], axis=1)
             with self._open(number) as file:
-                for i, length, start in places.tolist():
+                for i, length, start in ranges.tolist():
                     lines[i] = os.pread(file.fileno(), length, start)
         return lines
 
@@ -359,7 +359,8 @@ class Rows(RowFiles):
         """Return the strings of some fields of rows, int [b], joined by newlines.
 
         Raises:
-            DataError: A row is not a JSON object with these strings. It names the file, the line and the reason.
+            DataError: If a row is not a JSON object with these strings. The message has the file, the line and the
+                reason.
         """
         texts = []
         for index, line in zip(indices, self.lines(indices), strict=True):
@@ -375,11 +376,11 @@ class Rows(RowFiles):
         return texts
 
     def name(self, index: int) -> str:
-        """Return a row's file and line, as a message has them."""
-        number, path = self.place(index)
+        """Return a row's file and line, for a message."""
+        number, path = self.line_of(index)
         return f"{path} line {number}"
 
-    def place(self, index: int) -> tuple[int, Path]:
+    def line_of(self, index: int) -> tuple[int, Path]:
         """Return a row's line number, from 1 on, and its file, which is read up to the row."""
         start = self.index.array[index]
         number = int(self._file_of(start))
@@ -400,12 +401,12 @@ class Rows(RowFiles):
 
 
 def _row_starts(file: BinaryIO) -> Iterator[np.ndarray]:
-    """Yield where the lines start that are not blank, as int64 arrays, one for about a MiB of whole lines."""
+    """Yield the starts of the lines that are not blank, as int64 arrays, each for about a MiB of whole lines."""
     position = 0
     while block := file.read(_BLOCK_BYTES) + file.readline():
         content = np.frombuffer(block, dtype=np.uint8)
         starts = np.concatenate([[0], np.flatnonzero(content[:-1] == _NEWLINE) + 1])
-        # What a line begins with decides in nearly every case: few begin with white space, and are looked at whole.
+        # Only lines that begin with white space, which are few, are read completely.
         ends = np.append(starts[1:], len(block))
         blank = [i for i in np.flatnonzero(content[starts] <= _SPACE) if block[starts[i] : ends[i]].isspace()]
         yield position + np.delete(starts, blank)
@@ -421,7 +422,7 @@ def _decoded(line: bytes) -> str:
 
 
 def _problem(line: bytes, fields: Sequence[str]) -> str:
-    """Return what is wrong with a row, in words."""
+    """Return a description of what is wrong with a row."""
     try:
         row = parse_json(_decoded(line))
     except json.JSONDecodeError as error:
@@ -432,20 +433,20 @@ def _problem(line: bytes, fields: Sequence[str]) -> str:
         return f"not a JSON object with the field {fields[0]!r} but of type {type(row).__name__}"
     missing = [field for field in fields if field not in row]
     if missing:
-        there = ", ".join(map(repr, list(row)[:10])) or "none"
-        return f"the field {missing[0]!r} (data.field=) is missing; there are: {there}"
+        present = ", ".join(map(repr, list(row)[:10])) or "none"
+        return f"the field {missing[0]!r} (data.field=) is missing; there are: {present}"
     for field in fields:
         if not isinstance(row[field], str):
             return f"the field {field!r} is not a string but of type {type(row[field]).__name__}"
     field, half = next((field, half) for field in fields if (half := HALF_CHARACTER.search(row[field])))
     return (
         f"the field {field!r} holds {half[0]!r} at character {half.start() + 1}, half of a character (a lone "
-        "surrogate), which is no text and has no tokens"
+        "surrogate), which is not text and has no tokens"
     )
 
 
 class Jsonl(RowData):
-    """Files of JSON lines: a row is a JSON object, and a line that is not blank. See RowData."""
+    """Files of JSON lines, in which each line that is not blank is a row, a JSON object. See RowData."""
 
     rows_class, title, suffix = Rows, "JSON lines", ".jsonl"
 

@@ -1,4 +1,4 @@
-"""What the text data sets share: documents in, tokens in a cache, windows of seq_len tokens out."""
+"""The base of the text data sets: documents are converted to cached tokens, and these to windows of seq_len tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, unigr
 from data.vocabulary import ExtraTokens, Vocabulary, choose_vocabulary
 from data.words import WordVocabulary
 
-# To be raised when the same documents give other tokens: old caches are then ignored, not misread.
+# Must be increased when the same documents give other tokens, so that old caches are ignored and not misread.
 _CACHE_FORMAT = 1
 
 
@@ -24,9 +24,8 @@ class LanguageData(DataSet):
 
     Attributes:
         name: The data set's name in the cache.
-        min_word_frequency: Words of the training split that occur less often are <unk>, unless ``min_frequency`` says
-            otherwise.
-        vocab_size: For words None before prepare(), because the text decides.
+        min_word_frequency: The default of ``min_frequency``. Rarer words of the training split are <unk>.
+        vocab_size: The number of distinct tokens. With words None before prepare(), because it depends on the text.
         columns: The number of columns that training reads side by side; None for shuffled samples.
     """
 
@@ -53,18 +52,18 @@ class LanguageData(DataSet):
 
         Args:
             seq_len: Tokens per sample.
-            cache_dir: Where tokens and downloads are kept; null: the user's cache folder.
+            cache_dir: The folder for tokens and downloads; null: the user's cache folder.
             num_workers: Processes that read ahead; 0: one thread.
             vocabulary: GPT-2's tokens, or the words of the training split.
             min_frequency: Rarer words become <unk>; null: 5 (wikitext2: 1, as published).
-            max_vocabulary: Words at most, <unk> included; null: all.
+            max_vocabulary: The largest number of words, including <unk>; null: all.
             batchify: Train on the text in order, in columns that are read side by side.
             columns: The number of columns with batchify: the global batch size.
-            extra_tokens: Tokens behind GPT-2's own; the model's.
-            tokenizer: A folder with a tokenizer.json, or that file, in the place of GPT-2's tokens.
+            extra_tokens: Tokens after GPT-2's own (``model.extra_tokens``).
+            tokenizer: A folder with a tokenizer.json, or that file, in place of GPT-2's tokens.
 
         Raises:
-            DataError: A number is out of range, or an option belongs to the other vocabulary.
+            DataError: If a number is out of range, or an option belongs to the other vocabulary.
         """
         super().__init__(num_workers)
         check_at_least(1, seq_len=seq_len)
@@ -81,8 +80,8 @@ class LanguageData(DataSet):
         if name == "words":
             if extra_tokens or tokenizer is not None:
                 raise DataError(
-                    "model.extra_tokens grows GPT-2's vocabulary, data.tokenizer brings one, and data.vocabulary=words "
-                    "takes its words from the text; use data.vocabulary=gpt2, or leave the other two out"
+                    "data.vocabulary=words takes its words from the text, but model.extra_tokens grows GPT-2's "
+                    "vocabulary and data.tokenizer has its own. Use data.vocabulary=gpt2, or leave out the other two"
                 )
             min_frequency = self.min_word_frequency if min_frequency is None else min_frequency
             check_at_least(1, min_frequency=min_frequency)
@@ -90,8 +89,8 @@ class LanguageData(DataSet):
             return WordVocabulary(min_frequency, max_size)
         if (min_frequency, max_size) != (None, None):
             raise DataError(
-                f"data.min_frequency={min_frequency} and data.max_vocabulary={max_size} choose among words, and the "
-                "vocabulary of GPT-2 or a tokenizer is fixed; leave them out or set data.vocabulary=words"
+                f"data.min_frequency={min_frequency} and data.max_vocabulary={max_size} choose among words, but the "
+                "vocabulary of GPT-2 or a tokenizer is fixed. Leave them out, or set data.vocabulary=words"
             )
         return choose_vocabulary(tokenizer, extra_tokens)
 
@@ -110,16 +109,16 @@ class LanguageData(DataSet):
         """Return the documents of "train", "valid" and "test".
 
         Raises:
-            DataError: There is no text.
+            DataError: If there is no text.
         """
 
     @abstractmethod
     def title(self) -> str:
-        """Return what the text is, in a few words, for the description."""
+        """Return a few words about the text, for the description."""
 
     @once
     def prepare(self) -> None:
-        """Encode the text, unless the cache has its tokens, under a hash of the text itself."""
+        """Encode the text, unless the cache has its tokens. Their name in the cache has a hash of the text."""
         documents = self.documents()
         self.fingerprint = _fingerprint(documents, self.vocabulary.key)
         files = cached_tokens(
@@ -151,12 +150,12 @@ class LanguageData(DataSet):
             samples = f"{len(source):,} samples" if source else f"one sample needs {self.seq_len + 1:,}"
             parts.append(f"{split} {files[split].count:,} tokens ({samples})")
         count = sum(len(part) for part in documents.values())
-        columns = "" if self.columns is None else f", trained on in {self.columns} columns"
+        columns = "" if self.columns is None else f", read in {self.columns} columns"
         return f"{self.title()}, {count:,} documents, {self.vocabulary.label}{columns}: {', '.join(parts)}"
 
 
 def _fingerprint(documents: Mapping[str, Sequence[Document]], vocabulary: str) -> str:
-    """Return a hash of what the tokens depend on: text, its documents and splits, vocabulary, format."""
+    """Return a hash of everything on which the tokens depend: text, its documents and splits, vocabulary, format."""
     whole = hashlib.sha256(f"{_CACHE_FORMAT} {vocabulary}".encode())
     for split in sorted(documents):
         whole.update(f" {split} {len(documents[split])}".encode())

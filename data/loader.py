@@ -1,7 +1,7 @@
-"""From samples to batches: which samples a step trains on, and reading them before the step needs them.
+"""The batches of training and evaluation: which samples they have, and how they are read before a step needs them.
 
-A shuffle without a list; batches of similar length, padded to few fixed shapes; the batches of training and of
-evaluation, read ahead by a thread or by processes, which send them without shared memory.
+A shuffle needs no list. Samples of similar length share a batch, padded to one of few fixed shapes. Batches are read
+ahead by a thread or by processes, which send them without shared memory.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _ROUNDS = 8
 # Samples are sorted by length within this many global batches. A larger window pads less, and shuffles less.
 WINDOW = 50
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
-AHEAD = 2  # batches that a reader is ahead
-_END_S = 10.0  # for the thread to end: one that hangs on a disk is left behind
-_SHARED_MEMORY = Path("/dev/shm")  # where processes have their semaphores
+AHEAD = 2  # the number of batches that a reader reads ahead
+_END_S = 10.0  # the longest wait for the thread to end, since it may hang on a disk
+_SHARED_MEMORY = Path("/dev/shm")  # the folder of the processes' semaphores
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def permute(indices: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """Return where indices go in the permutation of range(n) that a key names.
+    """Return the images of indices in the permutation of range(n) that a key selects.
 
-    Only integers are computed, so the result is the same on every machine; memory is that of the indices, whatever n
-    is. A Feistel network permutes the smallest 4**h >= n numbers; a result outside range(n) is permuted again until it
-    is inside ("cycle walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    Only integers are computed, so the result is the same on every machine. The memory does not depend on n, only on the
+    number of indices. A Feistel network permutes the smallest 4**h >= n numbers; a result outside range(n) is permuted
+    again until it is inside ("cycle walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
     Args:
         indices: Integers in [0, n), of any shape.
@@ -50,7 +50,7 @@ def permute(indices: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
         key: Any integers. Another key gives another permutation.
 
     Returns:
-        int64 of the shape of ``indices``. Over all of range(n), every number comes out exactly once.
+        int64 of the shape of ``indices``. Over all of range(n), every number occurs exactly once.
     """
     indices = np.asarray(indices, dtype=np.int64)
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
@@ -70,7 +70,7 @@ def _round_keys(key: tuple[int, ...]) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
-    """Permute range(4**half_bits): a round xors a hash of one half onto the other, invertibly."""
+    """Permute range(4**half_bits): each round xors a hash of one half onto the other, which is invertible."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for round_key in round_keys:
@@ -86,7 +86,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def bucket_widths(longest: int) -> tuple[int, ...]:
-    """Return the widths that batches are padded to: ``longest``, and 1, 2, 3, 4 and 6 eighths of it.
+    """Return the widths to which batches are padded: ``longest``, and 1, 2, 3, 4 and 6 eighths of it.
 
     The eighths are rounded up to multiples of 8.
     """
@@ -98,14 +98,14 @@ class VariableLength(Source):
     """A source whose batches can be padded to one of a few widths.
 
     Attributes:
-        widths: In ascending order; every sample fits into the last.
+        widths: The widths in ascending order. Every sample fits into the last.
     """
 
     widths: tuple[int, ...]
 
     @abstractmethod
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Return how many positions each sample fills, at most widths[-1]: integers of the shape of ``indices``."""
+        """Return the number of positions that each sample fills, at most widths[-1], in the shape of ``indices``."""
 
     @abstractmethod
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
@@ -113,11 +113,11 @@ class VariableLength(Source):
 
 
 class Buckets:
-    """Which samples make up a global batch, and how wide it is.
+    """The samples and the width of each global batch.
 
     An epoch permutes the samples as it does without buckets. Every WINDOW global batches of that order are sorted by
-    length, cut into batches again, and taken in a random order. A pure function of (seed, epoch, step) that knows
-    nothing of replicas: all of them get equally many batches, of one shape at each step.
+    length, cut into batches again, and used in a random order. This is a pure function of (seed, epoch, step) that does
+    not depend on replicas: all of them get equally many batches, of the same shape at each step.
     """
 
     def __init__(self, source: VariableLength, global_batch_size: int, seed: int):
@@ -143,29 +143,29 @@ class Buckets:
         positions = np.arange(first, first + count * self.global_batch_size, dtype=np.int64)
         indices = permute(positions, len(self.source), key=(self.seed, epoch))
         by_length = np.argsort(self.source.lengths(indices), kind="stable").reshape(count, -1)
-        # Within a batch not by length, so that the last replica does not get the longest samples every time.
+        # A batch is not sorted by length, so that the last replica does not always get the longest samples.
         order = permute(np.arange(count), count, key=(self.seed, epoch, window))
         return indices[np.sort(by_length[order], axis=1)]
 
 
 class TrainBatches(Dataset):
-    """The training batches by step, as one replica sees them.
+    """The training batches of one replica, by step.
 
     The global batch of a step is a pure function of (seed, step): epoch e permutes the samples by the key (seed, e),
-    unless the source is ``ordered``, and its steps take them in turn. A remainder smaller than a batch is left out of
-    the epoch. Samples of variable length are grouped by length (see Buckets). A replica takes its contiguous equal
-    slice. So resuming is setting the step, and the number of replicas changes nothing.
+    unless the source is ``ordered``, and its steps use them in turn. A remainder smaller than a batch is left out of
+    the epoch. Samples of variable length are grouped by length (see Buckets). Each replica gets an equal contiguous
+    slice. To resume, it is enough to set the step, and the number of replicas does not change the global batches.
 
     Attributes:
         steps_per_epoch: Whole global batches in the source.
     """
 
     def __init__(self, source: Source, global_batch_size: int, seed: int, dp_rank: int = 0, dp_size: int = 1):
-        """Take this replica's part; ``global_batch_size`` counts the samples of all.
+        """Select this replica's part. ``global_batch_size`` counts the samples of all replicas.
 
         Raises:
-            DataError: The source has fewer samples than a global batch or requires another batch size, or the replicas
-                cannot share the batch equally.
+            DataError: If the source has fewer samples than a global batch or requires another batch size, or if the
+                replicas cannot share the batch equally.
         """
         _check_replicas(global_batch_size, dp_size)
         source.check_batch(global_batch_size)
@@ -199,11 +199,11 @@ class TrainBatches(Dataset):
 
 
 class EvalBatches:
-    """All samples of a source once, in order, in batches of equal size, as one replica sees them.
+    """The evaluation batches of one replica: all samples of a source once, in order, in batches of equal size.
 
-    With a limit they are as many whole batches, of samples that are spread evenly over the source: always the same
-    ones. The last global batch is padded with sample 0 at weight 0, so that every replica gets equally many batches of
-    equal size, whatever the number of samples. Every batch has weights. The length is the number of batches.
+    With a limit there are only so many batches, of samples that are spread evenly over the source and are always the
+    same. The last global batch is padded with sample 0 at weight 0, so that every replica gets equally many batches of
+    equal size for any number of samples. Every batch has weights. The length is the number of batches.
 
     Attributes:
         whole: The number of batches without a limit.
@@ -217,16 +217,16 @@ class EvalBatches:
         dp_size: int = 1,
         limit: int | None = None,
     ):
-        """Take this replica's part of at most ``limit`` batches (None: all).
+        """Select this replica's part of at most ``limit`` batches (None: all).
 
         Raises:
-            DataError: The replicas cannot share a batch equally, the source is empty, or the limit is below 1.
+            DataError: If the replicas cannot share a batch equally, the source is empty, or the limit is below 1.
         """
         _check_replicas(global_batch_size, dp_size)
         if len(source) == 0:
             raise DataError("the evaluation data has 0 samples; at least 1 is needed")
         if limit is not None and limit < 1:
-            raise DataError(f"train.eval_batches={limit}: give 1 or more, or null for all of them")
+            raise DataError(f"train.eval_batches={limit}: give 1 or more, or null for all batches")
         self.source = source
         self.global_batch_size = global_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
@@ -243,7 +243,7 @@ class EvalBatches:
         for batch in range(len(self)):
             positions = batch * self.global_batch_size + mine
             real = positions < self._samples
-            # Each sample stands for an equal part of the source, and is the one in its middle.
+            # Each sample represents an equal part of the source, and is in the middle of that part.
             spread = (2 * positions + 1) * len(self.source) // (2 * self._samples)
             inputs, targets = self.source.read(np.where(real, spread, 0), epoch=0)
             yield Batch(inputs, targets, torch.from_numpy(real.astype(np.float32)))
@@ -257,7 +257,7 @@ def _check_replicas(global_batch_size: int, dp_size: int) -> None:
         nearest = f"{below} and {below + dp_size}" if below else f"{dp_size}"
         raise DataError(
             f"train.global_batch_size={global_batch_size} cannot be shared equally by {dp_size} replicas; "
-            f"the nearest that can: {nearest}"
+            f"the nearest that can are {nearest}"
         )
 
 
@@ -275,14 +275,14 @@ def train_loader(
     pin_memory: bool = False,
     timeout_s: float = 300.0,
 ) -> Iterator[tuple[int, Batch]]:
-    """Yield (step, batch) from the first to the last step, read before it is needed.
+    """Yield (step, batch) from the first to the last step. Each batch is read before it is needed.
 
-    A thread reads, or takes what ``num_workers`` processes read. Thread and processes end with the iterator (exhausted,
-    closed or deleted).
+    A thread reads the batches, or gets those that ``num_workers`` processes read. Thread and processes end with the
+    iterator (exhausted, closed or deleted).
 
     Raises:
-        DataError: A batch takes longer than ``timeout_s``, or the processes cannot be started or die. An error while
-            reading is raised as it is.
+        DataError: If a batch takes longer than ``timeout_s``, or the processes cannot be started or die. An error while
+            reading is raised unchanged.
     """
     steps = range(first_step, last_step + 1)
     read = read_in_processes(batches, steps, num_workers) if num_workers else (batches[step] for step in steps)
@@ -296,18 +296,18 @@ def read_ahead(
     what: str = "evaluation batch",
     first: int = 1,
 ) -> Iterator[Batch]:
-    """Yield batches that a thread has read before they are needed, page-locked where asked for.
+    """Yield batches that a thread has read before they are needed, page-locked with ``pin_memory``.
 
     An error while reading is raised here. The thread ends with the iterator (exhausted, closed or deleted).
 
     Raises:
-        DataError: One takes longer than ``timeout_s``; it names ``what`` it is, counted from ``first``.
+        DataError: If a batch takes longer than ``timeout_s``. The message has ``what`` and its number from ``first``.
     """
     ready: queue.Queue = queue.Queue(maxsize=AHEAD)
     stop = threading.Event()
 
     def put(item: tuple[Batch | None, BaseException | None]) -> None:
-        # A plain put() would wait for ever once nobody takes batches any more.
+        # Without a timeout put() would wait forever after the consumer has stopped taking batches.
         while not stop.is_set():
             try:
                 return ready.put(item, timeout=0.1)
@@ -315,7 +315,7 @@ def read_ahead(
                 continue
 
     def read() -> None:
-        torch.get_num_threads()  # else a thread's first operation would undo the next line
+        torch.get_num_threads()  # otherwise a thread's first operation would undo the next line
         torch.set_num_threads(1)
         begun.set()
         try:
@@ -327,21 +327,21 @@ def read_ahead(
         except BaseException as error:
             put((None, error))
 
-    # A second pool of threads would have OpenMP put those of the first to sleep after every operation, since together
-    # they are more than the cores: a small model's steps took twice as long.
+    # With a second pool there are more threads than cores, and OpenMP would put those of the first to sleep after every
+    # operation: a small model's steps took twice as long.
     threads, begun = torch.get_num_threads(), threading.Event()
     thread = threading.Thread(target=read, name="read-ahead", daemon=True)
     thread.start()
     begun.wait()
-    torch.set_num_threads(threads)  # MKL's number is that of all threads
+    torch.set_num_threads(threads)  # MKL has one number for all threads
     try:
         for number in itertools.count(first):
             try:
                 batch, error = ready.get(timeout=timeout_s)
             except queue.Empty:
                 raise DataError(
-                    f"the {what} {number} was not read within {timeout_s:g} s (parallel.timeout_s): is the disk "
-                    "or network file system that holds the data still there?"
+                    f"the {what} {number} was not read within {timeout_s:g} s (parallel.timeout_s). Is the disk or "
+                    "network file system that holds the data still there?"
                 ) from None
             if error is not None:
                 raise error
@@ -354,12 +354,12 @@ def read_ahead(
 
 
 def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Iterator[Batch]:
-    """Yield the batches of some steps. Call it in a thread of its own.
+    """Yield the batches of some steps. This must be called in a thread of its own.
 
-    In the main thread torch would install a handler that raises the death of a worker wherever that thread is.
+    In the main thread torch would install a handler that raises the death of a worker at any point of that thread.
 
     Raises:
-        DataError: The processes cannot be started, one of them dies, or a batch cannot be read.
+        DataError: If the processes cannot be started, one of them dies, or a batch cannot be read.
     """
     given = f"data.num_workers={num_workers}"
     way_out = "Use fewer, or data.num_workers=0, which reads in a thread"
@@ -371,13 +371,13 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
         prefetch_factor=AHEAD,
         collate_fn=_unchanged,
         worker_init_fn=_end_with_parent,
-        # Without one of its own the loader draws from the global one, and the run would depend on num_workers.
+        # Without its own generator the loader draws from the global one, and the run would depend on num_workers.
         generator=torch.Generator(),
     )
-    # They are blocked while the workers start, so that none arrives before a worker ignores it.
+    # Signals are blocked while the workers start, so that none arrives before a worker ignores it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        multiprocessing.Event()  # a semaphore, as the loader's own: half a loader ends with tracebacks
+        multiprocessing.Event()  # fails if there are no semaphores; the loader would fail half-built, with tracebacks
         iterator = iter(loader)
     except OSError as error:
         raise DataError(
@@ -400,10 +400,10 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
 
 
 class _InWorker(Dataset):
-    """The batches as a worker sends them: as arrays, through its pipe.
+    """The batches as a worker sends them, which is as arrays, through its pipe.
 
-    Tensors would go through /dev/shm, which is small in a container (64 MB in Docker's), and a batch that does not fit
-    is lost without an error in the process that waits for it.
+    Tensors would be sent through /dev/shm, which is small in a container (64 MB in Docker), and a batch that does not
+    fit is lost without an error in the process that waits for it.
     """
 
     def __init__(self, batches: Dataset) -> None:
@@ -421,12 +421,12 @@ def _unchanged(item: Any) -> Any:
 
 
 def _end_with_parent(worker: int) -> None:
-    """Leave signals to the main process: Ctrl-C and the signals to stop reach every process of the group."""
+    """Leave signals to the main process, because Ctrl-C and the signals to stop reach every process of the group."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     unblocked = set(_SIGNALS)
     if hasattr(signal, "sigtimedwait"):  # not on macOS
-        # The main process ends a worker by SIGTERM. It stays blocked here, and a thread sees who sent it.
+        # The main process ends a worker by SIGTERM. It stays blocked here, and a thread checks which process sent it.
         unblocked.remove(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_watch_parent, args=(os.getppid(),), name="watch-parent", daemon=True).start()
@@ -434,7 +434,7 @@ def _end_with_parent(worker: int) -> None:
 
 
 def _watch_parent(parent: int) -> None:
-    """End this process once its parent says so or is gone: torch's own check does not see a batch that nobody takes."""
+    """End this process when its parent sends SIGTERM or ends. torch does not check that while no batch is taken."""
     while os.getppid() == parent:
         sent = signal.sigtimedwait({signal.SIGTERM}, 1.0)
         if sent is not None and sent.si_pid == parent:

@@ -15,15 +15,15 @@ from data.images import Labelled, PublishedImages
 
 _NAMES = {"train": "train", "test": "t10k"}
 _WAY_OUT = (
-    "Give a folder with the four published files, packed (.gz) or not, by data.root=FOLDER, or leave data.root out on "
-    "a machine with a network and they are downloaded"
+    "Give a folder with the four published files, packed (.gz) or not, by data.root=FOLDER, or leave out data.root to "
+    "download them on a machine with a network"
 )
 
 
 class MNIST(PublishedImages):
     """60,000 + 10,000 handwritten digits of 28x28 pixels: 55,000 to train on, 5,000 to validate and 10,000 to test.
 
-    Other data in this format (Fashion-MNIST, EMNIST) is read too, and a twelfth of it is to validate.
+    Other data in this format (Fashion-MNIST, EMNIST) can also be read. A twelfth of its training images is to validate.
     """
 
     mean, std = (0.1307 * 255,), (0.3081 * 255,)  # of the pixels of the training images
@@ -47,7 +47,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
             header = file.read(length)
             if len(header) < length or header[:4] != magic:
                 raise DataError(
-                    f"{path} is no idx file of bytes in {dimensions} dimensions: it begins with "
+                    f"{path} is not an idx file of bytes in {dimensions} dimensions: it begins with "
                     f"{header[:4].hex() or 'nothing'} instead of {magic.hex()}. {_WAY_OUT}"
                 )
             shape = struct.unpack(f">{dimensions}I", header[4:])
@@ -57,8 +57,8 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
         raise DataError(f"{path} is damaged or cannot be read: {error}. {_WAY_OUT}") from error
     if len(content) != count:
         raise DataError(
-            f"{path} holds {len(content):,} values after its header, which says {' x '.join(map(str, shape))} = "
-            f"{count:,}: it is cut short or damaged. {_WAY_OUT}"
+            f"{path} holds {len(content):,} values after its header, which has {' x '.join(map(str, shape))} = "
+            f"{count:,}; it is cut short or damaged. {_WAY_OUT}"
         )
     return np.frombuffer(content, np.uint8).reshape(shape)
 

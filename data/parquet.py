@@ -13,19 +13,19 @@ from common.errors import DataError
 from data.jsonl import RowData, RowFiles, names
 
 _CACHE_BYTES = 256 << 20
-# The columns of the row groups that this process decoded, those used last at the end. Threads change it by single
-# operations of the dict: a lock might be held while another thread forks.
+# The columns of the row groups that this process decoded, the most recently used at the end. Threads change it by
+# single operations of the dict, because a lock might be held while another thread forks.
 _decoded: dict[tuple, list] = {}
 
 
 class ParquetRows(RowFiles):
     """The rows of Parquet files, one file after the other, with the methods of data.jsonl.Rows.
 
-    A row group is decoded whole, of the columns asked for. A process keeps about 256 MiB of the newest ones.
+    The requested columns of a row group are decoded together. A process keeps about 256 MiB of the newest row groups.
     """
 
     def __init__(self, files: Sequence[Path], cache_dir: Any = None):
-        """Read where the row groups are; raise DataError where a file is none of Parquet. Nothing is cached."""
+        """Read the positions of the row groups; raise DataError if a file is not Parquet. Nothing is cached."""
         super().__init__(files)
         groups = []
         for number in range(len(self.files)):
@@ -41,15 +41,16 @@ class ParquetRows(RowFiles):
         """Return the strings of some columns of rows, int [b], joined by newlines.
 
         Raises:
-            DataError: A column is missing, or a value is not a string. It names the file, the row and the reason.
+            DataError: If a column is missing, or a value is not a string. The message has the file, the row and the
+                reason.
         """
         texts = [""] * len(indices)
         group_of = np.searchsorted(self._starts, indices, side="right") - 1
-        for place in np.unique(group_of).tolist():
-            number, group, _ = self._groups[place].tolist()
+        for position in np.unique(group_of).tolist():
+            number, group, _ = self._groups[position].tolist()
             columns = self._columns(number, group, fields)
-            for i in np.flatnonzero(group_of == place).tolist():
-                values = [column[int(indices[i] - self._starts[place])] for column in columns]
+            for i in np.flatnonzero(group_of == position).tolist():
+                values = [column[int(indices[i] - self._starts[position])] for column in columns]
                 try:
                     texts[i] = "\n".join([value.as_py() for value in values])
                 except (TypeError, ValueError):  # of another type; not UTF-8
@@ -61,19 +62,19 @@ class ParquetRows(RowFiles):
         return texts
 
     def name(self, index: int) -> str:
-        """Return a row's file and number, as a message has them."""
-        place = int(np.searchsorted(self._starts, index, side="right")) - 1
-        number, group, _ = self._groups[place].tolist()
-        return f"{self.files[number]} row {index - self._starts[place - group]} (from 0)"
+        """Return a row's file and number, for a message."""
+        position = int(np.searchsorted(self._starts, index, side="right")) - 1
+        number, group, _ = self._groups[position].tolist()
+        return f"{self.files[number]} row {index - self._starts[position - group]} (from 0)"
 
     def _columns(self, number: int, group: int, fields: Sequence[str]) -> list[Any]:
         """Return some columns of a row group, each a pyarrow.ChunkedArray."""
         key = (self.key, number, group, *fields)
         if (columns := _decoded.pop(key, None)) is None:
             with self._parquet(number) as file:
-                there = file.schema_arrow.names
-                if missing := [field for field in fields if field not in there]:
-                    problem = f"the column {missing[0]!r} (data.column=) is missing; there are {there[:10]}"
+                present = file.schema_arrow.names
+                if missing := [field for field in fields if field not in present]:
+                    problem = f"the column {missing[0]!r} (data.column=) is missing; there are {present[:10]}"
                     raise DataError(f"{self.files[number]}: {problem}")
                 # Without Arrow's threads, which a forked process would not have.
                 table = file.read_row_group(group, columns=list(fields), use_threads=False)
@@ -98,7 +99,7 @@ class ParquetRows(RowFiles):
 
 
 class Parquet(RowData):
-    """Files of Parquet. See RowData."""
+    """Parquet files. See RowData."""
 
     requires = "pyarrow"
     rows_class, title, suffix = ParquetRows, "Parquet rows", ".parquet"

@@ -1,4 +1,4 @@
-"""Rows as tokens: a text, or a prompt and its answer, in a chat template where there is one."""
+"""Rows as tokens: a text, or a prompt and its answer, optionally in a chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RowProblem(DataError):
     """A row that cannot be encoded.
 
     Attributes:
-        index: Its place among the rows given.
+        index: Its index among the given rows.
     """
 
     def __init__(self, index: int, message: str) -> None:
@@ -25,14 +25,14 @@ class RowProblem(DataError):
 
 
 class RowTokens:
-    """How the text of a row becomes tokens, or its prompt and its answer.
+    """The conversion of rows to tokens, which are texts, or prompts with answers.
 
-    Without a template, a newline behind the prompt belongs to it, and the end token to the answer. A template brings
-    all special tokens itself, as in transformers.
+    Without a template, a newline after the prompt belongs to the prompt, and the end token to the answer. A template
+    writes all special tokens itself, as in transformers.
 
     Attributes:
-        parts: The fields of the text, or those of the prompt and that of the answer.
-        key: What the tokens depend on, besides rows.
+        parts: The fields of the text, or the fields of the prompt and that of the answer.
+        key: Everything on which the tokens depend, except for the rows.
     """
 
     def __init__(self, vocabulary: Vocabulary, fields: Sequence[str], answer: str | None, template: str | None):
@@ -40,16 +40,16 @@ class RowTokens:
 
         Args:
             vocabulary: The tokens.
-            fields: Of the text or the prompt, joined by newlines.
+            fields: The fields of the text or the prompt, whose texts are joined by newlines.
             answer: The field of the answer; None for rows that are one text.
-            template: "tokenizer" for the one that the vocabulary brings, or the path of a Jinja file; None for none.
+            template: "tokenizer" for the template of the tokenizer, or the path of a Jinja file; None for no template.
 
         Raises:
-            DataError: There is no such template, it is not Jinja, or there is no answer for it.
+            DataError: If there is no such template, it is not Jinja, or ``answer`` is missing for it.
         """
         self.vocabulary, self.answers, self.named = vocabulary, answer is not None, f"data.template={template}"
         if template is not None and not self.answers:
-            raise DataError(f"{self.named} is for prompts and answers: name the field of the answer, data.answer=")
+            raise DataError(f"{self.named} needs prompts and answers; set data.answer= to the field of the answer")
         self.template = None if template is None else _read(self.named, template, vocabulary)
         self.parts = [list(fields), [answer]] if self.answers else [list(fields)]
         self.key = [*fields, answer or "", vocabulary.key, *(self.template.key if self.template is not None else ())]
@@ -65,13 +65,13 @@ class RowTokens:
 
         Args:
             texts: The rows' texts, or their prompts.
-            answers: Their answers, where they have any.
-            most: How many tokens are wanted of each; None for all. A long row costs no more than these.
-            threads: For the tokenizer.
+            answers: Their answers, if they have any.
+            most: The largest number of tokens for each row; None for all. Only so much of a long row is encoded.
+            threads: The number of threads of the tokenizer.
 
         Raises:
-            RowProblem: The template cannot be rendered, the whole of a row does not begin as its prompt does, or it has
-                no tokens.
+            RowProblem: If the template cannot be rendered, a rendered row does not begin as its rendered prompt does,
+                or it has no tokens.
         """
         if answers is None:
             return [([*tokens, self.vocabulary.end][:most], 0) for tokens in self._tokens(texts, most, threads)]
@@ -82,11 +82,11 @@ class RowTokens:
             rows = [[*tokens, self.vocabulary.end][:most] for tokens in rows]
         elif (empty := next((i for i, tokens in enumerate(rows) if not tokens), None)) is not None:
             raise self._problem(empty, "it writes nothing", texts[empty])
-        # A token of both is the answer's.
+        # A token that has parts of both counts as the answer's.
         return [(tokens, len(commonprefix((prompt, tokens)))) for prompt, tokens in zip(prompts, rows, strict=True)]
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens that a model continues: those of texts or, where rows have answers, of prompts."""
+        """Return the tokens that a model continues: those of texts or, if rows have answers, of prompts."""
         return self._tokens([self._text(i, text)[0] for i, text in enumerate(texts)], most=None, threads=1)
 
     def _tokens(self, texts: Sequence[str], most: int | None, threads: int) -> list[list[int]]:
@@ -95,7 +95,7 @@ class RowTokens:
         return [[*begin, *tokens] for tokens in self.vocabulary.first_tokens(texts, most, threads, rendered)]
 
     def _text(self, index: int, prompt: str, answer: str | None = None) -> tuple[str, int]:
-        """Return a whole row as text and how many characters are before its answer; without one, only these."""
+        """Return a whole row as text and how many characters are before its answer; without an answer, only these."""
         if self.template is None:
             start = f"{prompt}\n" if self.answers else prompt
             return start + (answer or ""), len(start)
@@ -114,9 +114,9 @@ def _read(named: str, template: str, vocabulary: Vocabulary) -> ChatTemplate:
     try:
         text = vocabulary.chat_template if template == "tokenizer" else expand_home(template).read_text("utf-8")
         if isinstance(text, list):
-            text = {one["name"]: one["template"] for one in text}["default"]
+            text = {entry["name"]: entry["template"] for entry in text}["default"]
         if text is None:
-            raise LookupError(f"{vocabulary.label} come without one")
+            raise LookupError(f"{vocabulary.label} have none")
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise DataError(f"{named} cannot be read ({error}); {way_out}") from None
     read = ChatTemplate(text, tuple(vocabulary.special.items()), date.today().isoformat())

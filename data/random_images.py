@@ -1,4 +1,4 @@
-"""Random images of random classes: input for measuring speed, which a model can only memorise."""
+"""Random images of random classes, for measuring speed. A model can only memorise them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KEPT_BYTES = 2**29  # 890 images of 224 pixels
 
 
 class RandomImages(ImageData):
-    """Standard normal pixels and uniform classes, as PyTorch's tutorial on model parallelism has them.
+    """Standard normal pixels and uniform classes, as in PyTorch's tutorial on model parallelism.
 
     A sample is drawn from (seed, split, index) when it is first read, which takes 2 ms for 224 pixels. A split of at
-    most 512 MiB is kept, so that a GPU does not wait in later epochs; samples of a larger one are drawn every time.
+    most 512 MiB is kept, so that a GPU does not wait in later epochs; samples of a larger split are drawn every time.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from data.dataset import DataSet, InMemory, check_at_least, once
 class RandomRegression(DataSet):
     """y = W x + noise, where x is standard normal and W random, scaled so that W x has the variance 1.
 
-    Made from the seed by numpy's generator, which gives the same numbers on every machine, and held in memory as fp32.
+    It is made from the seed by numpy's generator, which gives the same numbers on every machine, and held as fp32.
     The best mean squared error that any model can reach is noise**2.
     """
 
@@ -51,7 +51,7 @@ class RandomRegression(DataSet):
     def _draw(self, teacher: np.ndarray, stream: int, samples: int) -> InMemory:
         import torch
 
-        # A stream of its own for each split: changing the size of one leaves the others alone.
+        # Each split has its own stream, so that the size of one does not change the others.
         random = np.random.default_rng([self.seed, stream])
         inputs = random.standard_normal((samples, self.in_features))
         targets = inputs @ teacher + self.noise * random.standard_normal((samples, self.out_features))

@@ -1,8 +1,8 @@
-"""Chat templates, rendered by a process of their own, whose time and memory are limited.
+"""Chat templates, which are rendered by a separate process with limited time and memory.
 
-A template is a program of others. Jinja's sandbox keeps it from files and from Python's objects, but not from loops
-without end or from gigabytes, which Jinja computes even while it reads a template, as of "{{ 'x' * 10**10 }}". Nothing
-inside a process can interrupt one operation of Python, so the system limits the process.
+A template is a program that others have written. Jinja's sandbox protects files and Python's objects, but does not
+prevent endless loops or gigabytes of text, which Jinja computes even while it reads a template such as
+"{{ 'x' * 10**10 }}". A single operation of Python cannot be interrupted from inside a process, so the system limits it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import DataError
 
-# What a row may take: seconds of processor time, bytes of memory and characters, and how much of each more for each of
-# its own characters. A published template takes some 50 microseconds, and adds some hundred characters.
+# The limits of a row: seconds of processor time, bytes of memory and characters, and how much of each is added for each
+# of its own characters. A published template takes some 50 microseconds, and adds some hundred characters.
 _SECONDS, _BYTES, _CHARACTERS = (3, 1e-6), (2**30, 64), (1_000_000, 4)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _START = "import sys; sys.path[:] = sys.argv[1:]; from data.templates import serve; serve()"
@@ -42,7 +42,7 @@ _MESSAGE_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and what it can read besides messages.
+    """A chat template and the values that it can read in addition to messages.
 
     Attributes:
         text: The Jinja text.
@@ -56,22 +56,22 @@ class ChatTemplate:
 
     @property
     def key(self) -> list[str]:
-        """What the rendered texts depend on."""
-        # Nothing else in a template can tell the day.
+        """Everything on which the rendered texts depend."""
+        # A template can only read the day by this function.
         return [self.text, json.dumps(dict(self.special)), *[self.day] * ("strftime_now" in self.text)]
 
     def check(self) -> None:
-        """Raise DataError, in words that say what is wrong, where the text is no template."""
+        """Raise DataError, which describes the problem, if the text is not a template."""
         _give_back(_take(self))
 
     def render(self, prompt: str, answer: str | None) -> tuple[str, int]:
-        """Return a row as text, and how many characters of it are in front of the answer.
+        """Return a row as text, and how many characters of it are before the answer.
 
         Without an answer the text ends where a model continues it.
 
         Raises:
-            DataError: It cannot be rendered, takes longer or more than a row may, or does not begin as the prompt
-                alone does. The message says what is wrong, not where.
+            DataError: If it cannot be rendered, exceeds the limits of a row, or does not begin as the prompt alone
+                does. The message describes the problem, but not the row.
         """
         process = _take(self)
         done = process.ask([prompt, answer])
@@ -79,21 +79,21 @@ class ChatTemplate:
         return done["text"], done["prompt"]
 
 
-# -- in the process that asks ----------------------------------------------------------------------------------------
+# -- in the process that sends requests ------------------------------------------------------------------------------
 
-# By the number of the process that has started them, so that a forked one starts its own. Threads take them out by one
-# operation of the list: a lock might be held while another thread forks.
+# Processes without a request, by the id of the process that has started them, so that a forked process starts its own.
+# Threads take one by a single operation of the list, because a lock might be held while another thread forks.
 _idle: dict[int, list[_Process]] = {}
 
 
 class _Process:
-    """A started process that renders one template, and is asked by one thread at a time."""
+    """A started process that renders one template, and is used by one thread at a time."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
-        # They stay blocked in the process, which ends with its input: Ctrl-C reaches every process of the group.
+        # Signals stay blocked in the process, since Ctrl-C reaches every process of the group. It ends with its input.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        # Without what an installation imports at each start, which may alone take more memory than is allowed.
+        # -S skips modules that an installation imports at each start, which may need more memory than is allowed.
         command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[1]), *sys.path]
         try:
             self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -106,14 +106,14 @@ class _Process:
         self.ask([template.text, dict(template.special), template.day])
 
     def ask(self, request: Any) -> Any:
-        """Return the answer to a request; raise DataError, after which the process has ended, where there is none."""
+        """Return the answer to a request. If there is none, end the process and raise DataError."""
         try:
             self._given.write(json.dumps(request).encode() + b"\n")
             self._given.flush()
             line = self._got.readline()
         except BrokenPipeError:
             line = b""
-        except BaseException:  # such as Ctrl-C: what comes is the answer to no other request
+        except BaseException:  # such as Ctrl-C, after which the answer must not be used for another request
             self.end()
             raise
         if line.endswith(b"\n"):
@@ -138,7 +138,7 @@ class _Process:
 
 
 def _take(template: ChatTemplate) -> _Process:
-    """Return a process that renders a template, and end those that wait to render another."""
+    """Return a process that renders a template, and end idle processes of other templates."""
     waiting = _idle.setdefault(os.getpid(), [])
     while waiting:
         with suppress(IndexError):  # another thread has taken it
@@ -163,9 +163,9 @@ def _end_all() -> None:
 
 
 def serve() -> None:
-    """Compile the template that the first line of the input brings, and render the row of each line after it.
+    """Compile the template in the first line of the input, and render the row in each line after it.
 
-    Each is answered by a line: a JSON object with what was rendered, or with a problem.
+    Each line is answered by a line with a JSON object, which has the rendered text or a problem.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given = text, special, day = json.loads(sys.stdin.buffer.readline())
@@ -176,21 +176,21 @@ def serve() -> None:
 
 
 def _allowed(limit: tuple[int, float], request: Sequence[Any]) -> int:
-    """Return how much of something a request may take, by the size of its texts."""
-    return limit[0] + int(limit[1] * sum(len(one) for one in request if isinstance(one, str)))
+    """Return the limit of a resource for a request, by the size of its texts."""
+    return limit[0] + int(limit[1] * sum(len(text) for text in request if isinstance(text, str)))
 
 
 def _answer(request: Sequence[Any], work: Callable[[], dict[str, Any]]) -> None:
-    """Write what ``work`` returns for a request, within the limits."""
+    """Write the result of ``work`` for a request, which is computed within the limits."""
     memory = _allowed(_BYTES, request)
     _limit(resource.RLIMIT_CPU, math.ceil(process_time()) + _allowed(_SECONDS, request))
     _limit(resource.RLIMIT_AS, memory)
-    random.seed(0)  # of Jinja's lipsum() and random: a row is the same at each read
+    random.seed(0)  # for Jinja's lipsum() and random, so that a row is the same at each read
     try:
         answer = json.dumps(work())
     except MemoryError:
         answer = json.dumps({"problem": f"it needs more than {memory >> 20:,} MiB of memory"})
-    except Exception as error:  # whatever the template does
+    except Exception as error:  # a template can raise any error
         answer = json.dumps({"problem": (str(error) or type(error).__name__)[:_MESSAGE_CHARACTERS]})
     _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)  # for the next row
     sys.stdout.buffer.write(answer.encode() + b"\n")
@@ -229,7 +229,7 @@ def _rendered(template: Template, special: dict[str, str], prompt: str, answer: 
 
 
 class _Generation(Extension):
-    """The block in which some templates put what the model is to write."""
+    """The block in which some templates put the text that the model is to write."""
 
     tags = {"generation"}
 
@@ -241,7 +241,7 @@ class _Generation(Extension):
 
 @cache
 def _compiled(text: str, day: str) -> Template:
-    """Return a chat template in the environment that transformers has for it, sandboxed.
+    """Return a chat template in a sandboxed environment like that of transformers.
 
     Source: _compile_jinja_template in github.com/huggingface/transformers, utils/chat_template_utils.py.
     """

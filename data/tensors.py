@@ -1,4 +1,4 @@
-"""Tensors or arrays that exist already, as a data set: ``training.train(..., data=TensorData(inputs, targets))``."""
+"""A data set of existing tensors or arrays: ``training.train(..., data=TensorData(inputs, targets))``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IGNORED = -100  # torch's own ignore_index
 
 
 class TensorData(DataSet):
-    """Samples in two tensors, mixed and divided into splits; every process of a run holds them once."""
+    """Samples in two tensors, which are shuffled and divided into splits. Every process of a run holds them once."""
 
     def __init__(
         self,
@@ -30,20 +30,20 @@ class TensorData(DataSet):
         """Divide the samples.
 
         Args:
-            inputs: [n, ...], or tokens [n, t] where ``vocab_size`` is given; a tuple of such tensors or arrays where a
-                model has several inputs.
+            inputs: [n, ...], or tokens [n, t] if ``vocab_size`` is given; a tuple of such tensors or arrays if a model
+                has several inputs.
             targets: [n, ...]; whole numbers, such as classes, become int64.
             valid: The fraction to validate on, in [0, 1).
             test: The fraction to test on, in [0, 1).
             vocab_size: The number of tokens; None for data that is not language.
-            seed: Of the division.
+            seed: The seed of the division.
 
         Raises:
-            DataError: The tensors or the fractions do not fit together.
+            DataError: If the tensors or the fractions do not fit together.
         """
         super().__init__()
         if isinstance(inputs, tuple) and not inputs:
-            raise DataError("inputs is an empty tuple: give a tensor, or one for each input of the model")
+            raise DataError("inputs is an empty tuple; give a tensor, or one for each input of the model")
         targets = to_tensor("targets", targets)
         whole = InMemory(inputs, targets if targets.is_floating_point() else targets.long())
         several, targets = whole.inputs if isinstance(whole.inputs, tuple) else (whole.inputs,), whole.targets
@@ -70,19 +70,19 @@ class TensorData(DataSet):
         self.fingerprint = hashlib.sha256(b"".join(_bytes(tensor) for tensor in (*several, targets))).hexdigest()[:16]
 
     def prepare(self) -> None:
-        """Do nothing: the samples are there."""
+        """Do nothing, because the samples are in memory."""
 
 
 def _check_tokens(several: Sequence[Tensor], vocab_size: int, name: str = "inputs") -> None:
     for tokens in several:
         if tokens.dim() < 2 or tokens.is_floating_point():
             raise DataError(
-                f"vocab_size={vocab_size} says that the {name} are tokens, whole numbers [n, t]; they are "
+                f"vocab_size={vocab_size} means that the {name} are tokens, whole numbers [n, t], but they are "
                 f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
             )
         if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise DataError(
-                f"the {name} hold tokens from {tokens.min()} to {tokens.max()}, and vocab_size={vocab_size} allows 0 "
+                f"the {name} hold tokens from {tokens.min()} to {tokens.max()}, but vocab_size={vocab_size} allows 0 "
                 f"to {vocab_size - 1}"
             )
 

@@ -1,4 +1,4 @@
-"""Text of the user's own: any file or folder."""
+"""Text of the user: any file or folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class Text(LanguageData):
     """Any text file, or all the text files of a folder.
 
-    Every file of a folder that is UTF-8 text is taken, whatever its name, except hidden ones; others are named in a
+    Every file of a folder that is UTF-8 text is used, with any name, except hidden files. The others are named in a
     warning. See data.documents.split_documents for the splits.
     """
 
@@ -26,11 +26,11 @@ class Text(LanguageData):
     def __init__(self, root: str | None = None, **options: Any):
         super().__init__(**options)
         if not root:
-            raise DataError("data=text needs to know which text: data.root=FILE_OR_FOLDER")
+            raise DataError("data=text needs the text, data.root=FILE_OR_FOLDER")
         self.root = expand_home(root).absolute()
 
     def title(self) -> str:
-        """Return what the text is."""
+        """Return a title with the file or folder of the text."""
         return f"text of {self.root}"
 
     def documents(self) -> dict[str, list[Document]]:
@@ -39,8 +39,8 @@ class Text(LanguageData):
         documents, bad = only_text([whole_file(path) for path in files])
         if not documents:
             raise DataError(
-                f"data.root={self.root} holds no text: looked at {len(files)} files that are neither hidden "
-                f"nor empty{_first(bad)}. Give a file or folder of UTF-8 text"
+                f"data.root={self.root} holds no text in the {len(files)} files that are neither hidden nor empty"
+                f"{_first(bad)}. Give a file or folder of UTF-8 text"
             )
         if bad:
             logger.warning("left out %d of %d files, which are not text%s", len(bad), len(files), _first(bad))
@@ -48,7 +48,7 @@ class Text(LanguageData):
 
 
 def _first(bad: Sequence[str], shown: int = 5) -> str:
-    """Return the first few of a list, as the tail of a sentence."""
+    """Return the first few of a list, as the end of a sentence."""
     if not bad:
         return ""
     more = f"; and {len(bad) - shown} more" if len(bad) > shown else ""

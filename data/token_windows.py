@@ -1,4 +1,4 @@
-"""Tokens on the disk, one memory-mapped file of integers per split, and the samples cut from them."""
+"""Tokens on the disk, in one memory-mapped file of integers per split, and the samples that are cut from them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def cached_tokens(
     name: str,
     encode: Callable[[Path], tuple[int, Mapping[str, Iterable[np.ndarray]]]],
 ) -> dict[str, MappedFile]:
-    """Return the tokens of each split, written by the first process that asks for it (see data.cache).
+    """Return the tokens of each split, which the first process that needs them writes (see data.cache).
 
     The files are raw integers in this machine's byte order; their suffix (.uint16, .uint32) is their dtype.
 
     Args:
         cache_dir: See data.cache.cached_folder.
-        name: Names the content: it carries a hash of the text, the vocabulary and the format of the cache.
-        encode: Gives the size of the vocabulary, and each split's tokens as arrays, which are written as they come. It
-            may write files of its own into the folder that it is given.
+        name: The name of the content, with a hash of the text, the vocabulary and the format of the cache.
+        encode: Returns the size of the vocabulary, and each split's tokens as arrays, which are written in turn. It may
+            write further files into the folder with which it is called.
     """
 
     def build(folder: Path) -> None:
@@ -53,9 +53,9 @@ def cached_tokens(
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Return the entropy of tokens [n], in nats: the loss of a model that knows how often each occurs and no more.
+    """Return the entropy of tokens [n], in nats, which is the loss of a model that only knows their frequencies.
 
-    Of more than 2^24 only that many are counted.
+    Only the first 2^24 tokens are counted.
     """
     counts = np.bincount(tokens[:_MOST_COUNTED])
     shares = counts[counts > 0] / counts.sum()
@@ -65,8 +65,8 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 class TokenWindows(Source):
     """Language-model samples of T = seq_len tokens, cut one after the other from a sequence of n tokens.
 
-    Sample i has inputs tokens[i*T : i*T + T] and as targets the token that follows each. So there are (n - 1) // T
-    samples, and every token but the first and a remainder at the end is predicted exactly once.
+    Sample i has the inputs tokens[i*T : i*T + T] and as targets the token that follows each. There are therefore
+    (n - 1) // T samples, and every token except for the first and a remainder at the end is predicted exactly once.
     """
 
     def __init__(self, file: MappedFile, seq_len: int):
@@ -91,7 +91,7 @@ class TokenWindows(Source):
         starts = self.starts(np.asarray(indices, dtype=np.int64))
         windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         samples = torch.from_numpy(windows)
-        # Not two views: pinning and sending a view would copy the other's tokens as well.
+        # Two copies instead of two views, since pinning or sending a view would copy the other's tokens as well.
         return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
 
@@ -99,8 +99,9 @@ class ColumnWindows(TokenWindows):
     """Samples of T = seq_len tokens from C columns: the text as C equal, contiguous parts of L tokens.
 
     Sample w*C + c is window w of column c: its inputs are tokens[c*L + w*T : c*L + w*T + T], its targets the token
-    that follows each. A column has (L - 1) // T windows; a remainder at its end is left out. Taken in order in global
-    batches of C, batch w continues each column where batch w - 1 ended, and the replicas share the columns.
+    that follows each. A column has (L - 1) // T windows; a remainder at its end is left out. If the samples are used in
+    order in global batches of C, batch w continues each column where batch w - 1 ended, and the replicas share the
+    columns.
 
     Source: batchify and get_batch in PyTorch's tutorial "Language Modeling with nn.Transformer".
     """
@@ -108,10 +109,10 @@ class ColumnWindows(TokenWindows):
     ordered = True
 
     def __init__(self, file: MappedFile, columns: int, seq_len: int):
-        """Take tokens as TokenWindows does; ``columns`` is the global batch size.
+        """Use tokens as TokenWindows does. ``columns`` is the global batch size.
 
         Raises:
-            DataError: A column has fewer than seq_len + 1 tokens, or ``columns`` is not positive.
+            DataError: If a column has fewer than seq_len + 1 tokens, or ``columns`` is not positive.
         """
         check_at_least(1, columns=columns)
         super().__init__(file, seq_len)
@@ -140,14 +141,14 @@ class ColumnWindows(TokenWindows):
         """Raise DataError unless the global batch has one sample of each column."""
         if global_batch_size != self.columns:
             raise DataError(
-                f"data.batchify=true reads data.columns={self.columns} columns side by side, and "
-                f"train.global_batch_size={global_batch_size} must be the same number; leave data.columns out "
-                "and it is"
+                f"data.batchify=true reads data.columns={self.columns} columns side by side, but "
+                f"train.global_batch_size={global_batch_size} must be the same number. Leave out data.columns, which "
+                "is this number by default"
             )
 
 
 class Concatenated(Source):
-    """The samples of some sources, one source after the other."""
+    """The samples of several sources, one source after the other."""
 
     def __init__(self, sources: Sequence[Source]):
         self.sources = list(sources)

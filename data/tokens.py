@@ -1,4 +1,4 @@
-"""Token shards: the .bin files that llm.c and nanoGPT write and train on."""
+"""Token shards, the .bin files that llm.c and nanoGPT write and train on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _DTYPE = np.dtype("<u2")
 
 
 class Tokens(DataSet):
-    """Tokenised text in one .bin file or in the .bin files of a folder; nothing is copied.
+    """Tokenised text in one .bin file or in the .bin files of a folder. Nothing is copied.
 
-    A folder's files belong to the split that a word of their names says, as in fineweb_train_000001.bin,
-    tiny_shakespeare_val.bin and test.bin; without such a word, to train. One file, whatever its name, is cut into 90 %,
+    A folder's files belong to the split that a word of their names names, as in fineweb_train_000001.bin,
+    tiny_shakespeare_val.bin and test.bin; without such a word, to train. A single file with any name is cut into 90 %,
     5 % and 5 %.
     """
 
@@ -48,7 +48,7 @@ class Tokens(DataSet):
     ):
         super().__init__(num_workers)
         if not root:
-            raise DataError("data=tokens needs to know which: data.root=FILE_OR_FOLDER of .bin files")
+            raise DataError("data=tokens needs .bin files, data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len, vocab_size=vocab_size)
         self.root = expand_home(root).absolute()
         vocabulary = GPT2Vocabulary(extra_tokens)
@@ -60,7 +60,7 @@ class Tokens(DataSet):
 
     @once
     def prepare(self) -> None:
-        """Map the files. Tokens are checked as they are read."""
+        """Map the files. Tokens are checked when they are read."""
         files = [read_header(path, self.format) for path in files_of(self.root, "tokens", ".bin")]
         splits = _cut(files[0]) if self.root.is_file() else _by_name(files)
         sources = {split: self._source(part) for split, part in splits.items()}
@@ -68,7 +68,7 @@ class Tokens(DataSet):
             tokens = ", ".join(f"{file.path.name}: {file.count:,}" for file in splits["train"][:5])
             raise DataError(
                 f"data.root={self.root} has no sample to train on: a file needs {self.seq_len + 1:,} tokens for one "
-                f"sample of data.seq_len={self.seq_len} ({tokens or 'and no file is for training, by its name'}). "
+                f"sample of data.seq_len={self.seq_len} ({tokens or 'by their names no file is for training'}). "
                 "Lower data.seq_len or give more tokens"
             )
         self.train, self.valid, self.test = sources["train"], sources["valid"], sources["test"]
@@ -91,23 +91,23 @@ class Shard(TokenWindows):
         self.vocab_size = vocab_size
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        """See TokenWindows; raise DataError where a token is not below ``vocab_size``."""
+        """See TokenWindows. Raises DataError if a token is not below ``vocab_size``."""
         inputs, targets = super().read(indices, epoch)
         largest = max(int(inputs.max()), int(targets.max()))
         if largest >= self.vocab_size:
             raise DataError(
                 f"{self.file.path} holds the token {largest:,}, outside a vocabulary of "
-                f"data.vocab_size={self.vocab_size:,}. Set data.vocab_size to what the file was written with; if it "
-                "is that, the file is damaged or of another format"
+                f"data.vocab_size={self.vocab_size:,}. Set data.vocab_size to the size with which the file was "
+                "written; if it is that already, the file is damaged or of another format"
             )
         return inputs, targets
 
 
 def read_header(path: Path, format: str = "auto") -> MappedFile:
-    """Return where the tokens of a shard are, by its size and header.
+    """Return the tokens of a shard, which its size and header determine.
 
     llmc: a header of 256 little-endian int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16 (llm.c,
-    dev/data/data_common.py). nanogpt: nothing but uint16 tokens. auto: llmc, and the error says what else it may be,
+    dev/data/data_common.py). nanogpt: only uint16 tokens. auto: llmc, with an error that names the other format,
     because any file looks like tokens without a header.
     """
     size = path.stat().st_size
@@ -115,19 +115,19 @@ def read_header(path: Path, format: str = "auto") -> MappedFile:
         magic, version, count = struct.unpack("<iii", file.read(12).ljust(12, b"\0"))
     if format == "nanogpt":
         if magic == MAGIC:
-            raise DataError(f"{path} has llm.c's header, and data.format=nanogpt is without; leave data.format out")
+            raise DataError(f"{path} has llm.c's header, but data.format=nanogpt has none. Leave out data.format")
         return MappedFile(path, _DTYPE.str, 0, size // _DTYPE.itemsize)
     if (magic, version) != (MAGIC, VERSION):
         raise DataError(
             f"{path} does not start with llm.c's header of GPT-2's tokens (the numbers {MAGIC} and {VERSION}, not "
-            f"{magic} and {version}). If it is 16-bit tokens without a header, as nanoGPT writes them: "
+            f"{magic} and {version}). If it has 16-bit tokens without a header, as nanoGPT writes them, set "
             "data.format=nanogpt"
         )
     expected = _HEADER_BYTES + count * _DTYPE.itemsize
     if count < 1 or size != expected:
         raise DataError(
-            f"{path} is truncated or damaged: its header says {count:,} tokens, which is a file of {expected:,} bytes, "
-            f"and it has {size:,}. Write or download it again"
+            f"{path} is truncated or damaged: a file with the {count:,} tokens of its header has {expected:,} bytes, "
+            f"but it has {size:,}. Write or download it again"
         )
     return MappedFile(path, _DTYPE.str, _HEADER_BYTES, count)
 

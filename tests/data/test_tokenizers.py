@@ -154,11 +154,11 @@ def random_text(draw: random.Random, pieces: int) -> str:
 @pytest.mark.parametrize("build", VOCABULARIES.values(), ids=VOCABULARIES)
 def test_where_a_long_text_is_cut_no_token_changes(tmp_path, build):
     vocabulary, draw, places = build(tmp_path / "tokenizer"), random.Random(1), 0
-    assert vocabulary._words_apart
+    assert vocabulary._can_be_cut
     for _ in range(60):
         text = random_text(draw, 60)
         (whole,) = vocabulary.tokens([text], rendered=True)
-        parts = [text[: place.start()] for place in vocabulary_module._PLACE.finditer(text)]
+        parts = [text[: cut.start()] for cut in vocabulary_module._CUT.finditer(text)]
         for part, tokens in zip(parts, vocabulary.tokens(parts, rendered=True), strict=True):
             assert tokens == whole[: len(tokens)], part
         places += len(parts)
@@ -175,7 +175,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(tmp_path, monkeypatch, bui
     for most in (1, 2, 7, 50):
         assert vocabulary.first_tokens(texts, most, rendered=True) == [tokens[:most] for tokens in whole]
     assert vocabulary.first_tokens(texts, None, rendered=True) == whole
-    assert vocabulary._words_apart == (build in VOCABULARIES.values())
+    assert vocabulary._can_be_cut == (build in VOCABULARIES.values())
 
 
 def test_a_vocabulary_with_gaps_is_as_large_as_its_last_token_says(tmp_path):
@@ -188,7 +188,7 @@ def test_a_vocabulary_with_gaps_is_as_large_as_its_last_token_says(tmp_path):
 
 
 REFUSED = {
-    "no tokenizer": ("tokenizer.json", None, "tokenizer.json does not exist: data.tokenizer="),
+    "no tokenizer": ("tokenizer.json", None, "tokenizer.json does not exist; data.tokenizer="),
     "not JSON": ("tokenizer.json", "{", "tokenizer.json cannot be read as a tokenizer"),
     "another JSON": ("tokenizer.json", "[1]", "tokenizer.json cannot be read as a tokenizer"),
     "other settings": ("tokenizer_config.json", "[1, 2]", "tokenizer_config.json is not a JSON object"),
@@ -206,7 +206,7 @@ def test_what_is_no_tokenizer_is_an_error_that_names_the_file(tmp_path, name, co
 
 def test_only_one_vocabulary_can_be_asked_for(tmp_path):
     folder = str(tokenizer_folder(tmp_path))
-    with pytest.raises(DataError, match="grows GPT-2's vocabulary, and data.tokenizer=.*; leave one out"):
+    with pytest.raises(DataError, match="grows GPT-2's vocabulary, but data.tokenizer=.* has its own. Leave out one"):
         Text(root="text", tokenizer=folder, extra_tokens={"<a>": None})
     with pytest.raises(DataError, match="use data.vocabulary=gpt2, or leave the other two out"):
         Text(root="text", tokenizer=folder, vocabulary="words")

@@ -150,7 +150,7 @@ def test_a_size_that_is_typed_beside_a_folder_must_be_the_folders(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     open_sizes = {"size": None, "init_from": str(tmp_path)}
     assert sizes_of({**open_sizes, "size": "tiny"}) == sizes_of(open_sizes) == vars(SIZES["tiny"])
-    with pytest.raises(ModelError, match="model.n_layer=5, and .*config.json says num_hidden_layers=4"):
+    with pytest.raises(ModelError, match="model.n_layer=5, but .*config.json has num_hidden_layers=4"):
         sizes_of({**open_sizes, "n_layer": 5})
     with pytest.raises(ModelError, match="size=135M has n_embd=576, and .* says hidden_size=128; leave model.size"):
         sizes_of({**open_sizes, "size": "135M"})
@@ -161,7 +161,7 @@ def test_a_size_s_own_rotations_do_not_stay_beside_a_folder_that_has_none(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(to_config(replace(own, rope_scaling=None))))
     section = {"size": None, "init_from": str(tmp_path)}
     assert chosen_size(None, sizes_of(section)) == replace(own, rope_scaling=None)
-    with pytest.raises(ModelError, match=f"model.size={size} has rope_scaling=.*, and .* says rope_scaling=None"):
+    with pytest.raises(ModelError, match=f"model.size={size} has rope_scaling=.*, but .* has rope_scaling=None"):
         sizes_of({**section, "size": size})
 
 

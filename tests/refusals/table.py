@@ -249,7 +249,7 @@ DATA = {
         _row(SHARD, "llm.c's header", "20240520", "data.format=nanogpt", content=b"PK\x03\x04" + bytes(5000)),
         _row(SHARD + " parallel=ddp", "truncated", "5,000 tokens", "3,024", content=shard(np.zeros(1000), says=5000)),
         _row(SHARD, "the token 60,000", "data.vocab_size=50,257", content=shard(np.array([1, 2, 60000] * 400))),
-        _row(SHARD + " data.format=nanogpt", "leave data.format out", content=shard(np.zeros(100))),
+        _row(SHARD + " data.format=nanogpt", "Leave out data.format", content=shard(np.zeros(100))),
     ],
     "HERE/x.txt": [
         _row(TEXT, "is empty", "file of text", content=b""),

@@ -110,7 +110,7 @@ def test_an_evaluation_in_which_no_target_counts_has_no_loss_and_says_why(some_c
 
 def test_a_tokenizer_that_is_gone_is_an_error_that_names_it(line, trained, folder, tmp_path):
     moved = [f"data.tokenizer='{tmp_path / 'gone'}'"]
-    with pytest.raises(DataError, match="gone.* does not exist: data.tokenizer="):
+    with pytest.raises(DataError, match="gone.* does not exist; data.tokenizer="):
         execute(config(*line, *moved, "mode=sample", f"checkpoint='{trained}'"), tmp_path, None)
     shutil.copytree(folder, tmp_path / "gone")
     execute(config(*line, *moved, "mode=sample", f"checkpoint='{trained}'", "sample.tokens=1"), tmp_path, None)
