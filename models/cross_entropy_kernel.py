@@ -6,8 +6,8 @@ for the same result.
 Source of the two loops: Liger Kernel (Hsu et al. 2024), ``cross_entropy.py``.
 """
 
-# Triton is only installed with torch for GPUs, and its types for the launch of a kernel lack the launch's own
-# arguments. pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# Triton is only installed with torch for GPUs, and its types only have the kernel's own arguments for a launch.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Dropout by sample on a GPU in one Triton kernel, which computes the same as ``models.seeds`` and keeps no mask."""
 
-# Triton is only installed with torch for GPUs, and its types for the launch of a kernel lack the launch's own
-# arguments. pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# Triton is only installed with torch for GPUs, and its types only have the kernel's own arguments for a launch.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
