@@ -93,5 +93,5 @@ def test_a_file_cut_short_is_named(prepared, known):
 
 def test_a_missing_file_is_named_with_the_ways_out(prepared, known):
     (known / "data_batch_5").unlink()
-    with pytest.raises(DataError, match="data_batch_5: No such file.*data.root=FOLDER, or leave data.root out"):
+    with pytest.raises(DataError, match="data_batch_5: No such file.*data.root=FOLDER, or leave out data.root"):
         prepared(CIFAR10, known)

@@ -69,5 +69,5 @@ def test_a_damaged_file_is_an_error_that_says_how(prepared, mnist_files, case):
 @pytest.mark.parametrize("root", ["nowhere", "empty"])
 def test_a_root_without_the_files_is_an_error_with_the_ways_out(prepared, tmp_path, root):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=f"data.root=.*{root}.*leave data.root out"):
+    with pytest.raises(DataError, match=f"data.root=.*{root}.*leave out data.root"):
         prepared(MNIST, tmp_path / root)

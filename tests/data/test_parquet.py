@@ -187,7 +187,7 @@ WRONG = {
         {"body": ["a"], "n": [1]},
         r"a\.parquet: the column 'text' .* is missing; there are \['body', 'n'\]",
     ),
-    "no row": ({"text": pa.array([], pa.string())}, r"a\.parquet: no row"),
+    "no row": ({"text": pa.array([], pa.string())}, r"a\.parquet: there is no row"),
 }
 
 

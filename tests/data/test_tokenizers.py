@@ -192,7 +192,7 @@ REFUSED = {
     "not JSON": ("tokenizer.json", "{", "tokenizer.json cannot be read as a tokenizer"),
     "another JSON": ("tokenizer.json", "[1]", "tokenizer.json cannot be read as a tokenizer"),
     "other settings": ("tokenizer_config.json", "[1, 2]", "tokenizer_config.json is not a JSON object"),
-    "no end": ("tokenizer_config.json", "{}", "which of its tokens ends a text.*eos_token"),
+    "no end": ("tokenizer_config.json", "{}", "the token that ends a text.*eos_token"),
 }
 
 
@@ -208,7 +208,7 @@ def test_only_one_vocabulary_can_be_asked_for(tmp_path):
     folder = str(tokenizer_folder(tmp_path))
     with pytest.raises(DataError, match="grows GPT-2's vocabulary, but data.tokenizer=.* has its own. Leave out one"):
         Text(root="text", tokenizer=folder, extra_tokens={"<a>": None})
-    with pytest.raises(DataError, match="use data.vocabulary=gpt2, or leave the other two out"):
+    with pytest.raises(DataError, match="Use data.vocabulary=gpt2, or leave out the other two"):
         Text(root="text", tokenizer=folder, vocabulary="words")
 
 
