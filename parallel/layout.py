@@ -1,4 +1,4 @@
-"""A layout: how many replicas and stages a model is trained in, and what else decides where a number is computed.
+"""A layout: the number of replicas and of stages, and all other keys that decide where a number is computed.
 
 Wherever a layout is needed, it is a ``Layout``: read from the section ``parallel`` or written into it, typed on a
 command line, planned, compared, or kept in a checkpoint.

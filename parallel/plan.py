@@ -404,7 +404,7 @@ def partition_layers(
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage: equally many, the first stages one more where some remain."""
+    """Return the number of layers of each stage: equally many, with one more in the first stages if some remain."""
     each, extra = divmod(layers, stages)
     return [each + (i < extra) for i in range(stages)]
 

@@ -143,7 +143,7 @@ def piece_of(tensor: Tensor) -> Piece:
         names, here = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
         for axis, ranks, index, placement in zip(names, mesh.shape, here, tensor.placements, strict=True):
             if placement.is_shard():
-                dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]  # as is_shard() has just said
+                dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]  # is_shard() has checked it
                 each = -(-size[dim] // ranks)  # as torch.chunk cuts
                 before = min(each * index, size[dim])
                 start[dim] += before

@@ -1,4 +1,4 @@
-"""When each forward, backward and receive ran, measured where it runs."""
+"""The times of each forward, backward and receive, measured by the rank that runs it."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def work_span(intervals: Sequence[Interval]) -> tuple[float, float]:
 def bubble_fraction(ranks: Sequence[Steps]) -> float | None:
     """Compute 1 - busy time / (ranks x span from the first forward to the last backward), over the steady steps.
 
-    It is None where no step was recorded on every rank.
+    It is None if no step was recorded on every rank.
     """
     busy = span = 0.0
     for index in steady_steps(ranks):
