@@ -185,7 +185,7 @@ MODELS = {
         file=option("model/own", "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 2}"),
     ),
     "model.loss=mse": Refusal("model.loss=mse", "write 'model.loss={_target_: models.losses.SquaredError}'"),
-    "MSELoss is no loss": Refusal("model.loss='{_target_: torch.nn.MSELoss}'", "SquaredError()"),
+    "MSELoss is not a loss": Refusal("model.loss='{_target_: torch.nn.MSELoss}'", "SquaredError()"),
     "model.size": Refusal("model=gpt2 model.size=125M", "125M", "124M, 350M, 774M, 1558M, tiny"),
     "model.n_layer": Refusal(GPT2 + "model.n_layer=0", "model.n_layer=0 must be at least 1"),
     "n_embd": Refusal(GPT2 + "model.n_embd=100 model.n_head=12", "n_head=12", "the nearest width that does is 96"),
@@ -225,7 +225,7 @@ DATA = {
         Refusal(GPT2 + "data=text", "data.root=FILE_OR_FOLDER"),
         Refusal(GPT2 + f"data=text data.root={NOWHERE}", f"data.root={NOWHERE}", "does not exist", "folder"),
     ],
-    "MNIST": Refusal("model=convnet data=mnist", "downloaded", "data.root=FOLDER"),
+    "MNIST": Refusal("model=convnet data=mnist", "download", "data.root=FOLDER"),
     NOWHERE: Refusal(GPT2 + f"data=wikitext2 data.root={NOWHERE}", "train.txt"),
     "HERE/x.jsonl line 42": _row(
         ROWS + " parallel=ddp", "not JSON", "Correct the line", content=rows() + b'\n\n{"text": "cut sho\n1'

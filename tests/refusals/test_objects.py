@@ -127,7 +127,7 @@ def source(*given):
 # What is refused when it is made or handed over: no configuration is composed.
 AT_ONCE = {
     "a loss of torch": (lambda: chain(nn.CrossEntropyLoss()), r"CrossEntropyLoss is not a loss.*ClassCrossEntropy\(\)"),
-    "a list of layers": (lambda: chain(layers=[nn.Linear(4, 2)]), r"not a list.*write nn.Sequential\(\*layers\)"),
+    "a list of layers": (lambda: chain(layers=[nn.Linear(4, 2)]), r"not a list.*Write nn.Sequential\(\*layers\)"),
     "a forward of its own": (lambda: chain(layers=Twice(nn.Linear(4, 2))), "not a Twice, whose forward may not"),
     "no layers": (lambda: chain_of(nn.Sequential(), ClassCrossEntropy()), "at least one layer"),
     "a wrapped model": (lambda: chain(layers=nn.DataParallel(net())), "not a DataParallel"),
@@ -151,7 +151,7 @@ AT_ONCE = {
     "strings": (lambda: data(["a"] * 40), "inputs: list is not a tensor"),
     "float8": (lambda: data(INPUTS.to(torch.float8_e4m3fn)), "float8_e4m3fn cannot be trained on"),
     "a sparse tensor": (lambda: data(INPUTS.to_sparse()), "sparse"),
-    "a list of inputs": (lambda: data([INPUTS, INPUTS]), "several inputs, a tuple"),
+    "a list of inputs": (lambda: data([INPUTS, INPUTS]), "a tuple of them for a model with several inputs"),
     "no targets": (lambda: data(INPUTS, None), "targets: NoneType is not a tensor"),
     "fewer targets": (lambda: data(INPUTS, LABELS[:20]), "40 inputs and 20 targets"),
     "tokens without length": (lambda: data(LABELS, vocab_size=4), r"tokens, whole numbers \[n, t\]"),
@@ -175,7 +175,7 @@ BEFORE_THE_RUN = {
     "everything frozen": (chain(layers=frozen()), data(), "no parameters to train: all 58 are frozen"),
     "nothing to train": (chain(layers=nn.Sequential(nn.ReLU())), data(), "its layers have none"),
     "a layer of a list": (
-        Chain([LayerSpec("a", lambda: [1])], ClassCrossEntropy()), data(), "layer 'a'.*gave a list",
+        Chain([LayerSpec("a", lambda: [1])], ClassCrossEntropy()), data(), "layer 'a'.*returned a list",
     ),
     "a tie to nothing": (
         Chain([LayerSpec("a", partial(nn.Linear, 4, 2))], ClassCrossEntropy(), tied={"a.weight": "b.weight"}),
