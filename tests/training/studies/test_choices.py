@@ -11,6 +11,7 @@ from composed import compose, plain
 from common.errors import PlanError
 from conf import COMMAND
 from launchers import World
+from planner import here
 from training.checkpoint.files import Checkpoint
 from training.command.launch import prepared
 from training.studies.planning import choice
@@ -62,7 +63,13 @@ def test_a_resumed_run_takes_the_numbers_of_its_checkpoint(chosen):
 @pytest.fixture(scope="module")
 def automatic(tmp_path_factory):
     words = ["parallel=auto", "parallel.pp=2", "parallel.chunks=2"]
-    return train([*COMMON, *words], tmp_path_factory.mktemp("automatic") / "run")
+    return train([*COMMON, *words], tmp_path_factory.mktemp("automatic") / "run", before=hurry)
+
+
+def hurry():
+    """In a new process, and those that it forks: what is measured need not be exact."""
+    here._ROUNDS, here._SIZES, here._LEAST_S, here._STEPS_S, here._MOST_STEPS = 1, 2, 0.001, 0.01, 5
+    choice._SECONDS = 0.1
 
 
 def test_parallel_auto_keeps_what_is_typed_trains_and_shows_predicted_beside_measured(automatic):
@@ -120,8 +127,16 @@ def test_where_processes_exist_already_nothing_is_chosen(tmp_path, word):
         choose(cfg_of(word), tmp_path, World(0, 2, 0, 2, "torchrun"))
 
 
+def made_up(subject, processes, *sizes):
+    """What would be measured, where it does not matter."""
+    layers = tuple(here.LayerSeconds(name, *[here.Line(1e-3)] * 4) for name in subject.chain.names)
+    messages = dict.fromkeys(("gpipe", "1f1b", "interleaved_1f1b"), here.Line(1e-3))
+    return here.Here(processes, processes, layers, step=0.1, update=here.Line(1e-3), messages=messages)
+
+
 def test_where_nothing_fits_the_nearest_is_named(monkeypatch):
-    monkeypatch.setattr("training.studies.planning.choice.available_memory", lambda: 2**20)
+    monkeypatch.setattr(choice, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(choice, "measure", made_up)
     with pytest.raises(PlanError, match=r"none of \d+ layouts fits into 0.0 GiB; what comes nearest, parallel="):
         predict_here(cfg_of("parallel=auto"))
 
@@ -170,8 +185,8 @@ def test_compare_runs_each_strategy_s_best_beside_its_prediction(tmp_path):
     assert all((tmp_path / "run" / name).stat().st_size > 5000 for name in ("comparison.png", "timelines.png"))
 
 
-@pytest.mark.slow
-def test_a_layout_becomes_the_keys_of_its_command():
+def test_a_layout_becomes_the_keys_of_its_command(monkeypatch):
+    monkeypatch.setattr(choice, "measure", made_up)
     found, _ = predict_here(cfg_of("parallel=auto"), counts=(2,))
     typed = ["model=toy", "parallel=auto", "parallel.pp=2", "parallel.threads=1", "mode=plan"]
     assert command(typed, found.best[0]).startswith("python train.py model=toy parallel.threads=1 parallel=")
