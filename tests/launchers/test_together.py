@@ -52,7 +52,7 @@ def end(begun):
 
 
 def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path):
-    begun = begin(tmp_path, "parallel.timeout_s=6", before=partial(slow_data, 9))
+    begun = begin(tmp_path, "parallel.timeout_s=4", before=partial(slow_data, 6))
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [0, 0], "".join(one.console for one in ended.values())
     assert len(ended[0].losses) == 2
@@ -83,7 +83,7 @@ def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_pat
 @pytest.mark.parametrize("told", [0, 1])
 def test_one_rank_that_is_told_to_stop_while_rank_0_prepares_stops_all(tmp_path, told):
     mark = tmp_path / "preparing"
-    begun = begin(tmp_path, before=partial(slow_data, 5, mark))
+    begun = begin(tmp_path, before=partial(slow_data, 3, mark))
     wait_until((tmp_path / "preparing-0").exists, 60, "rank 0")
     begun[told].process.send_signal(signal.SIGTERM)
     ended = end(begun)
@@ -98,7 +98,7 @@ def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
 
 @pytest.mark.parametrize(("words", "code"), [([], 0), (["optim.lr=-1"], 1)])
 def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
-    tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=6", *words))
+    tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=4", *words))
     (tmp_path / "run").mkdir()
     (tmp_path / "run_0.json").write_text(json.dumps({"cfg": tree, "run_dir": str(tmp_path / "run")}))
     step = {
@@ -112,7 +112,8 @@ def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
         said[-1].touch()
         place = {"cwd": tmp_path, "env": environment({**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})}
         output = {"stdout": str(said[-1]), "stderr": str(said[-1])}
-        tasks.append(Forked([str(TASK), str(tmp_path)], **place, **output, before=partial(slow_data, 9)))
+        before = partial(slow_data, 6) if rank == "0" else None
+        tasks.append(Forked([str(TASK), str(tmp_path)], **place, **output, before=before))
     try:
         codes = [task.wait(100) for task in tasks]
     finally:

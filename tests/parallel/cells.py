@@ -17,14 +17,14 @@ CONF_MODEL = Path(__file__).resolve().parents[2] / "conf" / "model"
 RECIPES = {
     "toy": Recipe("toy", global_batch=24, lr=0.02, steps=8, eval_every=5),
     # Tied embeddings, dropout, clipping, an evaluation in between.
-    "gpt2": Recipe("gpt2", global_batch=16, lr=0.4, steps=4, clip=0.25, eval_every=2),
+    "gpt2": Recipe("gpt2", global_batch=16, lr=0.4, steps=3, clip=0.25, eval_every=2),
     # Tied, without dropout; several query heads for one of keys.
-    "llama": Recipe("llama", global_batch=16, lr=0.4, steps=4, clip=0.25, eval_every=2),
-    "transformer": Recipe("transformer", global_batch=16, lr=0.2, clip=0.5, steps=4, eval_every=2, dropout=0.2),
+    "llama": Recipe("llama", global_batch=16, lr=0.4, steps=3, clip=0.25, eval_every=2),
+    "transformer": Recipe("transformer", global_batch=16, lr=0.2, clip=0.5, steps=3, eval_every=2, dropout=0.2),
     # Chaotic in float32 (another number of threads moves its loss by percents): float64, and a small rate.
     "resnet50": Recipe("resnet50", global_batch=8, lr=1e-3, momentum=0.0, steps=2, eval_every=2, precision="fp64"),
-    "classifier": Recipe("classifier", global_batch=16, lr=0.02, steps=4, eval_every=2),
-    "convnet": Recipe("convnet", global_batch=32, lr=0.02, steps=4, eval_every=2),
+    "classifier": Recipe("classifier", global_batch=16, lr=0.02, steps=3, eval_every=2),
+    "convnet": Recipe("convnet", global_batch=32, lr=0.02, steps=3, eval_every=2),
     # In-place layers, layers of torch with statistics, frozen, shared, unused and empty parameters.
     "sequential": Recipe("sequential", global_batch=16, lr=0.1, steps=3, eval_every=2),
     # A parameter that one replica uses and another does not.

@@ -73,7 +73,8 @@ class Run:
 
 
 class Forked(multiprocessing.get_context("forkserver").Process):
-    """``python SCRIPT ARGUMENTS…`` without the seconds of imports: forked from a process that has done them."""
+    """``python SCRIPT ARGUMENTS…``, or ``python -m MODULE ARGUMENTS…``, without the seconds of imports: forked from a
+    process that has done them."""
 
     def __init__(self, argv: list[str], **state) -> None:
         super().__init__(name="MainProcess")
@@ -94,10 +95,14 @@ class Forked(multiprocessing.get_context("forkserver").Process):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         multiprocessing.set_start_method(None, force=True)
         _fork_the_fork_server()
-        sys.argv = self._argv
-        sys.path.insert(0, str(Path(self._argv[0]).parent))
+        first, *rest = self._argv
+        sys.argv = rest if first == "-m" else self._argv
+        sys.path.insert(0, str(self._state["cwd"]) if first == "-m" else str(Path(first).parent))
         try:
-            runpy.run_path(self._argv[0], run_name="__main__")
+            if first == "-m":
+                runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(first, run_name="__main__")
         finally:
             atexit._run_exitfuncs()
 
@@ -144,6 +149,7 @@ def _fork_the_fork_server() -> None:
 class Started:
     """train.py at the head of its own session. Output goes to files: a pipe would stay open in an orphan.
 
+    prefix  options of Python's before the script; ``-m MODULE …`` has the module start it
     fresh   in a new interpreter, imports and all: where these count, or ``env`` has what Python reads at its start
     before  called in the new process before train.py, where that is not fresh
     """
@@ -168,11 +174,12 @@ class Started:
         self._begin = time.monotonic()
         place = {"cwd": cwd, "env": environment(env)}
         with open(self._out, "w") as out, open(self._err, "w") as err:
-            if fresh or prefix:
+            if fresh or (prefix and prefix[0] != "-m"):
                 files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
                 command = [sys.executable, *prefix, *arguments]
                 self.process = subprocess.Popen(command, **place, **files, start_new_session=True)
             else:
+                arguments = [*prefix, *arguments]
                 self.process = Forked(arguments, **place, stdout=self._out, stderr=self._err, before=before)
 
     def heeds(self) -> bool:

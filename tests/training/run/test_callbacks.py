@@ -149,7 +149,7 @@ def test_the_norm_of_the_weights_is_the_same_in_every_layout(folders, tmp_path):
         "callbacks=[{_target_: weight_norm.WeightNorm}]", f"import_from=[{tmp_path}]",
     ]  # fmt: skip
     found = {}
-    for layout, folder in folders(("single", "pipelined", "pipe_fsdp"), words).items():
+    for layout, folder in folders(("single", "pipe_fsdp"), words).items():
         found[layout] = [record["weight_norm"] for record in records(folder) if "weight_norm" in record]
     weights = saved(tmp_path / "single", 2)
     assert found["single"][-1] == pytest.approx(sum(w.double().square().sum().item() for w in weights.values()) ** 0.5)

@@ -295,14 +295,21 @@ def test_the_best_evaluation_is_kept_and_is_not_always_the_last(tmp_path):
 
 
 def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):
-    model = ["model=gpt2", "model.size=tiny", "model.n_layer=2", *text, "train.global_batch_size=4"]
+    model = [
+        "model=gpt2",
+        "model.size=tiny",
+        "model.n_layer=2",
+        *text,
+        "data.vocabulary=words",
+        "train.global_batch_size=4",
+    ]
     run(tmp_path, *model, "debug=overfit", "train.steps=60", "optim.lr=3e-3", "train.precision=fp32")
     found = losses(tmp_path)
-    assert found[0] > 10 and found[-1] < 2
+    assert found[0] > 7 and found[-1] < 2
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path, text, deterministic_again):
-    recipe = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.dropout=0.1", *text]
+    recipe = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.dropout=0.1", *text, "data.vocabulary=words"]
     recipe += ["train.global_batch_size=4", "train.steps=4", "train.deterministic=true", "train.eval_batches=2"]
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):
         run(tmp_path / name, *recipe, f"seed={seed}")

@@ -1,4 +1,4 @@
-"""What one layout saved any other goes on from: the next ten losses are those of the uninterrupted single run."""
+"""What one layout saved any other goes on from: the next losses are those of the uninterrupted single run."""
 
 import json
 from itertools import product
@@ -8,12 +8,12 @@ from composed import LAYOUTS, losses, records, run_layout, saved
 
 NAMES = list(LAYOUTS)
 RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
-SAVED, NEXT = 2, 10
+SAVED, NEXT = 2, 4
 COMMON = [
     "train.epochs=null",
     "train.global_batch_size=8",
     "train.precision=fp64",
-    "train.eval_batches=4",
+    "train.eval_batches=2",
     "scheduler=constant",
     "optim=adamw",
     "optim.lr=1e-3",
