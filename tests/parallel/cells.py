@@ -157,7 +157,7 @@ def sent() -> Iterable[Cell]:
 
 def widths() -> Iterable[Cell]:
     """Batches that change their width from step to step, each with a sample of padding; planned anew after 4 steps."""
-    changing = {"widths": (8, 32, 16), "steps": 6, "padded": True, "precision": "fp64"}
+    changing = {"widths": (8, 32, 16), "steps": 5, "padded": True, "precision": "fp64"}
     for s in SCHEDULES:
         yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **changing, slow=s not in SPLIT)
         yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, slow=s == "looped_bfs")

@@ -43,8 +43,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict]:
-        """The lines of metrics.jsonl."""
-        return [_json(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return records(self.folder)
 
     @cached_property
     def summary(self) -> dict:
@@ -247,6 +246,11 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without what would make the command take itself for a rank, plus ``more``."""
     kept = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith(_FOREIGN_PREFIXES)}
     return {**kept, **(more or {})}
+
+
+def records(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl."""
+    return [_json(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def free_port() -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
-from commandline import ROOT
+from commandline import ROOT, records
 
 from conf.composition import Composed
 from conf.composition import compose as composed_of
@@ -109,11 +108,6 @@ def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
         dist.destroy_process_group()
         store = dist.FileStore(meeting, size)
     return training(to_config(tree), Path(folder), World(rank, size, rank, size, "local"), store)
-
-
-def records(folder: Path) -> list[dict]:
-    """metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps(folder: Path) -> list[dict]:

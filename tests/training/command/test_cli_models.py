@@ -31,7 +31,7 @@ RUNS = {
     ),
     "convnet": (["parallel=model_parallel"], [("layer1", "layer2"), ("fc", "fc")]),
     "llama": (
-        ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.pp=2", "model.vocab_size=50257", "data.seq_len=32"],
+        ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.pp=2", "data.vocabulary=words"],
         [("embedding", "layers.1"), ("layers.2", "head")],
     ),
     "gpt2": (["parallel=pipe_ddp", "parallel.chunks=4"], [("embedding", "h.2"), ("h.3", "head")]),
@@ -45,7 +45,7 @@ METRIC = dict.fromkeys(("transformer", "gpt2", "llama"), "perplexity") | dict.fr
 @pytest.mark.parametrize("model", [pytest.param(n, marks=[pytest.mark.slow] * (n == "resnet50")) for n in RUNS])
 def test_every_model_trains_under_ranks_of_its_own_and_says_how_good_it_is(model, cli, text, tmp_path):
     (words, spans), metric = RUNS[model], METRIC.get(model)
-    data = text if model == "transformer" else []
+    data = text if model in ("transformer", "llama") else []
     fixed = [f"model={model}", *SHORT, "train.steps=3", "train.precision=fp32"]
     run = cli(*words) if model == "gpt2" else train([*fixed, *data, *words], tmp_path / "run")
     assert run.code == 0, run.console

@@ -7,6 +7,8 @@ import pytest
 from commandline import ROOT, train
 from composed import compose
 
+from conf.instantiate import instantiate
+from data.dataset import DataSet
 from models.toy import toy
 from training.command.api import with_given
 from training.run.prepare import describe_recipe
@@ -90,7 +92,10 @@ def test_every_option_of_every_group_composes_and_says_its_name(group, option):
     cfg = compose(f"{group}={option}")
     if group in ("model", "parallel"):
         assert cfg[group].name == option
-    elif group in ("data", "optim", "scheduler", "logger"):
+    elif group == "data":
+        root = {"root": "somewhere"} if "root" in cfg.data else {}
+        assert isinstance(instantiate({**cfg.data, **root}), DataSet)
+    elif group in ("optim", "scheduler", "logger"):
         assert cfg[group]._target_
 
 
@@ -188,6 +193,12 @@ def test_text_is_cut_as_the_model_wants_it():
     assert compose("model=transformer", "data=wikitext2").data.vocabulary == "words"
     assert compose("model=gpt2").data.vocabulary == "gpt2"
     assert compose("model=gpt2", "data.vocabulary=words").data.vocabulary == "words"
+
+
+def test_the_columns_of_a_text_follow_the_global_batch():
+    words = ["data=wikitext2", "data.vocabulary=words", "data.batchify=true", "train.global_batch_size=20"]
+    data = instantiate(compose(*words).data)
+    assert data.columns == 20 and data.vocab_size is None
 
 
 def test_images_are_made_as_the_model_wants_them():

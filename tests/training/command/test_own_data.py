@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from commandline import train
-from composed import losses, run_layout
+from composed import config, execute, losses, run, run_layout
 from PIL import Image
+
+from common.errors import UserError
+from training.run.prepare import prepare
 
 SHORT = ["train.epochs=null", "train.steps=3", "train.global_batch_size=8", "train.eval_batches=1", "optim=sgd"]
 
@@ -27,14 +29,13 @@ def words(tmp_path_factory):
             *["model=gpt2", "model.size=tiny", "data=parquet", f"data.root={folder}/rows.parquet", "data.column=said"],
             *["data.seq_len=12", f"data.cache_dir={folder}/cache"],
         ],
-        "image_folder": ["model=classifier", "model.num_classes=2", *images],
-        "grey image_folder": ["model=convnet", *images],
+        "image_folder": ["model=convnet", *images],
     }
 
 
-@pytest.mark.parametrize("name", ["parquet", "image_folder", "grey image_folder"])
+@pytest.mark.parametrize("name", ["parquet", "image_folder"])
 def test_two_replicas_and_stages_learn_from_them_what_one_process_learns(ranks, words, tmp_path, name):
-    layouts = ["single", "pipelined", "ddp"] if name == "grey image_folder" else ["single", "pipe_ddp"]
+    layouts = ["single", "pipelined", "ddp"] if name == "image_folder" else ["single", "pipe_ddp"]
     # BatchNorm's statistics are those of a replica's micro-batch: the same where micro-batches are as large.
     found = [
         losses(run_layout(ranks, one, tmp_path / one, *SHORT, "train.precision=fp32", *words[name])) for one in layouts
@@ -44,15 +45,17 @@ def test_two_replicas_and_stages_learn_from_them_what_one_process_learns(ranks, 
         assert other == pytest.approx(found[0], rel=1e-5)
 
 
-def test_a_model_of_folders_is_exported_with_their_names_and_how_pixels_are_normalised(words, tmp_path):
-    trained = train([*SHORT, "train.steps=1", "device=cpu", "logger=none", *words["image_folder"]], tmp_path / "run")
-    assert trained.code == 0, trained.console
-    typed = ["mode=export", f"checkpoint={tmp_path}/run", f"export_to={tmp_path}/out", "export.format=torch_export"]
-    exported = train([*typed, "device=cpu"], tmp_path / "export")
-    assert exported.code == 0, exported.console
+CLASSIFIER = ["model=classifier", "model.num_classes=2"]
+
+
+def test_a_model_of_folders_is_exported_with_their_names(words, tmp_path):
+    typed = [*words["image_folder"], *CLASSIFIER]
+    run(tmp_path / "run", *SHORT, "train.steps=1", *typed)
+    export = ["mode=export", f"checkpoint='{tmp_path}/run'", f"export_to={tmp_path}/out", "export.format=torch_export"]
+    execute(config(*typed, *export), tmp_path)
     assert (tmp_path / "out" / "labels.txt").read_text() == "cat\ndog\n"
 
 
-def test_more_folders_than_classes_of_the_model_are_an_error_before_training(words, tmp_path):
-    run = train(["device=cpu", "logger=none", *words["image_folder"], "model.num_classes=1"], tmp_path / "run")
-    assert run.code == 1 and "the data has 2 classes, model.num_classes=1 is too few" in run.console
+def test_more_folders_than_classes_of_the_model_are_an_error_before_training(words):
+    with pytest.raises(UserError, match="the data has 2 classes, model.num_classes=1 is too few"):
+        prepare(config(*words["image_folder"], *CLASSIFIER, "model.num_classes=1"))
