@@ -2,15 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 
 import launched
 import pytest
+from commandline import Forked
 from torch.distributed import HashStore
 
 from launchers import LaunchError, World, connect, meeting, stopping, use_loopback
@@ -31,15 +29,16 @@ def port(monkeypatch):
     return number
 
 
-def test_two_ranks_started_by_hand_meet_and_listen_on_loopback_only(port):
-    processes = []
+def test_two_ranks_started_by_hand_meet_and_listen_on_loopback_only(port, tmp_path):
+    processes, errors = [], tmp_path / "errors"
+    errors.touch()
     for rank in (1, 0):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
-        command = [sys.executable, str(Path(launched.__file__))]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [errors for _, errors in outputs] == ["", ""]
-    one, zero = (json.loads(text.splitlines()[-1]) for text, _ in outputs)
+        (out := tmp_path / f"{rank}.json").touch()
+        files = {"stdout": str(out), "stderr": str(errors), "before": None}
+        processes.append(Forked([launched.__file__], cwd=tmp_path, env=env, **files))
+    assert [process.wait(60) for process in processes] == [0, 0] and errors.read_text() == ""
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text().splitlines()[-1]) for rank in (0, 1))
     assert (zero["world"]["rank"], one["world"]["rank"]) == (0, 1)
     assert zero["world"]["origin"] == "environment"
     assert zero["sum"] == one["sum"] == 2
