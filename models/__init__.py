@@ -1,4 +1,3 @@
-<<<<<<< HEAD
 """Models as chains of layers, and their losses. This package does not know devices, ranks or strategies.
 
 chain.py                            what a model is: named layers, and what every model must fulfil
@@ -11,6 +10,3 @@ generate.py                         a text continued token by token
 huggingface.py, config_json.py      names, shapes and sizes in Hugging Face's files
 resolvers.py                        what a model computes from its configuration
 """
-=======
-"""Models as chains of layers, and their losses. This package does not know devices, ranks or strategies."""
->>>>>>> acbbc14 (models: docstrings, comments and messages in the words of PyTorch's documentation)
