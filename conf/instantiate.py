@@ -352,19 +352,14 @@ def nodes_with_target(tree: Any) -> list[dict]:
     """Return the sections that name a target, at any depth."""
     if not isinstance(tree, (dict, list)):
         return []
-<<<<<<< HEAD
-    own = [tree] if isinstance(tree, dict) and "_target_" in tree else []
+    found = [tree] if isinstance(tree, dict) and "_target_" in tree else []
     items = tree.values() if isinstance(tree, dict) else tree
-    return own + [node for item in items for node in nodes_with_target(item)]
+    return found + [node for item in items for node in nodes_with_target(item)]
 
 
 def targets(tree: Any) -> list[Any]:
     """Return all targets that a tree names, at any depth."""
     return [node["_target_"] for node in nodes_with_target(tree)]
-=======
-    found = [node["_target_"]] if isinstance(node, dict) and "_target_" in node else []
-    return found + [target for item in (node.values() if isinstance(node, dict) else node) for target in targets(item)]
->>>>>>> d3c2eea (conf: comments, help and messages in the words of PyTorch's documentation)
 
 
 def why_foreign(target: Any) -> str | None:

@@ -77,19 +77,10 @@ def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
     """
     tree["import_from"] = own.tree["import_from"]
     add_to_path(tree["import_from"])
-<<<<<<< HEAD
     foreign = [node for node in nodes_with_target(tree) if why_foreign(node["_target_"]) is not None]
     mine = [node for node in nodes_with_target(own.tree) if isinstance(node["_target_"], str)]
-    strange = [
-        f"_target_={node['_target_']}" for node in foreign if not any(_agrees(own_node, node) for own_node in mine)
-    ]
-    strange += [key for key in _GUARDED if not _agrees(_at(own.tree, key), _at(tree, key))]
-=======
-    foreign = [node for node in _nodes(tree) if why_foreign(node["_target_"]) is not None]
-    mine = [node for node in _nodes(own.tree) if isinstance(node["_target_"], str)]
     refused = [f"_target_={node['_target_']}" for node in foreign if not any(_agrees(known, node) for known in mine)]
     refused += [key for key in _GUARDED if not _agrees(_at(own.tree, key), _at(tree, key))]
->>>>>>> d3c2eea (conf: comments, help and messages in the words of PyTorch's documentation)
     if _at(tree, "train.resume") not in ("auto", _at(own.tree, "train.resume")):  # auto: found in the run directory
         refused.append("train.resume")
     if not _agrees(own.run_dir, run_dir):
@@ -101,17 +92,6 @@ def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
         )
 
 
-<<<<<<< HEAD
-=======
-def _nodes(tree: Any) -> list[dict]:
-    """Return the sections that name a target, at any depth."""
-    if not isinstance(tree, (dict, list)):
-        return []
-    found = [tree] if isinstance(tree, dict) and "_target_" in tree else []
-    return found + [node for item in (tree.values() if isinstance(tree, dict) else tree) for node in _nodes(item)]
-
-
->>>>>>> d3c2eea (conf: comments, help and messages in the words of PyTorch's documentation)
 def _agrees(own: Any, sent: Any) -> bool:
     """Return whether rank 0's value equals this rank's. A size that is null here may be a number.
 
