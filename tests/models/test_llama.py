@@ -152,7 +152,7 @@ def test_a_size_that_is_typed_beside_a_folder_must_be_the_folders(tmp_path):
     assert sizes_of({**open_sizes, "size": "tiny"}) == sizes_of(open_sizes) == vars(SIZES["tiny"])
     with pytest.raises(ModelError, match="model.n_layer=5, but .*config.json has num_hidden_layers=4"):
         sizes_of({**open_sizes, "n_layer": 5})
-    with pytest.raises(ModelError, match="size=135M has n_embd=576, and .* says hidden_size=128; leave model.size"):
+    with pytest.raises(ModelError, match="size=135M has n_embd=576, but .* has hidden_size=128; leave model.size"):
         sizes_of({**open_sizes, "size": "135M"})
 
 
