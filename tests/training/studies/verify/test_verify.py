@@ -187,7 +187,7 @@ def wrong_in_a_layout():
         known.add(broken.probe)
 
 
-@pytest.mark.parametrize("broken", wrong_in_a_layout())
+@pytest.mark.parametrize("broken", [*wrong_in_a_layout()])
 def test_a_broken_model_is_wrong_in_a_layout_and_the_probe_explains_it(broken, tmp_path):
     _, failed = only(tmp_path, broken.chain(), *broken.wrong)
     if broken.wrong in (SMALLER, WHOLE):
