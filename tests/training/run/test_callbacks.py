@@ -70,7 +70,9 @@ class Leaving:
 def test_a_callback_that_leaves_by_sys_exit_fails_the_run_whatever_its_code(tmp_path, code):
     cfg = config(*SHORT)
     cfg.callbacks = [{"_target_": f"{__name__}.Leaving", "code": code}]
-    with pytest.raises(TrainingError, match=r"sys.exit\(\) was called in .*test_callbacks.py, line \d+; .*run.stop\(reason\)"):
+    with pytest.raises(
+        TrainingError, match=r"sys.exit\(\) was called in .*test_callbacks.py, line \d+; .*run.stop\(reason\)"
+    ):
         run_config(cfg, tmp_path)
     assert not (tmp_path / "summary.json").exists()
 
