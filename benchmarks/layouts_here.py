@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import figure
 from benchmarks.table import Table
 from conf.composition import Composed
 from launchers import start_fork_server
@@ -37,6 +36,8 @@ Pair = tuple[Candidate, Trial]
 
 def tables(quick: bool) -> Iterator[Table]:
     """Yield each layout as predicted and measured, and what that says of each model."""
+    from benchmarks import figure  # here, because matplotlib need not be there for what benchmarks.gpu takes from here
+
     start_fork_server(["training.command.preload"])
     models = ["toy"] if quick else [*MODELS]
     measured, chosen = {}, {}

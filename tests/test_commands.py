@@ -27,8 +27,10 @@ SMALL = {
     "transformer": ["model.d_model=32", "model.d_hid=64", "model.n_head=2", "data.seq_len=16"],
     "resnet50": ["data.image_size=32", "data.samples=100", "train.global_batch_size=12"],
 }
-# docs/extending.md adds files; tests/training/command/test_extending.py runs it in a copy of the repository.
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES if path.name != "extending.md"}
+# docs/extending.md adds files, and docs/finetuning.md begins with a model of Hugging Face's: test_extending.py and
+# test_finetuning.py, under tests/training, run these pages.
+OTHERS = ("extending.md", "finetuning.md")
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES if path.name not in OTHERS}
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,12 @@ def test_every_command_of_a_page_runs(page, tmp_path):
 def prepare(folder: Path) -> None:
     """The user's own data that the pages name: small files in each format."""
     import numpy as np
+    import pyarrow
+    import pyarrow.parquet
+    from PIL import Image
 
     mine = folder / "my"
-    for name in ("wikitext2", "shards", "mnist"):
+    for name in ("wikitext2", "shards", "mnist", "rows"):
         (mine / name).mkdir(parents=True)
     text = (ROOT / "train.py").read_text() * 20
     for split in ("train", "valid", "test"):
@@ -113,6 +118,11 @@ def prepare(folder: Path) -> None:
     (mine / "notes.txt").write_text(text)
     row = json.dumps({"question": "How far is the moon?", "answer": "About 384,400 km, or thirty Earths in a row."})
     (mine / "rows.jsonl").write_text(f"{row}\n" * 300)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(row)] * 300), mine / "rows" / "some.parquet")
+    for animal in ("bird", "cat", "dog"):
+        (mine / "photos" / animal).mkdir(parents=True)
+        for number in range(40):
+            Image.new("RGB", (40, 32), (number, 0, 0)).save(mine / "photos" / animal / f"{number}.jpg")
     header = np.zeros(256, dtype="<i4")
     header[:3] = 20240520, 1, 5000  # llm.c's magic number, version and number of tokens
     for split in ("train", "val"):

@@ -182,10 +182,10 @@ def test_one_process_of_those_that_measure_is_told_to_stop_and_all_do(start):
 
 
 @pytest.mark.slow
-def test_the_trials_of_chunk_counts_stop_too(start):
+def test_the_measurement_for_a_chunk_count_stops_too(start):
     run = start("parallel=pipelined", "parallel.chunks=auto", until=Started.heeds)
     out = run.folder.parent / "run.console.out"
-    wait_until(lambda: "ms a step" in out.read_text(), START_S, "the first of several trials")
+    wait_until(lambda: "this machine is measured" in out.read_text(), START_S, "the measurement of this machine")
     run.process.terminate()
     ended = run.wait(60)
     assert ended.code == EXIT_CODE, ended.console
