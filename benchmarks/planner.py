@@ -143,7 +143,7 @@ def _published(row: dict[str, str]) -> Row:
         "pipe_ddp" if n["shards"] == 1 else "pipe_fsdp", n["dp"], n["pp"], n["chunks"],
         "interleaved_1f1b" if n["per_rank"] > 1 else "1f1b", n["per_rank"], order="pp_dp" if megatron else "dp_pp",
         shard=n["shards"], reshard=True, tp=n["tp"], samples=n["samples"], recompute=recompute,
-        scattered=recompute == "selective", overlaps=not megatron, ends_on_top=megatron,
+        sequence=recompute == "selective", overlaps=not megatron, ends_on_top=megatron,
     )  # fmt: skip
     layers = decoder(
         n["hidden"], n["layers"], n["heads"], n["sequence"], n["vocabulary"], n.get("kv_heads", 0), n.get("mlp", 0),
@@ -169,7 +169,7 @@ def _vtrain(row: dict[str, str]) -> Row:
     size, devices, batch, samples, hidden, heads, layers, sequence, tp, dp, pp, ms = map(float, row.values())
     layout = PlannedLayout(
         "pipe_ddp", int(dp), int(pp), int(batch / dp / samples), "1f1b", order="pp_dp", tp=int(tp),
-        samples=int(samples), recompute="full", scattered=False, overlaps=False, ends_on_top=True,
+        samples=int(samples), recompute="full", sequence=False, overlaps=False, ends_on_top=True,
     )  # fmt: skip
     layers = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, scores="kept")
     return Row("vTrain", ("vTrain", size), ("vTrain", size, tp, samples), "a100x512", layers, layout, ms / 1e3)

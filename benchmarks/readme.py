@@ -65,6 +65,15 @@ def parity() -> list[dict]:
     ]
 
 
+def parity_tensor() -> list[dict]:
+    """Return one row per layout in which ranks share layers: the largest difference of each model."""
+    found: dict[str, dict[str, str]] = {}
+    for row in table.read("parity_tensor"):
+        largest = max(float(size) for kind, size in row.items() if kind in COMPARED)
+        found.setdefault(row["run"], {})[f"`{row['model']}`"] = f"{largest:.0e}" if largest else "0"
+    return [{"layout": f"`{layout}`", **models} for layout, models in found.items()]
+
+
 def speed() -> list[dict]:
     """Return one row per model: how many times as fast ``pipelined`` is as the others."""
     rows = table.read("pipelining")
@@ -82,6 +91,8 @@ def _same(*columns: str) -> dict[str, str]:
 # Of each table the column, or several, that stand under a title; None: all of results/NAME.csv; or what makes the rows.
 TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list[dict]]] = {
     "parity": parity,
+    "parity_tensor": parity_tensor,
+    "tensor": None,
     "pipelining": {
         **_same("model", "run"),
         "chunks": ("chunks", "schedule"),

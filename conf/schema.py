@@ -144,6 +144,8 @@ class Parallel:
 
     name: str = "single"
     dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
+    tp: int = 1  # processes that share every layer, each with a part of its matrices (tensor parallelism)
+    sequence: bool = False  # with tp: these processes also share the sequence between the matrices
     pp: int = 1  # processes of a pipeline, which run stages_per_rank stages each; model_parallel: stages in one process
     chunks: Any = 1  # micro-batches per replica and step; without a pipeline: gradient accumulation; auto: the fastest
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline

@@ -1,6 +1,7 @@
 """Models as chains of layers, and their losses. This package does not know devices, ranks or strategies.
 
 chain.py                            what a model is: named layers, and what every model must fulfil
+cut.py                              how a model's layers are cut among ranks
 losses.py, fused_cross_entropy.py   losses; the last layer of a language model
 seeds.py                            random numbers that depend on names; dropout by sample
 gpt2.py, llama.py, transformer.py, resnet50.py, classifier.py, convnet.py, toy.py     the models of conf/model

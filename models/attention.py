@@ -98,14 +98,18 @@ def caching(layers: nn.Module, cache: KeyValueCache) -> Iterator[None]:
 class CausalAttention(UsesCache, nn.Module):
     """The part of attention that the language models have in common: everything between its two projections."""
 
-    def __init__(self, n_head: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
+        """``width`` is that of each head."""
         super().__init__()
-        self.heads, self.attention = n_head, CausalAttentionDropout(dropout)
+        self.width, self.attention = width, CausalAttentionDropout(dropout)
 
     def attend(self, projected: Tensor) -> Tensor:
-        """Attend with queries, keys and values that lie side by side, [b, t, 3 c] -> [b, t, c]."""
+        """Attend with queries, keys and values that lie side by side, [b, t, 3 c] -> [b, t, c].
+
+        A rank that has some of the heads gives their columns alone.
+        """
         b, t, c = projected.shape[0], projected.shape[1], projected.shape[2] // 3
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in projected.split(c, dim=2))
+        q, k, v = (part.view(b, t, -1, self.width).transpose(1, 2) for part in projected.split(c, dim=2))
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
         else:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ModelError, TrainingError
+from models.cut import CutOf
 from models.huggingface import HuggingFace
 from models.losses import Loss, check_loss
 from models.seeds import by_sample, derive_seed, seeded
@@ -188,6 +189,7 @@ class Chain:
         fingerprint: The fingerprint of weights that the chain contains instead of drawing them from the run's seed. It
             must be equal on all ranks.
         base: The chain whose layers are frozen and have adapters here (``models.lora``).
+        cut: How layers are cut among ranks, by patterns of module names (``models.cut``); empty: they cannot be.
     """
 
     layers: Sequence[LayerSpec]
@@ -201,6 +203,7 @@ class Chain:
     hugging_face: HuggingFace | None = None
     fingerprint: str = ""
     base: Chain | None = None
+    cut: Mapping[str, CutOf] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for layer in self.layers if isinstance(self.layers, Sequence) else [self.layers]:

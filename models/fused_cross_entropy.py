@@ -13,6 +13,7 @@ The forward therefore already does the element-wise half of the backward; withou
 from __future__ import annotations
 
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,32 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
             gradient.scatter_add_(1, target, gradient.new_full((len(target), 1), -1.0))
             block.copy_(gradient)
     return total
+
+
+def _by_shared_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, words: SharedWords) -> Tensor:
+    """Compute what ``_by_blocks`` does where ranks share the words, and ``logits`` [n, v] are those of this rank's.
+
+    Three numbers of each row are exchanged, and no logits.
+    """
+    rows = CPU_ROWS if logits.device.type == "cpu" else OTHER_ROWS
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    counted = targets != IGNORED
+    column = targets - words.start
+    here = (column >= 0) & (column < logits.shape[1]) & counted
+    column = column.where(here, 0)[:, None]
+    largest = words.largest(torch.cat([block.amax(dim=1).to(dtype) for block in logits.split(rows)]))
+    blocks = zip(logits.split(rows), largest.split(rows), strict=True)
+    sums = torch.cat([(block.to(dtype) - most[:, None]).exp_().sum(dim=1) for block, most in blocks])
+    of_target = logits.gather(1, column)[:, 0].to(dtype) * here
+    sums, of_target = words.sum(torch.stack([sums, of_target]))
+    normaliser = largest + sums.log()
+    if needs_grad:
+        for start in range(0, len(targets), rows):
+            block, own = logits[start : start + rows], slice(start, start + rows)
+            gradient = (block.to(dtype) - normaliser[own, None]).clamp_(min=_LEAST).exp_()
+            gradient.scatter_add_(1, column[own], -here[own, None].to(dtype))
+            block.copy_(gradient)
+    return ((normaliser - of_target) * counted).sum()
 
 
 # One operator, so that torch.compile, and code that counts operators, need not know how it is computed.
@@ -92,9 +119,20 @@ class _FusedCrossEntropy(torch.autograd.Function):
     """The loss, whose backward computes the gradients of hidden states and bias; and the tensors for the weight's."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool):
+    def forward(
+        ctx,
+        x: Tensor,
+        cast: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        needs_grad: bool,
+        words: SharedWords | None,
+    ):
         logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
-        total = _row_wise(logits, targets, needs_grad)
+        if words is None:
+            total = _row_wise(logits, targets, needs_grad)
+        else:
+            total = _by_shared_blocks(logits, targets, needs_grad, words)
         if not needs_grad:
             return total, None, None
         # Rows that do not count get no gradient. For the weight's gradient x is zeroed, which is smaller than the
@@ -117,7 +155,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         if bias_dtype is not None:  # a product, because that adds up in float32
             shrunk, shrink = _shrunk(counted.to(gradient.dtype), len(counted))
             grad_bias = (shrunk.t() @ gradient)[0].to(bias_dtype).mul_(scale.to(bias_dtype) / shrink)
-        return grad_x, None, None, grad_bias, None
+        return grad_x, None, None, grad_bias, None, None
 
 
 class _CrossEntropyOfWeight(torch.autograd.Function):
@@ -149,15 +187,50 @@ def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
     return x * shrink.to(x.dtype), shrink
 
 
-def fused_cross_entropy(x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+def fused_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    cast: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    words: SharedWords | None = None,
+) -> Tensor:
     """Compute the cross entropy of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 
     ``x`` [n, c] is in the compute dtype, ``weight`` [v, c] the parameter, which gets the gradient, ``cast`` [v, c] the
     same numbers in the compute dtype (cast once per step by the caller), ``targets`` [n] int64, ``bias`` [v] or None.
+    Where ranks share the words, weight and bias are those of this rank's ``words``, and the gradient of ``x`` is this
+    rank's summand.
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
-    loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad)
+    loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad, words)
     return loss + _CrossEntropyOfWeight.apply(weight, rows, gradient, loss.detach()) if needs_grad else loss
+
+
+class SharedWords(Protocol):
+    """The words of a vocabulary that this rank has, where ranks share it (``parallel.tensor.Words``).
+
+    Attributes:
+        start: The first of them.
+    """
+
+    start: int
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return what all words are computed from, [b, t, c]."""
+        ...
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        """Return the largest of all ranks' numbers, element by element."""
+        ...
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Return the sum of all ranks' numbers, element by element."""
+        ...
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Return the logits of all words, [b, t, v], from those of this rank's."""
+        ...
 
 
 class FusedHead(nn.Module):
@@ -167,6 +240,7 @@ class FusedHead(nn.Module):
     """
 
     projection: nn.Linear
+    words: SharedWords | None = None  # those of this rank, where ranks share the vocabulary
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,17 +255,21 @@ class FusedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, c] -> logits [b, t, vocab_size]."""
-        return self.projection(self.hidden(x))
+        if self.words is None:
+            return self.projection(self.hidden(x))
+        return self.words.gather(self.projection(self.words.enter(self.hidden(x))))
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
         """Compute the loss of hidden states [b, t, c] against next tokens [b, t], in the dtype of an autocast."""
         targets = mask_targets(targets, weights).flatten()
-        hidden = self.hidden(x).flatten(0, 1)
+        hidden = self.hidden(x)
+        hidden = (hidden if self.words is None else self.words.enter(hidden)).flatten(0, 1)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             hidden = hidden.to(torch.get_autocast_dtype(kind))
         linear = self.projection
-        loss = fused_cross_entropy(hidden, linear.weight, self._weight_as(hidden.dtype), targets, linear.bias)
+        cast = self._weight_as(hidden.dtype)
+        loss = fused_cross_entropy(hidden, linear.weight, cast, targets, linear.bias, self.words)
         return Sums(loss, (targets != IGNORED).sum())
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, check_width, draw_normal
+from models.cut import Columns, Rows, Vocabulary
 from models.fused_cross_entropy import FusedHead
 from models.gpt2_sizes import GPT2, Size, with_sizes
 from models.huggingface import HuggingFace
@@ -42,7 +43,7 @@ class Attention(CausalAttention):
     """Causal multi-head self-attention [b, t, n_embd] -> same, through ``scaled_dot_product_attention``."""
 
     def __init__(self, size: Size, dropout: float) -> None:
-        super().__init__(size.n_head, dropout)
+        super().__init__(size.n_embd // size.n_head, dropout)
         self.c_attn = nn.Linear(size.n_embd, 3 * size.n_embd)
         self.c_proj = nn.Linear(size.n_embd, size.n_embd)
 
@@ -140,6 +141,14 @@ def gpt2(
         embedding=EMBEDDING,
         continues=True,
         hugging_face=_hugging_face(chosen, dropout),
+        cut={
+            "embedding.wte": Vocabulary(),
+            "h.*.attn.c_attn": Columns(groups=3, unit=chosen.n_embd // chosen.n_head),
+            "h.*.attn.c_proj": Rows(),
+            "h.*.mlp.c_fc": Columns(),
+            "h.*.mlp.c_proj": Rows(),
+            "head.lm_head": Vocabulary(),
+        },
     )
 
 

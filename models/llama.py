@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from common.errors import ModelError
 from models.attention import UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, draw_normal
+from models.cut import Columns, Rows, Vocabulary
 from models.fused_cross_entropy import FusedHead
 from models.huggingface import HuggingFace
 from models.llama_sizes import LLAMA, LLAMA3, Size, chosen_size, sizes_of, to_config
@@ -88,7 +89,7 @@ class Attention(UsesCache, nn.Module):
         if self.size.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Each layer computes the angles, so that only hidden states pass from layer to layer and from stage to stage.
-        angles = self.positions(x.shape[1], x.device)[..., None, None] * frequencies(self.size, x.device)
+        angles = self.positions(q.shape[1], x.device)[..., None, None] * frequencies(self.size, x.device)
         cos, sin = angles.cos(), angles.sin()  # [t, 1, head_dim / 2], or [b, 1, 1, head_dim / 2]
         q, k, v = (heads.transpose(1, 2) for heads in (_rotated(q, cos, sin), _rotated(k, cos, sin), v))
         if self.cache is not None:
@@ -197,6 +198,15 @@ def llama(
         embedding=_EMBEDDING,
         continues=True,
         hugging_face=None if config is None else _hugging_face(chosen, config),
+        cut={
+            "embedding.embed_tokens": Vocabulary(),
+            "layers.*.self_attn.[qkv]_proj": Columns(unit=chosen.head_dim),
+            "layers.*.self_attn.o_proj": Rows(),
+            "layers.*.mlp.gate_proj": Columns(),
+            "layers.*.mlp.up_proj": Columns(),
+            "layers.*.mlp.down_proj": Rows(),
+            "head.lm_head": Vocabulary(),
+        },
     )
 
 

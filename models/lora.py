@@ -40,10 +40,14 @@ class FrozenLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
+        return self.computed(x, self.bias)
+
+    def computed(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., in] -> [..., out], with another bias, or none."""
         kind = x.device.type
         if kind == "meta" or not torch.is_autocast_enabled(kind):
-            return super().forward(x)
-        return _CastTwice.apply(x.to(torch.get_autocast_dtype(kind)), self.weight, self.bias)
+            return F.linear(x, self.weight, bias)
+        return _CastTwice.apply(x.to(torch.get_autocast_dtype(kind)), self.weight, bias)
 
 
 class _CastTwice(torch.autograd.Function):
@@ -65,9 +69,9 @@ class LoRALinear(FrozenLinear):
     lora_A: Factor
     lora_B: Factor
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        return super().forward(x) + self.scale * self.lora_B(self.lora_A(self.lora_dropout(x)))
+    def computed(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., in] -> [..., out], with another bias, or none."""
+        return super().computed(x, bias) + self.scale * self.lora_B(self.lora_A(self.lora_dropout(x)))
 
 
 def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None) -> Chain:

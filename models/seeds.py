@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -138,15 +139,28 @@ def samples_of(x: Tensor) -> Samples | None:
     return samples
 
 
+class Part(NamedTuple):
+    """Which elements of a whole sample a rank has that shares the layer with others (``parallel.tensor``).
+
+    Of each ``period`` neighbouring elements of the whole it has ``length``, from ``start`` on.
+    """
+
+    length: int
+    period: int
+    start: int
+
+
 class BySample(nn.modules.dropout._DropoutNd):
     """Dropout by sample, which the classes below combine with torch's own.
 
     Attributes:
         full_name: The module's name in the whole chain.
         spread: The first dimension along which all elements share a random number; None: each has its own.
+        part: Returns which part of a whole sample an input is, or None if it is all of it. None: always all of it.
     """
 
     full_name = ""
+    part: Callable[[Tensor], Part | None] | None = None
     spread: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,9 +176,10 @@ class BySample(nn.modules.dropout._DropoutNd):
             samples.notes.append((self.full_name, tuple(x.shape)))
             return x * (1.0 if in_kernel else x.new_empty(shape))  # keeps as much for the backward as a mask does
         seed = samples.seed_of_call(self.full_name)
-        if in_kernel and _kernel_works(x.device):
+        part = None if self.part is None else self.part(x)
+        if in_kernel and part is None and _kernel_works(x.device):
             return _InKernel.apply(x, seed, samples.first, samples.count, self.p)
-        mask = _mask(x.new_empty(shape), seed, samples.first, samples.count, self.p)
+        mask = _mask(x.new_empty(shape), seed, samples.first, samples.count, self.p, part)
         return x.mul_(mask) if self.inplace else x * mask
 
 
@@ -206,6 +221,8 @@ class CausalAttentionDropout(Dropout):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
             generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
             seed = samples.seed_of_call(self.full_name)
+            if self.part is not None and (part := self.part(q)) is not None:  # of the heads; each rank has others
+                seed = derive_seed(seed, part.start)
             for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
                 generator.manual_seed(derive_seed(seed, samples.first + i))
                 outputs.append(F.scaled_dot_product_attention(*sample, dropout_p=self.p, is_causal=True))
@@ -236,12 +253,15 @@ def _threshold(p: float) -> int:
     return min(int((p - 0.5) * 2**64), 2**63 - 1)
 
 
-def _mask(mask: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
+def _mask(mask: Tensor, seed: int, first: int, count: int, p: float, part: Part | None = None) -> Tensor:
     """Fill ``mask``, [count r, ...] and contiguous, with 0 for dropped elements and 1 / (1 - p) for the others."""
     rows = mask.view(count, -1)
     size, device = rows.shape[1], mask.device
     starts = torch.arange(first, first + count, device=device).mul_(SAMPLE).add_(seed)[:, None]
-    steps = torch.arange(size, device=device).mul_(ELEMENT)
+    steps = torch.arange(size, device=device)
+    if part is not None:  # where they are in the whole
+        steps = steps // part.length * part.period + part.start + steps % part.length
+    steps.mul_(ELEMENT)
     each = max(1, (_CPU_BLOCK if device.type == "cpu" else _OTHER_BLOCK) // max(size, 1))
     for i in range(0, count, each):
         rows[i : i + each] = _mixed(starts[i : i + each] + steps) >= _threshold(p)

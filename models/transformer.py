@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, check_width, reset_parameters
+from models.cut import Columns, Rows, Vocabulary
 from models.fused_cross_entropy import FusedHead
 from models.losses import TokenCrossEntropy
 
@@ -66,7 +67,7 @@ class SelfAttention(CausalAttention):
     """Causal multi-head self-attention [b, t, d_model] -> same, with ``nn.MultiheadAttention``'s parameters."""
 
     def __init__(self, d_model: int, n_head: int, dropout: float) -> None:
-        super().__init__(n_head, dropout)
+        super().__init__(d_model // n_head, dropout)
         self.in_proj_weight = nn.Parameter(torch.empty(3 * d_model, d_model))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * d_model))
         self.out_proj = nn.Linear(d_model, d_model)
@@ -153,4 +154,12 @@ def transformer(
         limits={"positions": max_len, "vocabulary": vocab_size},
         embedding="encoder.embedding.weight",
         continues=True,
+        cut={
+            "encoder.embedding": Vocabulary(),
+            "layers.*.self_attn": Columns(groups=3, unit=d_model // n_head),
+            "layers.*.self_attn.out_proj": Rows(),
+            "layers.*.linear1": Columns(),
+            "layers.*.linear2": Rows(),
+            "decoder.projection": Vocabulary(),
+        },
     )

@@ -9,7 +9,8 @@
     zero_bubble/                     schedules that split the backward
     stage.py, shape_inference.py     the layers of a rank; their shapes, inferred without running them
     gradients.py, batchnorm.py       what replicas average
-    sharding.py                      parameters shared among replicas
+    sharding.py                      parameters shared among replicas; which part of a tensor a rank has
+    tensor.py                        layers shared among ranks
     host_group.py, devices.py        ranks that share a GPU; devices and threads
     timeline.py                      when each piece of work ran
 

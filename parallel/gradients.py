@@ -17,10 +17,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from models.chain import Chain, is_within
-from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh
+from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
 from parallel.plan import HIERARCHICAL, Plan
 from parallel.sharding import local, piece_of
 from parallel.stage import Stage
+from parallel.tensor import Cutting
 
 # reportPrivateImportUsage: torch's stubs do not export its _foreach_ functions.
 
@@ -46,9 +47,16 @@ class Gradients:
     """
 
     def __init__(
-        self, plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, device: torch.device, timeout_s: float
+        self,
+        plan: Plan,
+        chain: Chain,
+        stages: Sequence[Stage],
+        mesh: Mesh,
+        device: torch.device,
+        timeout_s: float,
+        cutting: Cutting | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._cutting = device, cutting
         # Listed once: iterating over the modules of a ResNet-50 takes a millisecond, and a GPU waits for most of it.
         self._parameters = [p for stage in stages for p in stage.layers.parameters()]
         # True: the parameters that this rank counts. False: those that another rank counts, which holds them as well.
@@ -56,7 +64,9 @@ class Gradients:
         for stage in stages:
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
                 if name not in chain.tied:
-                    self._counted[piece_of(parameter).counts(mesh)].append(parameter)
+                    piece = piece_of(parameter) if cutting is None else cutting.piece(name, parameter)
+                    self._counted[piece.counts(mesh)].append(parameter)
+        self._names = {p: name for stage in stages for name, p in stage.layers.named_parameters()}
         self._sharded = mesh.shards > 1
         self._in_buckets = mesh.dp_group is not None and not self._sharded
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
@@ -84,6 +94,9 @@ class Gradients:
         for parameter in self._parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if self._cutting is not None:
+            parts = [p for p in self._parameters if self._names[p] in self._cutting.partial and p.grad is not None]
+            _add_up([local(p.grad) for p in parts if p.grad is not None], self._cutting.line.group)
         for parameters, group in self._copies:
             total, *others = [local(p.grad) for p in parameters if p.grad is not None]
             for other in others:
@@ -126,6 +139,16 @@ class Gradients:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [local(tensor) for tensor in tensors] if self._sharded else list(tensors)
+
+
+def _add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Add gradients up over ranks, in place, all that have one dtype at once."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in alike])
+        dist.all_reduce(flat, group=group)
+        for gradient, total in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+            gradient.copy_(total.view_as(gradient))
 
 
 def _norms(gradients: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -288,7 +311,7 @@ class _Hierarchical:
         whole = gradients.new_zeros(each * peers.size)
         torch.div(gradients, self._dp, out=whole[: gradients.numel()])
         part = gradients.new_empty(each)
-        dist.reduce_scatter_tensor(part, whole, group=peers.group)
+        reduce_scatter(part, whole, group=peers.group)
         if copies.group is not None:
             sent = part if self._across is None else part.to(self._across)
             dist.all_reduce(sent, group=copies.group)

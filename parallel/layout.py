@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-from parallel.mesh import COPIES, ORDERS, PEERS, PIPELINE, SHARDS, Mesh
+from parallel.mesh import COPIES, ORDERS, PEERS, PIPELINE, SHARDS, TENSOR, Mesh
 from parallel.schedules import SCHEDULES
 from parallel.strategies import StrategyInfo, strategy_info
 
@@ -23,6 +23,7 @@ class Layout:
     Attributes:
         strategy: The name in the registry (``parallel.strategies``).
         dp: The number of replicas.
+        tp: The number of ranks that share each layer.
         pp: The number of ranks of each pipeline, or of stages if one process runs all of them.
         chunks: The number of micro-batches per replica and step.
         schedule: The name in ``parallel.schedules``, ignored if one process runs all stages.
@@ -32,9 +33,10 @@ class Layout:
         shard: The number of neighbouring replicas in a group (``parallel.mesh``); None for all that share parameters.
         reshard: Whether shared parameters are gathered one layer at a time; None for yes, except in pipelines.
         devices: The devices of the stages or copies that one process runs; empty to let the plan choose them.
+        sequence: Whether the ranks that share layers also share the sequence between the products.
     """
 
-    AXES: ClassVar = ("dp", "pp")  # the keys that hold the degrees
+    AXES: ClassVar = ("dp", "tp", "pp")  # the keys that hold the degrees
 
     strategy: str = "single"
     dp: int = 1
@@ -47,6 +49,8 @@ class Layout:
     shard: int | None = None
     reshard: bool | None = None
     devices: tuple[str, ...] = ()
+    tp: int = 1
+    sequence: bool = False
 
     @classmethod
     def single(cls, chunks: int = 1) -> Layout:
@@ -68,6 +72,7 @@ class Layout:
         return cls(
             strategy=saved["parallel"],
             **{axis: saved.get(axis, 1) for axis in cls.AXES},
+            sequence=saved.get("sequence", False),
             chunks=saved["chunks"],
             schedule=schedule,
             stages_per_rank=len(stages) // saved["pp"] if schedule else None,
@@ -84,6 +89,7 @@ class Layout:
     def keys(self) -> dict[str, Any]:
         """Return the keys of the section ``parallel`` that a planner chooses. It leaves the others as they are."""
         keys = {"name": self.strategy, "dp": self.dp, "pp": self.pp, "chunks": self.chunks}
+        keys |= {"tp": self.tp, "sequence": self.sequence} if self.tp > 1 else {}
         if self.pipelined and self.schedule is not None:
             keys |= {"schedule": self.schedule, "stages_per_rank": self.per_rank if self.looped else None}
         return keys
@@ -92,6 +98,8 @@ class Layout:
         """Return the words of a command line that set ``keys``."""
         words = [f"parallel={self.strategy}"]
         words += [f"parallel.dp={self.dp}"] if self.info.replicas else []
+        words += [f"parallel.tp={self.tp}"] if self.tp > 1 else []
+        words += ["parallel.sequence=true"] if self.sequence else []
         if self.pipelined:
             words += [f"parallel.pp={self.pp}"]
             words += [f"parallel.schedule={self.schedule}"] if self.schedule is not None else []
@@ -104,6 +112,7 @@ class Layout:
         words = [self.strategy, *(f"{axis}={n}" for axis in self.AXES if (n := getattr(self, axis)) > 1)]
         words += [self.schedule] if self.pipelined and self.schedule is not None else []
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
+        words += ["sequence"] if self.sequence else []
         return " ".join([*words, f"chunks={self.chunks}"])
 
     @cached_property
@@ -125,13 +134,14 @@ class Layout:
     def axes(self) -> dict[str, int]:
         """The number of ranks along each axis of the mesh by its name, the slowest first."""
         group = SHARDS if self.sharded else PEERS
-        sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: self.ranks_per_replica}
+        stages = self.pp if self.pipelined else 1
+        sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: stages, TENSOR: self.tp}
         return {name: sizes.get(name, 1) for name in ORDERS[self.order]}
 
     @property
     def ranks_per_replica(self) -> int:
         """The number of ranks that compute the same samples, each a part of the model."""
-        return self.pp if self.pipelined else 1
+        return self.tp * (self.pp if self.pipelined else 1)
 
     @property
     def processes(self) -> int:

@@ -21,6 +21,9 @@ copies and shards together: each replica computes samples of its own. For parall
 With parallel.comm_hook=hierarchical each replica has a copy of its own, and the columns are peers: the peers of a row
 reduce gradients among themselves first. Peers and shards are different axes, so that no flag is needed to say whether a
 group shares its parameters.
+
+Along tensor, the fastest axis in both orders, ranks compute the same samples, each with a part of every layer
+(``parallel.tensor``).
 """
 
 from __future__ import annotations
@@ -37,9 +40,12 @@ import torch.distributed as dist
 
 from common.errors import LaunchError
 
-COPIES, PEERS, SHARDS, PIPELINE = "copies", "peers", "shards", "pipeline"
+# torch 2.13 renamed it and warns at the old name.
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+COPIES, PEERS, SHARDS, PIPELINE, TENSOR = "copies", "peers", "shards", "pipeline", "tensor"
 REPLICAS = (COPIES, PEERS, SHARDS)  # the axes along which ranks compute different samples
-ORDERS = {"dp_pp": (*REPLICAS, PIPELINE), "pp_dp": (PIPELINE, *REPLICAS)}  # all axes, the slowest first
+ORDERS = {"dp_pp": (*REPLICAS, PIPELINE, TENSOR), "pp_dp": (PIPELINE, *REPLICAS, TENSOR)}  # all axes, slowest first
 
 
 @dataclass
@@ -60,6 +66,12 @@ class Axis:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, in order. They have one shape, and all ranks call this together."""
+        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.ranks]
+        dist.all_gather(received, tensor.contiguous(), group=self.group)
+        return received
 
 
 class Mesh:
@@ -144,12 +156,16 @@ class Mesh:
         return self.axis(PIPELINE).group
 
     def pipeline(self, replica: int) -> list[int]:
-        """Return the ranks of one pipeline, first stage to last."""
-        return self.lines(PIPELINE)[replica]
+        """Return the ranks of one pipeline, first stage to last; of ranks that share layers, the first ones."""
+        return self.lines(PIPELINE)[replica * self.axis(TENSOR).size]
 
     def replicas(self, position: int) -> list[int]:
-        """Return the ranks that hold the same stages."""
-        return self.lines(*REPLICAS)[position]
+        """Return the ranks that hold the same stages; of ranks that share layers, the first ones."""
+        return self.lines(*REPLICAS)[position * self.axis(TENSOR).size]
+
+    def holders(self, position: int) -> list[int]:
+        """Return the ranks that hold the stages of a position, or a part of each of their layers."""
+        return self.lines(*REPLICAS, TENSOR)[position]
 
     # -- communication -----------------------------------------------------------------------------------------------
 

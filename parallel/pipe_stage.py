@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from models.chain import as_tuple
 from parallel.devices import outside_autocast
+from parallel.mesh import PIPELINE
 from parallel.shape_inference import TensorSpec
 from parallel.stage import Stage
 from parallel.strategy import Strategy
@@ -35,7 +36,7 @@ class PipeStage(PipelineStage):
     ) -> None:
         plan, mesh = strategy.plan, strategy.mesh
         assert strategy.timeline is not None  # a pipeline has one
-        stages, ranks = len(plan.stages), mesh.pipeline(mesh.replica)
+        stages, ranks = len(plan.stages), mesh.axis(PIPELINE).ranks
         # The positions of tensors that need no gradient, among the tensors received and the tensors sent.
         self._constants_in = [i for i, spec in enumerate(received) if index > 0 and not spec.gradient]
         self._constants_out = [i for i, spec in enumerate(sent) if index < stages - 1 and not spec.gradient]

@@ -13,6 +13,7 @@ from torch import nn
 
 from common.errors import PlanError
 from models.chain import Chain
+from models.cut import Columns, Rows, Vocabulary, check_table, cut_of, example
 from parallel.devices import Hardware
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -87,6 +88,7 @@ class Plan(Layout):
         return {
             "parallel": self.strategy,
             **{axis: getattr(self, axis) for axis in Layout.AXES},
+            "sequence": self.sequence,
             "shards": self.shards,
             "chunks": self.chunks,
             "schedule": self.schedule,
@@ -139,7 +141,7 @@ def make_plan(
     hardware = hardware or Hardware.here(device, processes=1 if fixed == 1 else None)
     dp = _replicas(parallel.dp, ranks_per_replica, hardware, world_size)
     processes = dp * ranks_per_replica
-    _check_world(processes, dp, ranks_per_replica, hardware, world_size)
+    _check_world(processes, dp, wanted, hardware, world_size)
     chunks = parallel.chunks
     if chunks == "auto":
         raise PlanError("parallel.chunks=auto needs mode=train or mode=plan; set parallel.chunks to a number")
@@ -154,6 +156,8 @@ def make_plan(
     if info.sharded:
         check_shardable(parallel.name, skeleton)
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
+    if wanted.tp > 1:
+        check_cuts(chain, skeleton, wanted.tp)
     runs = partition_layers(chain.names, parallel.pp * per_rank, parallel.balance, costs)
     layers = dict(skeleton.items())
     parameters, frozen = _count(layers.values())
@@ -184,7 +188,7 @@ def check_numbers(parallel) -> None:
     chunks = parallel.chunks
     if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
         raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1, or auto")
-    for key in ("dp", "pp", "stages_per_rank", "threads", "timeout_s", "bucket_mb"):
+    for key in ("dp", "tp", "pp", "stages_per_rank", "threads", "timeout_s", "bucket_mb"):
         value = getattr(parallel, key)
         if value is not None and not value > 0:
             least = "at least 1" if isinstance(value, int) else "above 0"
@@ -202,6 +206,15 @@ def _check_shape(parallel, info: StrategyInfo) -> None:
     if not info.stages and parallel.pp != 1:
         other = suggest(replicas=info.replicas, stages=True)
         raise PlanError(f"parallel={name} has one stage; parallel.pp={parallel.pp} needs parallel={other}")
+    if not info.tensor and parallel.tp != 1:
+        raise PlanError(
+            f"parallel={name} leaves layers whole, and parallel.tp={parallel.tp} cuts them; use parallel=tensor, or "
+            f"with replicas or stages parallel={', '.join(n for n in names_where(tensor=True) if n != 'tensor')}"
+        )
+    if info.only_tensor and parallel.tp == 1:
+        raise PlanError(f"parallel={name} cuts layers among processes, and parallel.tp=1 is one; set parallel.tp=2")
+    if parallel.sequence and parallel.tp == 1:
+        raise PlanError("parallel.sequence=true divides the sequence among parallel.tp processes; set parallel.tp=2")
     if info.stage_per_rank and parallel.pp == 1:
         other = names_where(replicas=info.replicas, stages=False, shards=info.shards, several_devices=False)[0]
         raise PlanError(
@@ -222,8 +235,10 @@ def _replicas(wanted: int | None, ranks_per_replica: int, hardware: Hardware, wo
     return 2 if devices is None else max(1, devices // ranks_per_replica)
 
 
-def _check_world(processes: int, dp: int, ranks_per_replica: int, hardware: Hardware, world_size: int | None) -> None:
-    layout = f"parallel.dp={dp} x parallel.pp={ranks_per_replica} = {processes} processes"
+def _check_world(processes: int, dp: int, wanted: Layout, hardware: Hardware, world_size: int | None) -> None:
+    stages = wanted.ranks_per_replica // wanted.tp
+    tensor = f" x parallel.tp={wanted.tp}" if wanted.tp > 1 else ""
+    layout = f"parallel.dp={dp}{tensor} x parallel.pp={stages} = {processes} processes"
     if world_size is not None and world_size != processes:
         raise PlanError(
             f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or choose numbers whose "
@@ -367,6 +382,39 @@ def _reshard(parallel, info: StrategyInfo) -> bool | None:
             "use parallel.schedule=interleaved_1f1b"
         )
     return bool(parallel.reshard)
+
+
+def check_cuts(chain: Chain, skeleton: nn.Module, tp: int) -> None:
+    """Check that a model can be cut among ``tp`` ranks. Raises PlanError and ModelError."""
+    if not chain.cut:
+        raise PlanError(
+            f"parallel.tp={tp} cuts layers, and this model does not say where: give its chain a table of the products "
+            f"that are cut, cut={{{example(skeleton)}, …}} (docs/extending.md), or set parallel.tp=1"
+        )
+    check_table(chain.cut, skeleton)
+    for name, module in skeleton.named_modules():
+        cut = cut_of(chain.cut, name)
+        if cut is None:
+            continue
+        kept = module.get_parameter("weight").shape[1] if isinstance(cut, Rows) else first_dimension(module)
+        if isinstance(cut, Vocabulary):
+            if kept < tp:
+                raise PlanError(f"parallel.tp={tp} ranks cannot share the {kept} words of {name}")
+            continue
+        parts = kept // (cut.groups * cut.unit) if isinstance(cut, Columns) else kept
+        copied = isinstance(cut, Columns) and cut.groups == 1 and parts < tp and tp % parts == 0
+        if parts % tp and not copied:
+            what = f"heads of {cut.unit} columns" if isinstance(cut, Columns) and cut.unit > 1 else "columns"
+            fits = ", ".join(str(n) for n in range(2, parts + 1) if parts % n == 0)
+            raise PlanError(
+                f"parallel.tp={tp} does not divide the {parts} {what if isinstance(cut, Columns) else 'inputs'} of "
+                f"{name}; parallel.tp can be {fits or 1}"
+            )
+
+
+def first_dimension(module: nn.Module) -> int:
+    """Return the size of the first dimension of a module's own parameters."""
+    return next(module.parameters(recurse=False)).shape[0]
 
 
 def check_shardable(strategy: str, skeleton: nn.Module) -> None:

@@ -38,6 +38,11 @@ class TensorSpec:
         """Describe ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
+    def divided(self, ranks: int) -> TensorSpec:
+        """Return the part of the sequence that each of ``ranks`` ranks has."""
+        batch, length, *others = self.shape
+        return replace(self, shape=(batch, length // ranks, *others))
+
     @property
     def bytes(self) -> int:
         """Size in memory."""
@@ -201,7 +206,10 @@ def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorS
     """Infer the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss."""
     outputs = {t.name: t.outputs for t in trace(chain, sample, plan.precision, plan.device_type)}
     received = tuple(map(TensorSpec.of, sample.input_tensors))
-    return [received, *(outputs[stage.layers[-1]] for stage in plan.stages)]
+    *sent, loss = (outputs[stage.layers[-1]] for stage in plan.stages)
+    if plan.sequence:  # each rank has a part of dimension 1
+        sent = [tuple(spec.divided(plan.tp) for spec in specs) for specs in sent]
+    return [received, *sent, loss]
 
 
 @contextmanager

@@ -46,13 +46,15 @@ class Stage(nn.Module):
         dtype: torch.dtype = torch.float32,
         between_layers: torch.dtype | None = None,
         recompute: bool = False,
+        cut: Callable[[str, nn.Module], None] | None = None,
         shard: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Build the layers ``names`` with their initial weights.
 
         Floating-point tensors that a layer passes to the next are converted to ``between_layers`` if it is given. With
-        ``recompute`` a layer's activations are recomputed in the backward instead of kept. ``shard`` is called with
-        each layer and finally with the stage, and reduces the parameters of that module to this rank's share.
+        ``recompute`` a layer's activations are recomputed in the backward instead of kept. ``cut`` is called with each
+        layer, and reduces it to this rank's part of it. ``shard`` is called with each layer and finally with the stage,
+        and reduces the parameters of that module to this rank's share.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
@@ -60,6 +62,8 @@ class Stage(nn.Module):
         left_to_stage = chain.tied_within(names)
 
         def built(name: str, layer: nn.Module) -> None:
+            if cut is not None:
+                cut(name, layer)
             if shard is not None and not any(is_within(parameter, [name]) for parameter in left_to_stage):
                 shard(layer)
 

@@ -30,6 +30,7 @@ class StrategyInfo:
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
             or, without stages, a copy of the model on each.
         gpu_only: Whether the devices must be GPUs.
+        tensor: Whether ranks can share each layer (``parallel.tp``).
         shards: Which replicas share parameters, gradients and optimizer state if ``parallel.shard`` is not set: "all",
             or those of one "node". Empty if each replica has its own.
     """
@@ -40,6 +41,7 @@ class StrategyInfo:
     stage_per_rank: bool = False
     several_devices: bool = False
     gpu_only: bool = False
+    tensor: bool = False
     shards: str = ""
 
     @property
@@ -47,18 +49,26 @@ class StrategyInfo:
         """Whether replicas share parameters, gradients and optimizer state."""
         return self.shards != ""
 
+    @property
+    def only_tensor(self) -> bool:
+        """Whether sharing layers is all that ranks do."""
+        return self.tensor and not (self.replicas or self.stages)
+
 
 STRATEGIES = {
     "single": StrategyInfo("parallel.strategy:LocalStrategy"),
     "model_parallel": StrategyInfo("parallel.several_devices:ModelParallel", stages=True, several_devices=True),
-    "ddp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True),
-    "pipelined": StrategyInfo("parallel.pipeline:Pipeline", stages=True, stage_per_rank=True),
-    "pipe_ddp": StrategyInfo("parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True),
-    "fsdp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, shards="all"),
-    "hsdp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, shards="node"),
-    "pipe_fsdp": StrategyInfo(
-        "parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True, shards="all"
+    "ddp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, tensor=True),
+    "pipelined": StrategyInfo("parallel.pipeline:Pipeline", stages=True, stage_per_rank=True, tensor=True),
+    "pipe_ddp": StrategyInfo(
+        "parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True, tensor=True
     ),
+    "fsdp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, tensor=True, shards="all"),
+    "hsdp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, tensor=True, shards="node"),
+    "pipe_fsdp": StrategyInfo(
+        "parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True, tensor=True, shards="all"
+    ),
+    "tensor": StrategyInfo("parallel.strategy:LocalStrategy", tensor=True),
     "data_parallel": StrategyInfo("parallel.several_devices:DataParallel", several_devices=True, gpu_only=True),
 }
 

@@ -29,9 +29,10 @@ from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import REPLICAS, SHARDS, Mesh
 from parallel.plan import Plan
 from parallel.shape_inference import trace
-from parallel.sharding import Boxes, Sharding, fill
+from parallel.sharding import Boxes, Piece, Sharding, fill, piece_of, whole
 from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
+from parallel.tensor import Cutting
 from parallel.timeline import BACKWARD, FORWARD, Timeline
 
 
@@ -141,6 +142,7 @@ class Strategy(ABC):
         timeline: When this rank worked in the newest steps of a pipeline; None without a pipeline.
         loss_scale: The loss scaling, which is enabled for float16.
         sharding: How replicas share parameters, gradients and optimizer state; None if each has its own.
+        cutting: How ranks share layers; None if each has whole layers.
         computing: The pass that this rank computes now, FORWARD or BACKWARD, and the index of its replica's
             micro-batch, for error messages. None between passes.
     """
@@ -172,6 +174,7 @@ class Strategy(ABC):
         # kept cast comes last, after the sharded gradients of its layer may have been reduced.
         keep_casts = self.sharding is None or plan.pipelined
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
+        self.cutting = Cutting(chain, mesh, plan.sequence) if plan.tp > 1 else None
         planned = plan.stages_of(mesh.position)
         self.indices = [stage.index for stage in planned]
         self.stages = [
@@ -183,6 +186,7 @@ class Strategy(ABC):
                 dtype=self._dtype,
                 between_layers=between_layers(plan.precision),
                 recompute=options.recompute,
+                cut=self.cutting.cut if self.cutting is not None else None,
                 shard=self.sharding.shard if self.sharding is not None else None,
             )
             for i, stage in enumerate(planned)
@@ -193,7 +197,7 @@ class Strategy(ABC):
             random = {layer.name for layer in traces if layer.random}
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint(stage.layers.names))
-        self.gradients = Gradients(plan, chain, self.stages, mesh, self.device, options.timeout_s)
+        self.gradients = Gradients(plan, chain, self.stages, mesh, self.device, options.timeout_s, self.cutting)
         self.statistics: RunningStatistics | None = None
         if any(isinstance(module, StepBatchNorm) for stage in self.stages for module in stage.modules()):
             together = options.sync_batchnorm
@@ -402,7 +406,18 @@ class Strategy(ABC):
                 if wanted(canonical):
                     if canonical not in state:
                         raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
-                    fill(tensor, state[canonical], canonical)
+                    fill(self.piece(canonical, tensor), state[canonical], canonical)
+
+    def piece(self, name: str, tensor: Tensor) -> Piece:
+        """Return which part of the whole this rank has of a tensor: a parameter, its gradient, or a state of its shape.
+
+        ``name`` is the parameter's canonical name. Tensors of another shape are whole.
+        """
+        return piece_of(tensor) if self.cutting is None else self.cutting.piece(name, tensor)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return all of such a tensor. The ranks that share it call this together."""
+        return whole(tensor, self.mesh, None if self.cutting is None else self.cutting.cut_of(name, tensor))
 
     # -- for subclasses --------------------------------------------------------------------------------------------
 

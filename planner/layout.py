@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from parallel.layout import Layout
 from parallel.plan import Plan, even_split
@@ -12,25 +12,19 @@ from planner.work import Works
 
 @dataclass(frozen=True)
 class PlannedLayout(Layout):
-    """A layout with everything else that decides the seconds of a step. Tensor parallelism is planned on paper only.
+    """A layout with everything else that decides the seconds of a step.
 
     Attributes:
-        tp: Ranks that share each layer.
         samples: The number of samples per micro-batch.
         recompute: "none"; "full" keeps only each layer's input; "selective" recomputes attention.
-        scattered: Whether the activations between products are split over ``tp``, too (sequence parallelism).
         overlaps: Whether gradients are reduced during the last backward.
         ends_on_top: Whether stages get equally many layers besides the first and the last layer, as in Megatron-LM.
         node: The number of devices per node.
     """
 
-    AXES: ClassVar = ("dp", "tp", "pp")
-
     schedule: str = "gpipe"  # always one, of one process too
-    tp: int = 1
     samples: int = 1
     recompute: str = "none"
-    scattered: bool = True
     overlaps: bool = True
     ends_on_top: bool = False
     node: int = 1
@@ -41,11 +35,6 @@ class PlannedLayout(Layout):
         said = {key.name: getattr(plan, key.name) for key in fields(Layout)}
         said["schedule"] = plan.schedule or cls.schedule
         return cls(**said, samples=plan.microbatch_size, recompute="full" if recompute else "none")
-
-    @property
-    def processes(self) -> int:
-        """The number of all ranks."""
-        return super().processes * self.tp
 
     @property
     def group(self) -> int:
@@ -63,9 +52,8 @@ class PlannedLayout(Layout):
         return {**super().keys(), "activation_checkpointing": self.recompute == "full"}
 
     def words(self) -> list[str]:
-        """Return the words that select it on a command line. Tensor parallelism comes last."""
-        words = super().words() + ["train.activation_checkpointing=true"] * (self.recompute == "full")
-        return words + [f"tp={self.tp}"] * (self.tp > 1)
+        """Return the words that select it on a command line."""
+        return super().words() + ["train.activation_checkpointing=true"] * (self.recompute == "full")
 
     @property
     def name(self) -> str:

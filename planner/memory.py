@@ -198,10 +198,10 @@ class _Rank:
         layout, kept, recomputed = self.layout, 0.0, 0.0
         cut = layout.samples / layout.tp
         # 10 of 34 bytes are not cut without sequence parallelism (Korthikanti et al. 2022).
-        each = cut if layout.scattered else cut * (10 * layout.tp + 24) / 34
+        each = cut if layout.sequence else cut * (10 * layout.tp + 24) / 34
         for work in own:
             if layout.recompute == "full" and work is not self.layers[-1]:  # the last one has the loss
-                kept += work.output * (cut if layout.scattered else layout.samples)
+                kept += work.output * (cut if layout.sequence else layout.samples)
                 recomputed = max(recomputed, work.kept * each)
             else:
                 kept += work.kept * each

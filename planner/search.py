@@ -16,7 +16,7 @@ from planner.memory import Allocation, Memory, fullest
 from planner.step import Seconds, seconds_of
 from planner.work import Works
 
-FREE = ("dp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
+FREE = ("dp", "tp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 _SHORT = 4  # ranks of a pipeline that may be fast with fewer micro-batches than ranks
 _PER_RANK = (2, 4)  # stages of a rank, of schedules that take several
@@ -91,7 +91,7 @@ def search(
     layers: Works,
     batch: int,
     kinds: Sequence[Devices],
-    tensor: bool = False,
+    tensor: Sequence[int] = (1,),
     fixed: Mapping[str, Any] | None = None,
     least: int = 1,
 ) -> Found:
@@ -101,8 +101,8 @@ def search(
         layers: The layers' work.
         batch: The number of samples per step.
         kinds: The sets of devices to consider: several numbers of processes of this machine, or a cluster.
-        tensor: Whether to consider tensor parallelism.
-        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, balance and recompute.
+        tensor: How many ranks can share each layer of the model.
+        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, balance, sequence and recompute.
         least: The number of samples of the smallest micro-batch that the layers accept.
 
     Raises:
@@ -133,22 +133,24 @@ def search(
 
 
 def layouts(
-    layers: Works, per_node: int, batch: int, devices: int, tensor: bool, fixed: Mapping[str, Any], least: int = 1,
-    whole: bool = False,
+    layers: Works, per_node: int, batch: int, devices: int, tensor: Sequence[int], fixed: Mapping[str, Any],
+    least: int = 1, whole: bool = False,
 ) -> Iterator[PlannedLayout]:  # fmt: skip
     """Yield the layouts of ``search``. Each node has ``per_node`` devices; ``whole`` is that of ``Devices``."""
 
     def numbers(key: str, usual: Sequence[int], possible: Sequence[int]) -> Sequence[int]:
         return [n for n in possible if n == fixed[key]] if key in fixed else usual
 
-    for tp in divisors(min(per_node, devices)) if tensor else [1]:
+    within = [tp for tp in tensor if tp in divisors(min(per_node, devices))]
+    for tp in numbers("tp", within, tensor):
         for pp in numbers("pp", divisors(devices // tp), range(1, devices // tp + 1)):
             possible = [n for n in divisors(batch) if n * tp * pp <= devices]
             for dp in numbers("dp", sorted({1, possible[-1]}), possible):
                 for chunks in numbers("chunks", cuts := divisors(batch // dp), cuts):
                     layout = PlannedLayout(
-                        dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks, node=per_node
-                    )
+                        dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks, node=per_node,
+                        sequence=tp > 1 and fixed.get("sequence", True),
+                    )  # fmt: skip
                     if layout.samples >= least and (not whole or dp * tp * pp == devices):
                         yield from _strategies(layers, layout, fixed)
 
@@ -159,6 +161,8 @@ def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) 
         piped = info.stage_per_rank or not (typed or stages)  # else what is typed has no meaning
         wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
         if not wanted or info.replicas != (layout.dp > 1) or info.stage_per_rank != (layout.pp > 1):
+            continue
+        if not info.tensor if layout.tp > 1 else info.only_tensor:
             continue
         base = replace(layout, strategy=name, shard=fixed.get("shard"), balance=fixed.get("balance", "uniform"))
         if info.shards == "node" and (base.shards in (1, layout.dp) or layout.dp % base.shards):

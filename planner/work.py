@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from data.dataset import Batch
 from models.chain import Chain
@@ -78,7 +77,10 @@ class Counted(TorchDispatchMode):
     """Adds up the work of the operators that run in the block."""
 
     def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # late: it looks for Triton
+
         super().__init__()
+        self._formulas = flop_registry
         self.flops = self.attention = self.moved = 0.0
         self.products = 0
 
@@ -89,8 +91,8 @@ class Counted(TorchDispatchMode):
             query, keys = args[0].shape, args[1].shape
             self.attention += 4 * prod(query) * keys[2]
             self.products += 2
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=output)
+        elif packet in self._formulas:
+            self.flops += self._formulas[packet](*args, **(kwargs or {}), out_val=output)
             self.products += 1
         elif operator.namespace != "prim" and not operator.is_view:
             tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor)]

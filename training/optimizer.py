@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,8 @@ from common.errors import PlanError, TrainingError
 from conf import OWN_KEYS
 from conf.instantiate import build, resolve, target_of
 from models.chain import Chain
-from parallel.mesh import Mesh
 from parallel.plan import Plan
-from parallel.sharding import Boxes, cut_like, local, piece_of, shared_like, whole
+from parallel.sharding import Boxes, Piece, is_shared, local, shared_like
 from parallel.strategies import names_where
 from parallel.strategy import Strategy
 
@@ -77,11 +77,11 @@ class Optimizer:
         exact = strategy.plan.precision in ("fp32", "fp64")
         for section, own in sections:
             whole_only = update_of(section) == PER_PARAMETER
-            alone = [(name, p) for name, p in own if whole_only and piece_of(p).axes]
-            together = [(name, p) for name, p in own if not (whole_only and piece_of(p).axes)]
-            for part, mesh in (*(([pair], strategy.mesh) for pair in alone), (together, None)):
+            alone = [(name, p) for name, p in own if whole_only and strategy.piece(name, p).axes]
+            together = [(name, p) for name, p in own if not (whole_only and strategy.piece(name, p).axes)]
+            for part, gathers in (*(([pair], True) for pair in alone), (together, False)):
                 if part:
-                    self._parts.append(_Part({**section, **shared}, part, mesh, fused, exact))
+                    self._parts.append(_Part({**section, **shared}, part, strategy, gathers, fused, exact))
         # All learning rates follow one schedule, each scaled by its ratio to the base rate.
         for part in self._parts:
             for group in part.optimizer.param_groups:
@@ -110,59 +110,69 @@ class Optimizer:
 
 
 class _Part:
-    """An optimizer of torch. Plain tensors stand in for sharded parameters; others are optimized directly.
+    """An optimizer of torch. Plain tensors stand in for parameters shared by FSDP; others are optimized directly.
 
-    With a ``mesh``, sharded parameters are gathered over its ranks for the update. ``exact``: Muon in float32.
+    With ``gathers``, parameters that ranks share are gathered for the update. ``exact``: Muon in float32.
     """
 
     def __init__(
         self,
         config: Mapping,
         parameters: list[tuple[str, nn.Parameter]],
-        mesh: Mesh | None,
+        strategy: Strategy,
+        gathers: bool,
         fused: bool,
         exact: bool,
     ) -> None:
-        self._mesh = mesh
+        self._strategy, self._gathers = strategy, gathers
+        self._names = {parameter: name for name, parameter in parameters}
         self._own = {parameter: self._stand_in(parameter) for _, parameter in parameters}
         self.optimizer = _build(config, [(name, self._own[parameter]) for name, parameter in parameters], fused)
         if exact and type(self.optimizer) is torch.optim.Muon:
             self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
         self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
-        if mesh is not None:
+        if gathers:
             self._scatter()
 
     def _stand_in(self, parameter: nn.Parameter) -> Tensor:
-        if not piece_of(parameter).axes:
-            return parameter
-        return local(parameter.detach()) if self._mesh is None else whole(parameter.detach(), self._mesh)
+        if self._gathers:
+            return self._whole(parameter, parameter.detach())
+        return local(parameter.detach()) if is_shared(parameter) else parameter
+
+    def _whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        return self._strategy.whole(self._names[parameter], tensor)
 
     @torch.no_grad()
     def step(self) -> None:
-        if self._mesh is not None:
-            self._gather(self._mesh)
+        if self._gathers:
+            self._gather()
         for parameter, own in self._own.items():
             if own is not parameter and parameter.grad is not None:
-                own.grad = local(parameter.grad) if self._mesh is None else whole(parameter.grad, self._mesh)
+                own.grad = self._whole(parameter, parameter.grad) if self._gathers else local(parameter.grad)
         self.optimizer.step()
         for parameter, own in self._own.items():
             if own is not parameter:
                 own.grad = None
-        if self._mesh is not None:
+        if self._gathers:
             self._scatter()
 
-    def _gather(self, mesh: Mesh) -> None:
+    def _gather(self) -> None:
         for parameter, own in self._own.items():
-            own.data = whole(parameter.detach(), mesh)
-            self._change_state(own, lambda value: whole(value, mesh))
+            own.data = self._whole(parameter, parameter.detach())
+            self._change_state(own, partial(self._whole, parameter))
 
     @torch.no_grad()
     def _scatter(self) -> None:
-        """Keep this rank's box of the whole tensors."""
+        """Keep this rank's part of the whole tensors."""
         for parameter, own in self._own.items():
-            local(parameter).copy_(cut_like(parameter, own))
-            self._change_state(own, lambda value, like=parameter: _share(value, like))
-            own.data = own.new_zeros(()).expand(parameter.shape)  # keeps the shape without memory
+            piece = self._strategy.piece(self._names[parameter], parameter)
+            piece.tensor.copy_(piece.read(own))
+
+            def share(value: Tensor, like: nn.Parameter = parameter, piece: Piece = piece) -> Tensor:
+                return shared_like(like, piece.read(value).clone()) if tuple(value.shape) == piece.shape else value
+
+            self._change_state(own, share)
+            own.data = own.new_zeros(()).expand(piece.shape)  # keeps the shape without memory
 
     def _change_state(self, own: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         state = self.optimizer.state.get(own, {})
@@ -180,7 +190,7 @@ class _Part:
         numbers = _numbers(state | changed).items()
         plain = {_named(key, value): torch.tensor(value, dtype=torch.float64) for key, value in numbers}
         tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
-        if own is not parameter and self._mesh is None:
+        if own is not parameter and not self._gathers:
             tensors = {key: shared_like(parameter, t) if _is_like(t, own) else t for key, t in tensors.items()}
         return tensors | plain
 
@@ -199,8 +209,8 @@ class _Part:
                 else:
                     loaded[name] = number
                 continue
-            placed = _placed_as(parameter, key, value, group)
-            loaded[key] = placed if self._mesh is not None else local(placed)
+            placed = _placed_as(self._strategy.piece(self._names[parameter], parameter), parameter, key, value, group)
+            loaded[key] = placed if self._gathers else local(placed)
 
     def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the group of a parameter, and the group's numbers when it was made."""
@@ -271,11 +281,6 @@ def _orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: 
     return x.T if tall else x
 
 
-def _share(value: Tensor, like: nn.Parameter) -> Tensor:
-    """Return this rank's box of a whole tensor of the parameter's shape, as a sharded tensor; others unchanged."""
-    return shared_like(like, cut_like(like, value).clone()) if _is_like(value, like) else value
-
-
 def _kind(config: Mapping[str, Any]) -> str:
     kind, others = config["_target_"], (config.get("others") or config)["_target_"]
     return kind if others == kind else f"{kind} for the matrices of hidden layers and {others} for the others"
@@ -331,16 +336,16 @@ def _is_in(name: str, module: str) -> bool:
     return f".{module}." in f".{name}."
 
 
-def _placed_as(parameter: torch.nn.Parameter, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:
+def _placed_as(piece: Piece, parameter: torch.nn.Parameter, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:
     """Return a state tensor on the parameter's device, in its memory order, since fused kernels walk both together.
 
-    For a sharded parameter this is this rank's box.
+    For a parameter that ranks share this is this rank's part, which is that of ``piece``.
     """
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value[...].cpu().clone()  # the host reads it in every update
-    if value.shape != parameter.shape:
+    if tuple(value.shape) != piece.shape:
         return value[...].to(parameter.device)
-    own = cut_like(parameter, value)
+    own = piece.read(value)
     state = torch.empty_like(parameter, dtype=own.dtype, requires_grad=False)
     local(state).copy_(own)
     return state
@@ -399,7 +404,7 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
         PlanError: An optimizer may depend on all parameters at once, and the layout splits them.
     """
     copies = len(plan.stages) > 1 and chain.tied  # two stages may have the same tied parameter
-    if plan.pipelined or plan.mesh(0).shards > 1 or copies:
+    if plan.pipelined or plan.tp > 1 or plan.mesh(0).shards > 1 or copies:
         check_apart(config, plan.strategy)
 
 
@@ -409,7 +414,8 @@ def check_apart(config: Mapping[str, Any], strategy: str) -> None:
     Raises:
         PlanError: An optimizer may depend on all parameters at once.
     """
-    ways_out = " or ".join(f"parallel={name}" for name in names_where(stages=False, shards="", gpu_only=False))
+    whole = names_where(stages=False, shards="", gpu_only=False, only_tensor=False)
+    ways_out = " or ".join(f"parallel={name}" for name in whole)
     for section in filter(None, (config, config.get("others"))):
         if update_of(section) not in (ELEMENTWISE, PER_PARAMETER):
             raise PlanError(

@@ -89,8 +89,8 @@ def submit(
     """
     if processes % options.nodes:
         raise LaunchError(
-            f"{processes} processes (parallel.dp x parallel.pp) cannot be divided equally among launcher.nodes="
-            f"{options.nodes}; choose numbers of which one divides the other"
+            f"{processes} processes (parallel.dp x parallel.tp x parallel.pp) cannot be divided equally among "
+            f"launcher.nodes={options.nodes}; choose numbers of which one divides the other"
         )
     folder, count = Path(folder).absolute(), len(log_dirs)
     file = "%j" if count == 1 else "%A_%a"

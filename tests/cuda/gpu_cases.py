@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
+from parallel import gradients
 from parallel.devices import peak_memory_bytes
 from parallel.host_group import HostGroup
 from parallel.shape_inference import trace
@@ -97,10 +98,9 @@ def streams_of_a_hierarchy(recipe: Recipe) -> list[tuple[bool, bool]]:
 
         return call
 
-    with mock.patch.multiple(
-        dist,
-        reduce_scatter_tensor=noted(dist.reduce_scatter_tensor),
-        all_gather_into_tensor=noted(dist.all_gather_into_tensor),
+    with (
+        mock.patch.object(dist, "all_gather_into_tensor", noted(dist.all_gather_into_tensor)),
+        mock.patch.object(gradients, "reduce_scatter", noted(gradients.reduce_scatter)),
     ):
         strategy.train_step(batch_at(1).chunks(2)[strategy.mesh.replica], 1)
     return seen

@@ -16,7 +16,6 @@ from small_models import chain_and_batches
 from data.dataset import Batch
 from parallel import layout
 from parallel.plan import Plan, make_plan
-from parallel.sharding import whole
 from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import Interval
 
@@ -33,7 +32,8 @@ class Layout(layout.Layout):
         return Layout("single", chunks=self.dp * self.chunks)
 
     def __str__(self) -> str:
-        words = [self.strategy, f"dp={self.dp}", f"pp={self.pp}", f"chunks={self.chunks}"]
+        words = [self.strategy, f"dp={self.dp}", *[f"tp={self.tp}"] * (self.tp > 1), f"pp={self.pp}"]
+        words += [f"chunks={self.chunks}", *["sequence"] * self.sequence]
         words += [self.schedule] * self.pipelined + [self.order] * (self.order != "dp_pp")
         words += [] if self.balance == "uniform" else [str(self.balance)]
         words += [] if self.shard is None else [f"shard={self.shard}"]
@@ -187,7 +187,8 @@ def trainings(ranks) -> Callable[[Layout, Recipe], list[Result]]:
 
 
 def _copy(strategy: Strategy, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor, strategy.mesh).detach().cpu().clone() for name, tensor in state.items()}
+    named = {name: (strategy.chain.canonical(name), tensor) for name, tensor in state.items()}
+    return {name: strategy.whole(*pair).detach().cpu().clone() for name, pair in named.items()}
 
 
 def _interleave(batch: Batch) -> Batch:

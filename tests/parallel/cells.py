@@ -93,9 +93,15 @@ def small_layout(name: str, info: StrategyInfo) -> Layout:
     return Layout(name, dp=dp, pp=pp, chunks=4 // dp, schedule="gpipe" if info.replicas else "1f1b", shard=shard)
 
 
+# Strategies of any model; those of models whose layers can be cut have cells of their own.
+COMPARED = [
+    (name, info) for name, info in STRATEGIES.items() if not (info.gpu_only or info.only_tensor) and name != "single"
+]
+
+
 def published() -> Iterable[Cell]:
     """Every model under every strategy, whatever the registry has."""
-    layouts = [small_layout(name, info) for name, info in STRATEGIES.items() if not info.gpu_only and name != "single"]
+    layouts = [small_layout(name, info) for name, info in COMPARED]
     for model in (*PUBLISHED, *ADDED, "whole resnet50"):
         yield from (cell(model, layout, slow=model.startswith("whole")) for layout in layouts)
 
@@ -137,6 +143,37 @@ def shared() -> Iterable[Cell]:
     looped = Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_1f1b")
     for layout in (Layout("fsdp", dp=2, chunks=4), looped):
         yield cell("gpt2", layout, recompute=True, wanted=RECIPES["gpt2"], slow=layout.strategy == "fsdp")
+
+
+def cut() -> Iterable[Cell]:
+    """Layers that ranks share, with and without the sequence divided, alone and under every other strategy."""
+    exact = {"precision": "fp64"}
+    for model in ("gpt2", "llama", "transformer"):
+        yield cell(model, Layout("tensor", tp=2, chunks=2), **exact)
+        yield cell(model, Layout("tensor", tp=2, chunks=2, sequence=True), **exact)
+        others = {"slow": model == "transformer", **exact}
+        yield cell(model, Layout("ddp", dp=2, tp=2, chunks=2, sequence=True), **others)
+        yield cell(model, Layout("fsdp", dp=2, tp=2, chunks=2), **others)
+        yield cell(model, Layout("pipelined", tp=2, pp=2, chunks=4, schedule="1f1b", sequence=True), **others)
+        for s in ("gpipe", "interleaved_1f1b", *SPLIT):
+            for name in ("pipe_ddp", "pipe_fsdp"):
+                fast = model == "gpt2" and (name, s) in (("pipe_ddp", SPLIT[0]), ("pipe_fsdp", "interleaved_1f1b"))
+                layout = Layout(name, dp=2, tp=2, pp=2, chunks=4, schedule=s, sequence=s != "gpipe")
+                yield cell(model, layout, **{**others, "slow": not fast})
+    yield cell("gpt2", Layout("hsdp", dp=4, tp=2, shard=2, sequence=True), **exact)
+    yield cell("gpt2", Layout("tensor", tp=4, sequence=True), **exact)
+    yield cell("gpt2", Layout("pipe_ddp", dp=2, tp=2, pp=2, chunks=2, order="pp_dp"), **exact)
+    for sequence in (False, True):
+        layout = Layout("tensor", tp=2, chunks=2, sequence=sequence)
+        yield cell("gpt2", layout, recompute=True, **exact)
+        yield cell("gpt2", layout, padded=True, **exact)
+        yield cell("gpt2", layout)
+        yield cell("gpt2", layout, 5e-2, precision="bf16", reference=Layout("single", chunks=2))
+        yield cell("gpt2", layout, lora=("c_attn", "c_proj"), **exact)
+        yield cell("llama", layout, lora=("q_proj", "k_proj", "down_proj"), **exact)
+    for s in ("1f1b", SPLIT[0]):
+        layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule=s, sequence=True)
+        yield cell("gpt2", layout, lora=("h.0.attn.c_attn",), **exact)
 
 
 def sent() -> Iterable[Cell]:
@@ -206,10 +243,9 @@ def unusual() -> Iterable[Cell]:
 def adapters() -> Iterable[Cell]:
     """LoRA: frozen layers before, between and behind those that are trained, in stages of their own and not."""
     everywhere, first, last = ("c_attn", "c_proj"), ("h.0.attn.c_attn",), ("h.5.mlp.c_proj",)
-    for name, info in STRATEGIES.items():
-        if not info.gpu_only and name != "single":
-            yield from (cell("gpt2", small_layout(name, info), lora=targets) for targets in (everywhere, first, last))
-            yield from (cell("toy", small_layout(name, info), lora=(target,)) for target in ("net1", "net2"))
+    for name, info in COMPARED:
+        yield from (cell("gpt2", small_layout(name, info), lora=targets) for targets in (everywhere, first, last))
+        yield from (cell("toy", small_layout(name, info), lora=(target,)) for target in ("net1", "net2"))
     for s in SCHEDULES:
         rest = {"slow": s not in SPLIT}  # where a backward in two parts may meet nothing that is trained
         yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=everywhere)
@@ -267,6 +303,9 @@ def pretended() -> Iterable[Cell]:
     yield gpu_cell("gpt2", layout, 2e-2, **{**rounded, "precision": "fp16"}, loss_scale=1024.0)
     for s in SCHEDULES:
         yield gpu_cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), steps=5, slow=s != "planned")
+    for tensor in (Layout("tensor", tp=2, chunks=4), Layout("ddp", dp=2, tp=2, chunks=2, sequence=True)):
+        yield gpu_cell("gpt2", tensor, dropout=0.0, slow=tensor.dp == 1)
+        yield gpu_cell("llama", tensor, slow=True)
     # Its threads know nothing of the run's autocast, its copies of the head share what the head remembers, and each
     # drops out of its own samples what one GPU drops out of them.
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 2e-2)):
@@ -278,4 +317,4 @@ def pretended() -> Iterable[Cell]:
         yield gpu_cell("convnet", layout, tolerance, sync_batchnorm=True, **on_cpus)
 
 
-CELLS = [*published(), *layouts(), *shared(), *sent(), *widths(), *unusual(), *adapters(), *pretended()]
+CELLS = [*published(), *layouts(), *shared(), *cut(), *sent(), *widths(), *unusual(), *adapters(), *pretended()]

@@ -39,7 +39,7 @@ def assert_it_is_the_wanted_one(cell: Cell, trained: dict) -> list:
 def assert_all_work_is_noted(cell: Cell, run: list) -> None:
     """The timeline has a forward and a backward of each stage and micro-batch, one after the other on a rank."""
     layout, stages = cell.layout, cell.layout.pp * (1 + SCHEDULES[cell.layout.schedule].looped)
-    last, dp, chunks = stages - 1, layout.dp, layout.chunks
+    last, pipelines, chunks = stages - 1, layout.dp * layout.tp, layout.chunks
     for step in range(cell.recipe.steps):
         noted = Counter(
             (i.kind.removesuffix("_input"), i.stage, i.microbatch) for result in run for i in result.intervals[step]
@@ -50,7 +50,7 @@ def assert_all_work_is_noted(cell: Cell, run: list) -> None:
         if cell.recipe.lora is not None:  # nothing before it is trained: a stage is sent no gradients
             wanted = [key for key in wanted if key[0] != "receive_gradient" or key in noted]
         late = {key: count for key, count in noted.items() if key[0] == "backward_weight"}
-        assert noted == {**dict.fromkeys(wanted, dp), **late}
+        assert noted == {**dict.fromkeys(wanted, pipelines), **late}
         for result in run:
             begun = {(i.kind.removesuffix("_input"), i.stage, i.microbatch): i.start for i in result.intervals[step]}
             work = [(i.start, i.end) for i in result.intervals[step] if i.kind in WORK]

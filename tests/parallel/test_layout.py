@@ -55,6 +55,7 @@ def test_single_leaves_no_key_that_one_process_does_not_take():
     everything = {
         "name": "pipe_fsdp", "dp": 2, "pp": 2, "chunks": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2,
         "balance": [1, 1, 1, 0], "order": "pp_dp", "shard": 2, "reshard": True, "devices": ["cpu", "cpu"],
+        "tp": 2, "sequence": True,
     }  # fmt: skip
     assert everything.keys() == {"name", *(key.name for key in fields(Layout))} - {"strategy"}
     parallel = section("parallel=single")

@@ -9,7 +9,7 @@ from cases import Layout, Recipe, build
 from probes import gathered_along
 from small_models import chain_and_batches
 
-from parallel.mesh import COPIES, PEERS, PIPELINE, REPLICAS, SHARDS, Mesh
+from parallel.mesh import COPIES, PEERS, PIPELINE, REPLICAS, SHARDS, TENSOR, Mesh
 from parallel.strategy import build_strategy
 
 
@@ -42,18 +42,18 @@ def test_groups_of_replicas_are_neighbours(order, together, between, sharded, ax
     mesh = Layout(strategy, dp=4, pp=2, order=order, shard=2).mesh(between[1])
     assert mesh.replica == 3 and mesh.position == 0
     assert mesh.axis(axis).ranks == together and mesh.axis(COPIES).ranks == between
-    assert mesh.index == {COPIES: 1, axis: 1, other: 0, PIPELINE: 0} and mesh.dp == 4
+    assert mesh.index == {COPIES: 1, axis: 1, other: 0, PIPELINE: 0, TENSOR: 0} and mesh.dp == 4
     assert mesh.shards == (2 if sharded else 1)
 
 
 def test_another_axis_is_one_more_name():
-    ranks = [Mesh({COPIES: 2, PIPELINE: 2, "tensor": 2}, rank) for rank in range(8)]
-    assert ranks[5].axis("tensor").ranks == [4, 5] and ranks[5].axis(PIPELINE).ranks == [5, 7]
+    ranks = [Mesh({COPIES: 2, PIPELINE: 2, TENSOR: 2}, rank) for rank in range(8)]
+    assert ranks[5].axis(TENSOR).ranks == [4, 5] and ranks[5].axis(PIPELINE).ranks == [5, 7]
     assert ranks[5].axis("context").ranks == [5], "an axis without a name has one rank"
     assert [mesh.replica for mesh in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("sizes", [{COPIES: 2, SHARDS: 3, PIPELINE: 2, "tensor": 2}, {PIPELINE: 2, PEERS: 4}, {}])
+@pytest.mark.parametrize("sizes", [{COPIES: 2, SHARDS: 3, PIPELINE: 2, TENSOR: 2}, {PIPELINE: 2, PEERS: 4}, {}])
 def test_each_part_of_a_tensor_counts_once_on_each_position(sizes):
     """However it is cut, the ranks of a position that count have each part, and none twice."""
     meshes = [Mesh(sizes, rank) for rank in range(Mesh(sizes).size)]
@@ -65,7 +65,7 @@ def test_each_part_of_a_tensor_counts_once_on_each_position(sizes):
             assert sorted(counted) == list(range(here[0].axis(*cut).size))
 
 
-@pytest.mark.parametrize("axis, counted", [(COPIES, [True, True]), ("tensor", [True, False])])
+@pytest.mark.parametrize("axis, counted", [(COPIES, [True, True]), (TENSOR, [True, False])])
 def test_a_loss_that_several_ranks_compute_of_the_same_samples_counts_once(axis, counted):
     recipe = Recipe("toy", global_batch=4, lr=0.1)
     plan, strategy = build(Layout("single"), recipe)

@@ -37,9 +37,16 @@ LAYOUTS = {
     "pipelined 1f1b": {"pp": 2, "schedule": "1f1b"},
     "pipelined interleaved_1f1b": {"pp": 2, "schedule": "interleaved_1f1b"},
     "pipe_ddp": {"dp": 2, "pp": 2, "schedule": "gpipe"},
+    "tensor": {"tp": 2},
+    "pipe_fsdp tp": {"dp": 2, "pp": 2, "schedule": "1f1b", "tp": 2, "sequence": True},
 }
 # Three layers are no four stages.
-CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if model != "toy" or "interleaved" not in layout]
+CASES = [
+    (model, layout)
+    for model in MODELS
+    for layout in LAYOUTS
+    if model != "toy" or not ("interleaved" in layout or "tp" in LAYOUTS[layout])  # whose layers are not cut
+]
 CHUNKS = 4
 STATE = ("weights", "gradients", "optimizer")
 PARTS = (*STATE, "gathered", "cast", "activations", "recomputed")
@@ -137,7 +144,7 @@ def test_all_who_say_how_much_memory_say_the_same(tmp_path, monkeypatch, capsys,
     plan = preparing.prepare(copy.deepcopy(cfg)).plan
     for rank, memory in enumerate(planned):
         stages = plan.stages_of(plan.mesh(rank).position)
-        assert round(memory.weights) == 4 * sum(stage.weights for stage in stages) / plan.shards
+        assert round(memory.weights) == round(4 * sum(stage.weights for stage in stages) / plan.shards / plan.tp)
 
     if plan.pipelined:
         cfg.parallel.balance = "size"

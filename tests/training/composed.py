@@ -22,6 +22,10 @@ LAYOUTS = {
     "fsdp": (2, ["parallel=fsdp", "parallel.dp=2", "parallel.chunks=2"]),
     "hsdp": (4, ["parallel=hsdp", "parallel.dp=4", "parallel.shard=2", "parallel.chunks=1"]),
     "pipe_fsdp": (4, ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.chunks=2"]),
+    "tensor": (2, ["parallel=tensor", "parallel.chunks=4"]),
+    "tensor sequence": (2, ["parallel=tensor", "parallel.sequence=true", "parallel.chunks=2"]),
+    "pipelined tp": (4, ["parallel=pipelined", "parallel.tp=2", "parallel.chunks=4"]),
+    "fsdp tp": (4, ["parallel=fsdp", "parallel.dp=2", "parallel.tp=2", "parallel.sequence=true"]),
 }
 QUIET = ("logger=none", "device=cpu", "parallel.threads=1")
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError
-from parallel.sharding import whole
 from training.callbacks import Callback, TrainingRun
 from training.reporting.metrics import MetricsFile
 
@@ -38,7 +37,7 @@ class GradientHistogram(Callback):
         mesh, own = run.strategy.mesh, {}
         for name, parameter in run.strategy.named_parameters():
             if parameter.grad is not None:
-                gradient = whole(parameter.grad.detach(), mesh)  # of all ranks that share it
+                gradient = run.strategy.whole(name, parameter.grad.detach())  # of all ranks that share it
                 if mesh.counts():
                     counts, edges = torch.histogram(gradient.flatten().float().cpu(), self.bins)
                     own[name] = counts.tolist(), edges.tolist()

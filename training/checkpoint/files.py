@@ -270,8 +270,9 @@ def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> Content:
             written += _write_at(descriptor, header, 0)
         for name, piece in tensors.items():
             if piece.counts(mesh):
-                content = piece.tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                written += _write_box(descriptor, content, piece, starts[name])
+                for numbers, box in piece.boxes():
+                    content = numbers.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+                    written += _write_box(descriptor, content, numbers.itemsize, box, piece.shape, starts[name])
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -307,16 +308,18 @@ def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
     return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
-def _write_box(descriptor: int, content: Any, piece: Piece, begin: int) -> Content:
-    """Write the bytes of a piece into the tensor that begins at offset ``begin``, with one write per contiguous run."""
-    size, shape, start = piece.tensor.shape, piece.shape, piece.start
-    # The last dimension in which the piece is narrower than the tensor. For each index of the dimensions before it, the
-    # piece is contiguous in the file.
+def _write_box(
+    descriptor: int, content: Any, itemsize: int, box: tuple[slice, ...], shape: tuple[int, ...], begin: int
+) -> Content:
+    """Write the bytes of a box into the tensor that begins at offset ``begin``, with one write per contiguous run."""
+    size, start = [place.stop - place.start for place in box], [place.start for place in box]
+    # The last dimension in which the box is narrower than the tensor. For each index of the dimensions before it, the
+    # box is contiguous in the file.
     last = max((dim for dim in range(len(shape)) if size[dim] < shape[dim]), default=0)
-    strides = [math.prod(shape[dim + 1 :]) * piece.tensor.itemsize for dim in range(len(shape))]
-    length = math.prod(size[last:]) * piece.tensor.itemsize
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    length = math.prod(size[last:]) * itemsize
     written, position = Content(), 0
-    for outer in product(*(range(place.start, place.stop) for place in piece.box[:last])):
+    for outer in product(*(range(place.start, place.stop) for place in box[:last])):
         offset = sum(map(operator.mul, (*outer, *start[last : last + 1]), strides))
         written += _write_at(descriptor, content[position : position + length], begin + offset)
         position += length

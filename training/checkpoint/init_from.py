@@ -21,7 +21,7 @@ from common.errors import TrainingError
 from common.files import expand_home, folder_of, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
-from parallel.sharding import Box, Boxes, fill, whole
+from parallel.sharding import Box, Boxes, fill
 from parallel.strategy import Strategy
 from training.checkpoint.files import sha256
 from training.checkpoint.load import AUTO, StoredTensor
@@ -368,12 +368,12 @@ def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int)
         return
     for name, parameter in strategy.named_parameters():
         if name == chain.embedding:
-            rows = whole(parameter.detach(), strategy.mesh)
+            rows = strategy.whole(name, parameter.detach())
             everything = _mean(rows[:GPT2_VOCAB_SIZE])
             for number, words in list(enumerate(extra.values()))[known:]:
                 mean = everything if words is None else _mean(rows[gpt2().encode_ordinary(words)])
                 rows[GPT2_VOCAB_SIZE + number] = mean.to(rows)
-            fill(parameter, rows, name)
+            fill(strategy.piece(name, parameter), rows, name)
 
 
 def _mean(rows: Boxes) -> Tensor:

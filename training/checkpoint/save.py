@@ -35,7 +35,7 @@ from torch import Tensor
 from common.errors import CheckpointError, TrainingError
 from common.files import flush_path, free_space
 from common.machine import available_memory
-from parallel.sharding import Piece, piece_of
+from parallel.sharding import Piece
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
     BEST,
@@ -373,7 +373,7 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
             if torch.is_tensor(value)
         }
         for kind, tensors in (("model", weights), ("optimizer", states)):
-            pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
+            pieces = {key: strategy.piece(key.partition("/")[0], tensor) for key, tensor in tensors.items()}
             if any(piece.counts(strategy.mesh) for piece in pieces.values()):
                 files[f"{kind}-{index:02d}.safetensors"] = pieces
     return files

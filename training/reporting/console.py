@@ -100,6 +100,8 @@ def describe_plan(
         f"global batch {plan.global_batch_size}{shape} = {plan.dp} replica{'s' * (plan.dp > 1)} x {plan.chunks} "
         f"micro-batch{'es' * (plan.chunks > 1)} of {plan.microbatch_size}"
     )
+    if plan.tp > 1:
+        lines.append(f"{plan.tp} ranks share each layer" + ", and the sequence between its products" * plan.sequence)
     if plan.gpus is not None and plan.shares_gpus:
         lines.append(
             f"{plan.processes} processes share {plan.gpus} GPU{'s' * (plan.gpus > 1)}: tensors between them go through "
@@ -140,9 +142,8 @@ def _where(plan: Plan, stage: int) -> str:
     if not plan.pipelined:
         if plan.devices:
             return f"on {plan.devices[stage]}"
-        return "on ranks 0-" + str(plan.dp - 1) if plan.dp > 1 else ""
-    mesh = plan.mesh(0)
-    ranks = mesh.replicas(stage % plan.pp)
+        return "on ranks 0-" + str(plan.processes - 1) if plan.processes > 1 else ""
+    ranks = plan.mesh(0).holders(stage % plan.pp)
     return f"on rank{'s' * (len(ranks) > 1)} {','.join(map(str, ranks))}"
 
 

@@ -116,6 +116,7 @@ def summarise(
         "world_size": plan.processes,
         "dp": plan.dp,
         "shards": strategy.mesh.shards,
+        "tp": plan.tp,
         "pp": plan.pp,
         "chunks": plan.chunks,
         "schedule": plan.schedule,

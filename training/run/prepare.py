@@ -22,6 +22,7 @@ from training.optimizer import states_of
 from training.run.checks.configuration import check_components, check_train
 from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
 from training.run.checks.model import (
+    across_nodes,
     check_compile,
     check_fit,
     check_kind,
@@ -30,6 +31,7 @@ from training.run.checks.model import (
     check_parameters,
     check_rates_and_objective,
     check_saved_weights,
+    check_sequence,
     reads_weights,
 )
 from training.run.checks.samples import check_length_of_run, check_read, check_shapes, check_splits
@@ -60,13 +62,15 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
         UserError: The configuration cannot run. The message states the numbers and a fix.
     """
     chain, data = checked_model_and_data(cfg)
-    setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware))
+    setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware), nodes)
     for check in (check_parameters, check_optimizer_layout, check_gpu_memory, check_compile):
         check(setup)
     note(0, "preparing the data")
     data.prepare()
     note(0, "checking the run")
-    for check in (check_splits, check_fit, check_length_of_run, check_read, check_microbatch_fits, check_shapes):
+    for check in (
+        check_splits, check_fit, check_length_of_run, check_read, check_microbatch_fits, check_shapes, check_sequence,
+    ):  # fmt: skip
         check(setup)
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
         _balance(setup, world_size, nodes, hardware)
@@ -126,7 +130,7 @@ def describe(setup: Setup) -> str:
     recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
     plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.data.seq_len, setup.shares)
     warning = unseen(setup.cfg.model, setup.chain) if reads_weights(setup.cfg, setup.chain) else None
-    warnings = [] if warning is None else [f"warning: {warning}"]
+    warnings = [f"warning: {text}" for text in (warning, across_nodes(setup)) if text is not None]
     return "\n".join([plan, *setup.by_microbatch[1], *warnings]) + recipe
 
 

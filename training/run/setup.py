@@ -31,6 +31,7 @@ class Setup:
         chain: The model.
         data: The data set, prepared.
         plan: The layout.
+        nodes: The number of machines, as far as it is known before the run.
         shares: The measured cost of each stage, as (fractions of 1, of which quantity); None if not measured.
     """
 
@@ -38,6 +39,7 @@ class Setup:
     chain: Chain
     data: DataSet
     plan: Plan
+    nodes: int = 1
     shares: tuple[list[float], str] | None = None
 
     @cached_property

@@ -15,6 +15,7 @@ SUPPORT = ("preloaded", "ranks", "training/commandline", "training/composed", "t
 FILES = ("train.py", *(f"tests/{name}.py" for name in SUPPORT))
 LAYOUTS = {
     "single": ["parallel=single"],
+    "tensor": ["parallel=tensor", "parallel.sequence=true"],
     "single in pieces": ["parallel=single", "parallel.chunks=4"],  # for what depends on the micro-batch
     "ddp": ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"],
     "pipelined": ["parallel=pipelined", "parallel.chunks=4"],
@@ -26,7 +27,7 @@ SHORT = [
     "train.checkpoint_every=null", "train.precision=fp32",
 ]  # fmt: skip
 ADDED = {
-    "model": ["lstm", "moe", "skip", "translator"], "data": ["backwards", "csv_regression"],
+    "model": ["gated", "lstm", "moe", "skip", "translator"], "data": ["backwards", "csv_regression"],
     "optim": ["lion", "rmsprop"], "scheduler": ["inverse_sqrt"], "logger": ["losses"], "callbacks": ["weight_norm"],
     "parallel": ["checked_ddp"],
 }  # fmt: skip
@@ -85,6 +86,7 @@ def runs(house):
         "csv": (table, ["single", "checked_ddp", "pipelined"]),
         "skip": (["model=skip", "optim=rmsprop"], ["single", "pipe_ddp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipe_ddp"]),
+        "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor"]),
         "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single in pieces", "pipe_ddp"]),
     }
     runs = {
@@ -107,7 +109,7 @@ def losses(runs):
     return json.loads((runs / "losses.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "translator", "moe"])
+@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "translator", "gated", "moe"])
 def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
     runs = {name: values for name, values in losses.items() if name.startswith(f"{model} ")}
     assert len(runs) > 1

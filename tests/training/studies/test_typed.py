@@ -51,9 +51,9 @@ def test_what_is_impossible_is_refused_before_anything_is_measured(tmp_path, mon
 @pytest.mark.parametrize(
     "word, left_out",
     [
-        ("parallel.shard=4", {"single", "pipelined", "ddp", "pipe_ddp"}),
+        ("parallel.shard=4", {"single", "tensor", "pipelined", "ddp", "pipe_ddp"}),
         ("parallel.comm_hook=bf16", {"fsdp", "hsdp", "pipe_fsdp"}),
-        ("parallel.schedule=1f1b", {"single", "ddp", "fsdp", "hsdp"}),
+        ("parallel.schedule=1f1b", {"single", "tensor", "ddp", "fsdp", "hsdp"}),
     ],
 )
 def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import TrainingError
+from common.errors import PlanError, TrainingError
 from conf.instantiate import to_dict
 from data.dataset import DataSet
 from models.chain import Chain
@@ -106,3 +106,33 @@ def check_compile(setup: Setup) -> None:
             "in two parts; use parallel.schedule=interleaved_1f1b, or train.compile=false"
         )
     check_compiler()
+
+
+def check_sequence(setup: Setup) -> None:
+    """Check that the ranks that share layers can divide each sequence. Raises PlanError."""
+    plan = setup.plan
+    if not plan.sequence:
+        return
+    widths = {
+        *getattr(setup.data.train, "widths", ()),
+        *(t.shape[1] for t in setup.sample.input_tensors if t.dim() > 1),
+    }
+    if uneven := sorted(width for width in widths if width % plan.tp):
+        raise PlanError(
+            f"parallel.sequence=true divides each sequence among parallel.tp={plan.tp} ranks, and there are sequences "
+            f"of {', '.join(map(str, uneven))} positions; set data.seq_len to a multiple of {plan.tp}, or leave "
+            "parallel.sequence out"
+        )
+
+
+def across_nodes(setup: Setup) -> str | None:
+    """Return a warning if ranks that share layers lie on several machines; otherwise None."""
+    plan, per_node = setup.plan, setup.plan.processes // setup.nodes
+    if plan.tp == 1 or setup.nodes == 1 or per_node % plan.tp == 0:
+        return None
+    sent = 4 * plan.microbatch_size * max(work.output for work in setup.layers[:-1])
+    return (
+        f"the parallel.tp={plan.tp} ranks that share a layer lie on several of {setup.nodes} nodes with {per_node} "
+        f"processes each: every layer sends {sent / 2**20:,.1f} MiB between nodes for each micro-batch, forward and "
+        f"backward. Choose a parallel.tp that divides {per_node}"
+    )

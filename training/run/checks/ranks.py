@@ -22,7 +22,6 @@ from conf import COMMAND, ON_TOP, TRAINED
 from conf.instantiate import to_dict
 from data.dataset import Batch, DataSet, Source
 from parallel.mesh import Mesh
-from parallel.sharding import piece_of
 from parallel.strategy import Strategy
 from training.checkpoint.init_from import digest_read
 from training.reporting.metrics import flat
@@ -190,10 +189,11 @@ def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
     digests = set()
     for stage in strategy.stages:
         for name, tensor in stage.layers.state_dict().items():
-            piece = piece_of(tensor)
+            canonical = strategy.chain.canonical(name)
+            piece = strategy.piece(canonical, tensor)
             share = f" (share {strategy.mesh.axis(*piece.axes).index})" if piece.axes else ""
             digest = hashlib.sha256(_bits(piece.tensor)).hexdigest()[:_DIGITS]
-            digests.add((strategy.chain.canonical(name) + share, digest))
+            digests.add((canonical + share, digest))
     return sorted(digests)
 
 

@@ -35,7 +35,7 @@ from training.run.prepare import BALANCES, model_and_data, prepare
 from training.studies.planning import AUTO, is_automatic
 from training.studies.planning.paper import PAPER_IS_OFF, Model, model_of, on_paper, predict_on_paper
 from training.studies.planning.trial import lay_out, try_layout
-from training.studies.planning.typed import accepted, check_kept, fixed_of, possible_rooms
+from training.studies.planning.typed import accepted, check_kept, fixed_of, possible_rooms, tensor_sizes
 
 CHOICES = "choices.json"
 _HERE_IS_OFF = "such predictions were 11 % off on average for six small models on two cores: docs/planner.md"
@@ -113,8 +113,7 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
     else:
         found, model = predict_here(cfg)
     print("\n".join([*model.tables(found, words), PAPER_IS_OFF if queued else _HERE_IS_OFF]), flush=True)
-    usable = [candidate for candidate in found.best if candidate.layout.tp == 1]
-    best, tried = (usable[0], {}) if queued or cfg.mode == "plan" else pick(cfg, usable)
+    best, tried = (found.best[0], {}) if queued or cfg.mode == "plan" else pick(cfg, found.best)
     if cfg.parallel.name == AUTO:
         lay_out(cfg, best.layout)
     else:
@@ -186,7 +185,8 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
     needed = max(work.kept + 2 * work.output for work in model.layers)  # of a layer with its input, for a sample
     rooms = [(n, n, True) for n in counts or _counts(fixed, plan.device_type)]
-    rooms = possible_rooms(cfg, model.layers, rooms, fixed, model.least)
+    tensor = tensor_sizes(setup.chain, fixed, max(n for n, *_ in rooms) if cuda else 1)
+    rooms = possible_rooms(cfg, model.layers, rooms, fixed, model.least, tensor)
     sizes = " and of ".join(f"{n}" for n, *_ in rooms)
     print(f"this machine is measured, in groups of {sizes} processes", flush=True)
     for processes, *_ in rooms:
@@ -196,7 +196,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
         allocation = Allocation.here(plan.precision, plan.device_type, here.process + _RUN)
         kinds.append(Devices(costs, processes, each, allocation, states, True))
-    return accepted(search(model.layers, model.batch, kinds, fixed=fixed, least=model.least), cfg), model
+    return accepted(search(model.layers, model.batch, kinds, tensor, fixed, model.least), cfg), model
 
 
 def _data(tree: dict, given: bytes | None) -> Any:
@@ -217,7 +217,8 @@ def _fixed(cfg: Any) -> dict[str, Any]:
     plan, fixed = _first_plan(cfg), {"recompute": "full" if cfg.train.activation_checkpointing else "none"}
     if info.several_devices:  # its stages compute in turn
         return {**fixed, "strategy": plan.strategy, "dp": 1, "pp": 1}
-    fixed |= {"strategy": plan.strategy, "dp": plan.dp, "pp": plan.pp, "shard": plan.shard}
+    fixed |= {"strategy": plan.strategy, "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "shard": plan.shard}
+    fixed |= {"sequence": plan.sequence}
     if plan.pipelined:
         fixed |= {"schedule": plan.schedule, "stages_per_rank": plan.stages_per_rank, "balance": plan.balance}
     return fixed
@@ -239,7 +240,7 @@ def _first_plan(cfg: Any) -> Plan:
 
 def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:
     """Return the numbers of processes to measure: one, one per device, and on a CPU two."""
-    least = fixed.get("dp", 1) * fixed.get("pp", 1)
+    least = fixed.get("dp", 1) * fixed.get("tp", 1) * fixed.get("pp", 1)
     if {"dp", "pp"} <= fixed.keys():
         return [least]
     usual = {"cuda": {1, torch.cuda.device_count()}, "mps": {1}}.get(

@@ -30,7 +30,7 @@ from training.optimizer import states_of
 from training.reporting.console import columns
 from training.run.prepare import checked_model_and_data
 from training.studies.planning import AUTO
-from training.studies.planning.typed import accepted, fixed_of, possible_rooms
+from training.studies.planning.typed import accepted, fixed_of, possible_rooms, tensor_sizes
 
 HERE = "here"  # the option of cluster= that is measured
 PAPER_IS_OFF = (
@@ -39,7 +39,10 @@ PAPER_IS_OFF = (
 )
 _SHOWN = 10
 _PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
-_OF_LAYOUT = ("parallel", *(f"parallel.{key}" for key in FREE))  # keys of a command that a layout says itself
+_OF_LAYOUT = (
+    "parallel",
+    *(f"parallel.{key}" for key in (*FREE, "sequence")),
+)  # keys of a command that a layout says itself
 _NOT_COPIED = ("mode", "cluster", "hydra")  # sections of a command
 _PAPER = "bf16"  # the precision on paper of train.precision=auto
 
@@ -56,7 +59,7 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
         PlanError: A number of the cluster is impossible, or nothing fits.
     """
     began = time.perf_counter()
-    found, model = predict_on_paper(cfg, tensor=True)
+    found, model = predict_on_paper(cfg)
     cluster, precision = cluster_of(cfg)
     twice = " (a tied one counted twice)" if any(work.ties for work in model.layers) else ""
     about = [
@@ -71,8 +74,8 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
     return "\n".join([*about, *tables, PAPER_IS_OFF, *told, *_draw(found, cfg, run_dir)])
 
 
-def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
-    """Predict every layout on the configuration's cluster. ``tensor`` adds tensor parallelism where there is attention.
+def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
+    """Predict every layout on the configuration's cluster.
 
     Raises:
         PlanError: See ``plan_on_paper``.
@@ -81,9 +84,9 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
     fixed, (chain, data) = fixed_of(cfg), checked_model_and_data(cfg)
     data.prepare()
     model = model_of(cfg, chain, data, precision)
-    cut = tensor and any(work.attention for work in model.layers)
+    tensor = tensor_sizes(chain, fixed, cluster.devices)
     room = cluster.devices, cluster.size, on_job(cfg)
-    possible_rooms(cfg, model.layers, [room], fixed, model.least, cut, cluster.nodes)
+    possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, cluster.nodes)
     costs, number = PaperCosts(cluster, precision), parameter_dtype(precision).itemsize
     devices = Devices(
         costs,
@@ -93,7 +96,7 @@ def predict_on_paper(cfg: Any, tensor: bool = False) -> tuple[Found, Model]:
         states_of(cfg.optim),
         on_job(cfg),
     )
-    found = search(model.layers, model.batch, [devices], cut, fixed, model.least)
+    found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
     return accepted(found, cfg, cluster.nodes), model
 
 
@@ -172,11 +175,8 @@ class Model:
         for name, candidate in found.nearest.items():
             needed, there = (size / 2**30 for size in (candidate.memory.total, candidate.devices.memory))
             yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({candidate.name})"
-        if found.best[0].layout.tp > 1:
-            yield "tp, tensor parallelism, is planned on paper only: nothing here trains with it"
-        if runnable := best_of_each(found, tensor=False).values():
-            yield "to copy, the best of each strategy that can be run, the fastest first:"
-        for candidate in runnable:
+        yield "to copy, the best of each strategy, the fastest first:"
+        for candidate in best.values():
             yield f"  {command(words, candidate)}"
 
     def batchnorm_of(self, candidate: Candidate, cfg: Any) -> list[str]:
@@ -207,12 +207,11 @@ def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
     return Model(layers, cfg.train.global_batch_size, data.seq_len, has_batchnorm, least)
 
 
-def best_of_each(found: Found, tensor: bool = True) -> dict[str, Candidate]:
-    """Return the fastest layout of each strategy, sorted; with ``tensor``, including tensor parallelism."""
+def best_of_each(found: Found) -> dict[str, Candidate]:
+    """Return the fastest layout of each strategy, sorted."""
     best = {}
     for candidate in found.best:
-        if tensor or candidate.layout.tp == 1:
-            best.setdefault(candidate.layout.strategy, candidate)
+        best.setdefault(candidate.layout.strategy, candidate)
     return best
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from common.errors import PlanError
 from conf import COMMAND
 from conf.instantiate import to_dict
+from models.chain import Chain
 from parallel.layout import Layout
-from parallel.plan import check_groups, check_numbers
+from parallel.plan import check_cuts, check_groups, check_numbers
 from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout
 from planner.search import FREE, Found, layouts
@@ -44,13 +46,34 @@ def fixed_of(cfg: Any) -> dict[str, Any]:
                 "layers of each stage"
             )
         fixed["balance"] = tuple(counts)
+    if "parallel.sequence" in typed:
+        fixed["sequence"] = cfg.parallel.sequence
     if cfg.parallel.devices is not None:
         raise PlanError("parallel.devices is for strategies of one process, which parallel=auto does not choose")
     return fixed
 
 
+def tensor_sizes(chain: Chain, fixed: Mapping[str, Any], most: int) -> list[int]:
+    """Return how many ranks can share each layer of a model: a fixed number, or 1 and those up to ``most``.
+
+    Raises:
+        PlanError: The fixed number is not possible.
+    """
+    skeleton = chain.skeleton()
+    if "tp" in fixed:
+        if fixed["tp"] > 1:
+            check_cuts(chain, skeleton, fixed["tp"])
+        return [fixed["tp"]]
+    sizes = [1]
+    for tp in range(2, most + 1) if chain.cut else ():
+        with suppress(PlanError):
+            check_cuts(chain, skeleton, tp)
+            sizes.append(tp)
+    return sizes
+
+
 def possible_rooms(
-    cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: bool = False,
+    cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: Sequence[int] = (1,),
     nodes: int = 1,
 ) -> list[Room]:  # fmt: skip
     """Return the rooms that allow a layout. See ``search`` for ``fixed``, ``least`` and ``tensor``.
@@ -123,14 +146,13 @@ def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
 def _problem(cfg: Any, layout: PlannedLayout, nodes: int) -> str:
     """Return why a layout does not support the optimizer or a typed key of ``_OF_SOME``; empty if it does."""
     try:
-        if layout.pp > 1 or layout.shards > 1:
+        if layout.pp > 1 or layout.tp > 1 or layout.shards > 1:
             check_apart(to_dict(cfg.optim), layout.strategy)
         if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
             parallel, keys = copy.deepcopy(cfg.parallel), layout.keys()
             parallel.update({key: value for key, value in keys.items() if key in parallel})
-            check_groups(
-                parallel, strategy_info(layout.strategy), Layout(layout.strategy, layout.dp, layout.pp).mesh(), nodes
-            )
+            mesh = Layout(layout.strategy, layout.dp, layout.pp, tp=layout.tp).mesh()
+            check_groups(parallel, strategy_info(layout.strategy), mesh, nodes)
     except PlanError as error:
         return str(error)
     return ""

@@ -184,7 +184,7 @@ class Table:
     @cached_property
     def references(self) -> dict[Row, Row]:
         """What the losses of each job are compared with that trains the same as others: ``single``, or the first."""
-        alone = names_where(stages=False, replicas=False, gpu_only=False)
+        alone = names_where(stages=False, replicas=False, gpu_only=False, only_tensor=False)
         groups: dict[tuple, list[Row]] = {}
         for row in self.rows:
             if row.finished and row.curve:

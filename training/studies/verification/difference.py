@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from training.studies.verification.layouts import Compared, Runs
 from training.studies.verification.probes import Finding, difference, largest_difference
@@ -22,8 +24,7 @@ def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) 
     records = []
     for one, folder in ((runs.first, "recorded-first"), (layout, "recorded")):
         runs.launch(one, runs.folder / folder, [("plain", None, step)], record=step)
-        files = sorted((runs.folder / folder).glob("record_*.pt"))
-        records.append({key: (t, int(f.stem[7:])) for f in files for key, t in torch.load(f).items()})
+        records.append(_records(runs.folder / folder))
     theirs, ours = records
 
     def place(key: Key) -> tuple:
@@ -31,8 +32,9 @@ def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) 
         return not forward, number if forward else -number, KINDS.index(key[2]), key[1]
 
     for key in sorted(theirs, key=place):
-        own, rank = ours.get(key, (None, -1))
-        if (size := difference(own, theirs[key][0])) > tolerance:
+        (wanted, _), *_ = theirs[key]
+        own, rank = _whole(ours.get(key, []), wanted)
+        if (size := difference(own, wanted)) > tolerance:
             return _sentence(runs, key, size, rank, after) + _explained(key[0], findings)
     if of_step <= tolerance:
         kind, size, at = layout.largest
@@ -42,8 +44,26 @@ def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) 
     return (
         f"first in the gradient of {what}{f' (tied: {tied})' if tied else ''}{after}, by {of_step:.0e}; every layer's "
         "input, output and their gradients are equal, so it is in how gradients are added up over micro-batches, "
-        f"replicas or tied parameters{_explained(what, findings)}"
+        f"replicas, ranks that share a layer, or tied parameters{_explained(what, findings)}"
     )
+
+
+def _records(folder: Path) -> dict[Key, list[tuple[Tensor, int]]]:
+    """Return each recorded tensor with its rank; of ranks that share a layer, several."""
+    found: dict[Key, list[tuple[Tensor, int]]] = {}
+    for file in sorted(folder.glob("record_*.pt")):
+        for key, tensor in torch.load(file).items():
+            found.setdefault(key, []).append((tensor, int(file.stem[7:])))
+    return found
+
+
+def _whole(parts: Sequence[tuple[Tensor, int]], like: Tensor) -> tuple[Tensor | None, int]:
+    """Return a tensor, put together if ranks have parts of the sequence, and the last rank that has it."""
+    if not parts:
+        return None, -1
+    tensor, rank = parts[-1]
+    divided = tensor.dim() > 1 and len(parts) > 1 and tensor.shape[1] * len(parts) == like.shape[1]
+    return torch.cat([part for part, _ in parts], dim=1) if divided else tensor, rank
 
 
 def _of_step(runs: Runs, layout: Compared, step: int) -> tuple[float, str]:

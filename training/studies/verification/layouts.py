@@ -97,17 +97,33 @@ def layouts(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator
         if info.shards == "node":
             replicas = [processes]
         stages = [1] if not info.stages else [half] if info.replicas else sorted({2, processes})
-        for dp, pp in ((dp, pp) for dp in replicas for pp in stages if name != "single"):
+        for dp, pp in ((dp, pp) for dp in replicas for pp in stages if name != "single" and not info.only_tensor):
             shard = max(1, dp // 2) if info.shards == "node" else None
             layout = Layout(name, dp, pp, max(1, microbatches // dp), order=order, shard=shard)
             schedules = ["gpipe"] if not info.stage_per_rank else SCHEDULES if pp == stages[0] else ["1f1b"]
             yield from (replace(layout, schedule=schedule) for schedule in schedules)
 
 
+def layouts_of_shared_layers(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator[Layout]:
+    """Yield every strategy in which ranks can share layers, two to a layer; some with the sequence divided, too."""
+    for i, (name, info) in enumerate((name, info) for name, info in STRATEGIES.items() if info.tensor):
+        dp, pp = 1 + info.replicas, 1 + info.stages
+        dp, shard = (2 * dp, 2) if info.shards == "node" else (dp, None)
+        schedule = "1f1b" if info.stages else "gpipe"
+        for sequence in (False, True) if info.only_tensor else (bool(i % 2),):
+            layout = Layout(
+                name, dp, pp, max(1, microbatches // dp), schedule, order=order, shard=shard, tp=2, sequence=sequence
+            )
+            if layout.processes <= processes:
+                yield layout
+
+
 def typed_name(layout: Layout, precision: str | None = None) -> str:
     """Return a layout as it is typed, with its precision if that is not the run's."""
     words = [f"parallel={layout.strategy}"]
-    words += [f"{key}={value}" for key in ("dp", "pp", "shard") if (value := getattr(layout, key)) not in (1, None)]
+    keys = ("dp", "tp", "pp", "shard")
+    words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
+    words += ["sequence=true"] * layout.sequence
     words += [f"chunks={layout.chunks}"] if layout.strategy == "single" else []
     words += [f"precision={precision}"] if precision is not None else []
     return " ".join([*words, *[f"schedule={layout.schedule}"] * layout.pipelined])

@@ -30,7 +30,14 @@ from training.reporting.recorder import describe
 from training.run.prepare import prepare
 from training.run.setup import Setup
 from training.studies.verification.difference import first_difference
-from training.studies.verification.layouts import COMPARED, Compared, Runs, in_layout, layouts
+from training.studies.verification.layouts import (
+    COMPARED,
+    Compared,
+    Runs,
+    in_layout,
+    layouts,
+    layouts_of_shared_layers,
+)
 from training.studies.verification.probes import Finding, probe
 
 _SAMPLES = 8  # of a step, where no batch was typed
@@ -178,6 +185,8 @@ def _layouts(
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
     count = next(n for n in (4, 2, 1) if batch % n == 0)
     wanted = list(layouts(cfg.verify.processes, count, cfg.parallel.order))
+    if setup.chain.cut:
+        wanted += layouts_of_shared_layers(cfg.verify.processes, count, cfg.parallel.order)
     if chosen:
         layout = Layout.of(cfg.parallel)
         layout = replace(layout, chunks=2) if layout.chunks == "auto" else layout

@@ -1,0 +1,86 @@
+r"""How the layers of a model are cut among ranks (tensor parallelism), as a table of module names: ``Chain.cut``.
+
+A region of a layer begins with products that are cut by ``Columns`` and ends with one that is cut by ``Rows``::
+
+    x whole --> columns of rank 0 --> ... --> rows of rank 0 --+
+            \\-> columns of rank 1 --> ... --> rows of rank 1 --+--> sum, whole
+
+What lies between computes with fewer columns (heads) than the whole layer has, and must not mix them. Such a table is
+all that a model says; ``parallel.tensor`` does the rest::
+
+    cut = {
+        "h.*.attn.c_attn": Columns(groups=3, unit=64),  # queries, keys and values side by side, heads of 64
+        "h.*.attn.c_proj": Rows(),
+        "h.*.mlp.c_fc": Columns(),
+        "h.*.mlp.c_proj": Rows(),
+        "embedding.wte": Vocabulary(),
+        "head.lm_head": Vocabulary(),
+    }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from common.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A module whose outputs are divided: its own parameters are cut along their first dimension.
+
+    Attributes:
+        groups: How many equal matrices lie side by side in it. Each is cut by itself.
+        unit: How many neighbouring outputs stay together: the width of a head.
+    """
+
+    groups: int = 1
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An ``nn.Linear`` whose inputs are divided, as ``Columns`` has left them. The ranks' results are added up."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A token embedding, or the projection of a ``FusedHead``, of which each rank has some words."""
+
+
+CutOf = Columns | Rows | Vocabulary
+
+
+def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:
+    """Return how a module is cut, by its name in the chain; None if it is not."""
+    return next((cut for pattern, cut in table.items() if fnmatchcase(module, pattern)), None)
+
+
+def check_table(table: Mapping[str, CutOf], layers: nn.Module) -> None:
+    """Check that each pattern of a table names modules that can be cut in that way. Raises ModelError."""
+    modules = dict(layers.named_modules())
+    for pattern, cut in table.items():
+        found = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
+        if not found:
+            raise ModelError(f"cut: {pattern!r} names no module of this model, which has {_some(modules)}")
+        wanted = {Rows: (nn.Linear,), Vocabulary: (nn.Embedding, nn.Linear)}.get(type(cut), (nn.Module,))
+        for name, module in found.items():
+            if not isinstance(module, wanted):
+                kinds = " or ".join(f"nn.{kind.__name__}" for kind in wanted)
+                kind = type(module).__name__
+                raise ModelError(f"cut: {name} is of the class {kind}, and {type(cut).__name__}() cuts an {kinds}")
+
+
+def example(layers: nn.Module) -> str:
+    """Return the lines of a table to fill in, for an error message: the linear layers of a model without one."""
+    linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    return ", ".join(f'"{name}": Columns() or Rows()' for name in linear[:4]) or '"NAME": Columns()'
+
+
+def _some(modules: Mapping[str, nn.Module]) -> str:
+    named = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    return ", ".join(named[:6])

@@ -1,0 +1,329 @@
+"""Tensor parallelism: ranks share every layer, and each computes with a part of its matrices (``models.cut``).
+
+    x --enter--> columns of this rank --> ... --> rows of this rank --leave--> y
+
+    parallel.sequence    enter: forward, backward             leave: forward, backward
+    false                x as it is, sum over the ranks       sum over the ranks, as it is
+    true                 all-gather, reduce-scatter           reduce-scatter, all-gather
+
+Without ``parallel.sequence`` all ranks have the whole of what lies between such regions. With it each has a part of the
+sequence, dimension 1, of what the layers after the first one pass on. Ranks draw the dropout masks of their part of the
+whole tensor, and compute the same loss.
+
+What goes wrong elsewhere, and what is done about it here:
+* A parameter that is whole on every rank, and is applied to a part of a tensor, gets a summand of its gradient. Such
+  are norms and biases between regions where the sequence is divided, and what lies inside a region without being cut
+  (a norm of heads, a factor of LoRA). Their names are in ``Cutting.partial``; ``parallel.gradients`` adds the summands
+  up, once, before the norm is taken.
+* Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. Where a tensor lies in the whole one is said
+  by ``parallel.sharding.Cut``, by its name.
+* Queries, keys and values enter their region with one tensor. It is gathered once, and its gradient is added up once.
+* Where ``tp`` is larger than the number of key heads, each rank computes all of them and uses one.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.errors import PlanError
+from models.chain import Chain
+from models.cut import Columns, CutOf, Rows, Vocabulary, cut_of
+from models.fused_cross_entropy import FusedHead
+from models.lora import FrozenLinear, LoRALinear
+from models.seeds import BySample, Part
+from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
+from parallel.sharding import Cut, Piece, piece_of
+
+
+class Cutting:
+    """Cuts the layers of one rank, and computes them together with the other ranks along ``tensor``.
+
+    Attributes:
+        cuts: How each tensor is cut, by its canonical name.
+        partial: The names of whole parameters whose gradients are to be added up over the ranks. Those inside a region
+            are known after the first forward.
+        index: This rank's place along the axis.
+    """
+
+    def __init__(self, chain: Chain, mesh: Mesh, sequence: bool) -> None:
+        """Describe the ranks that share layers; with ``sequence`` they share the sequence between regions, too."""
+        self.line, self.index, self.sequence = mesh.axis(TENSOR), mesh.axis(TENSOR).index, sequence
+        self.cuts: dict[str, Cut] = {}
+        self.partial: set[str] = set()
+        self._chain = chain
+        # The region that is being computed: what was given to it, and what its first products got for that.
+        self._inside = False
+        self._given: Tensor | None = None
+        self._entered: Tensor | None = None
+
+    # -- regions -----------------------------------------------------------------------------------------------------
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Begin a region, or go on with the same input, [b, t, ...] or a part of the sequence."""
+        if self._given is not x:
+            given = x
+            if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            self._given, self._entered = given, _Enter.apply(x, self.line, self.sequence)
+        self._inside = True
+        assert self._entered is not None  # it was just set
+        return self._entered
+
+    def end(self) -> None:
+        """End a region."""
+        self._inside, self._given, self._entered = False, None, None
+
+    def leave(self, y: Tensor) -> Tensor:
+        """End a region with this rank's summand, [b, t, ...]."""
+        self.end()
+        return _Leave.apply(y, self.line, self.sequence)
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+
+    def piece(self, name: str, tensor: Tensor) -> Piece:
+        """Return which part of the whole this rank has of a tensor; see ``Strategy.piece``."""
+        return piece_of(tensor, self.cut_of(name, tensor), self.index)
+
+    def cut_of(self, name: str, tensor: Tensor) -> Cut | None:
+        """Return how a parameter, or a tensor of its shape, is cut; None for a tensor of another shape."""
+        cut = self.cuts.get(name)
+        return cut if cut is not None and tensor.shape == cut.shape_of(self.index) else None
+
+    # -- cutting -----------------------------------------------------------------------------------------------------
+
+    def cut(self, layer_name: str, layer: nn.Module) -> None:
+        """Reduce a layer to this rank's part, in place."""
+        names = self._chain.names
+        first, last = layer_name == names[0], layer_name == names[-1]
+        divided = self.sequence and not first and not (last and not _has_vocabulary(self._chain, layer_name, layer))
+        within: dict[nn.Module, CutOf] = {}
+        for name, module in list(layer.named_modules(prefix=layer_name)):
+            how = cut_of(self._chain.cut, name)
+            if how is not None:
+                within[module] = how
+                self._cut_module(name, module, how, layer)
+        # An adapter drops out of its input, which columns get whole.
+        adapted = (m for m, how in within.items() if isinstance(how, Columns) and isinstance(m, LoRALinear))
+        of_whole = {adapter.lora_dropout for adapter in adapted}
+        for name, module in layer.named_modules(prefix=layer_name):
+            if isinstance(module, BySample):
+                module.part = partial(self._part_of, module in of_whole, divided)
+            own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+            uncut = [key for key in own if self._chain.canonical(key) not in self.cuts]
+            if divided:
+                self.partial.update(uncut)
+            elif uncut and not isinstance(within.get(module), Rows):
+                module.register_forward_pre_hook(partial(self._note, uncut))
+        if self.sequence and first and not last:
+            layer.register_forward_hook(self._divide)
+        if self.sequence and last and not first and not divided:
+            if hasattr(layer, "loss"):
+                raise PlanError(
+                    f"parallel.sequence=true needs the vocabulary of {layer_name} cut, whose loss gets a part of the "
+                    "sequence; add its projection to the chain's cut as Vocabulary(), or leave parallel.sequence out"
+                )
+            layer.register_forward_pre_hook(self._make_whole)
+
+    def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module) -> None:
+        if isinstance(how, Columns):
+            self._cut_columns(name, module, how)
+        elif isinstance(how, Rows):
+            assert isinstance(module, nn.Linear)  # as the plan has checked
+            self._replace(name, module, "weight", dim=1)
+            if isinstance(module, LoRALinear):
+                self._replace(f"{name}.lora_A", module.lora_A, "weight", dim=1)
+            module.forward = partial(self._rows, module)  # pyright: ignore[reportAttributeAccessIssue]  # by name
+        elif isinstance(module, nn.Embedding):
+            self._replace(name, module, "weight")
+            module.forward = partial(self._embed, name, module)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            if not isinstance(layer, FusedHead) or layer.projection is not module:
+                raise PlanError(f"cut: Vocabulary() cuts an embedding or the projection of a FusedHead, and not {name}")
+            for key in [key for key, _ in module.named_parameters(recurse=False)]:
+                self._replace(name, module, key)
+            layer.words = Words(self, self.cuts[self._chain.canonical(f"{name}.weight")])
+
+    def _cut_columns(self, name: str, module: nn.Module, how: Columns) -> None:
+        module.register_forward_pre_hook(self._enter_first)
+        own = dict(module.named_parameters(recurse=False))
+        heads = next(iter(own.values())).shape[0] // (how.groups * how.unit)
+        if heads < self.line.size:  # each rank computes all of them and uses one
+            start = self.index * heads // self.line.size * how.unit
+            module.register_forward_hook(lambda _, given, output: output.narrow(-1, start, how.unit))
+            return
+        for key in own:
+            self._replace(name, module, key, groups=how.groups)
+        if isinstance(module, LoRALinear):
+            self._replace(f"{name}.lora_B", module.lora_B, "weight", groups=how.groups)
+
+    def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> None:
+        """Keep this rank's part of a module's parameter."""
+        parameter = module.get_parameter(key)
+        cut = Cut(parameter.shape, dim, groups, self.line.size)
+        part = nn.Parameter(cut.part(parameter.detach(), self.index), parameter.requires_grad)
+        setattr(module, key, part)
+        self.cuts[self._chain.canonical(f"{name}.{key}")] = cut
+
+    # -- computing ---------------------------------------------------------------------------------------------------
+
+    def _enter_first(self, module: nn.Module, given: tuple) -> tuple:
+        return self.enter(given[0]), *given[1:]
+
+    def _note(self, names: list[str], module: nn.Module, given: tuple) -> None:
+        if self._inside:
+            self.partial.update(names)
+
+    def _rows(self, module: nn.Linear, x: Tensor) -> Tensor:
+        """Compute a linear layer of which each rank has some inputs."""
+        y = module.computed(x, None) if isinstance(module, FrozenLinear) else F.linear(x, module.weight)
+        y = self.leave(y)
+        return y if module.bias is None else y + module.bias.to(y.dtype)
+
+    def _embed(self, name: str, module: nn.Embedding, tokens: Tensor) -> Tensor:
+        """Look tokens [b, t] up, of which each rank has some words."""
+        (run,) = self.cuts[self._chain.canonical(f"{name}.weight")].runs(self.index)
+        others = (tokens < run.start) | (tokens >= run.stop)
+        rows = F.embedding((tokens - run.start).masked_fill(others, 0), module.weight)
+        return _Leave.apply(rows.masked_fill(others[..., None], 0.0), self.line, False)
+
+    def _divide(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
+        if not isinstance(output, Tensor) or output.shape[1] % self.line.size:
+            shape = tuple(output.shape) if isinstance(output, Tensor) else "several tensors"
+            raise PlanError(
+                f"parallel.sequence=true divides dimension 1 of what the first layer returns among parallel.tp="
+                f"{self.line.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave it out"
+            )
+        return _Divide.apply(output, self.line)
+
+    def _make_whole(self, module: nn.Module, given: tuple) -> tuple:
+        return _Whole.apply(given[0], self.line), *given[1:]
+
+    def _part_of(self, whole: bool, divided: bool, x: Tensor) -> Part | None:
+        """Return which part of a whole tensor ``x`` is: heads, columns or positions; None for all of it."""
+        if self._inside:
+            dim = None if whole else 1 if x.dim() == 4 else x.dim() - 1
+        else:
+            dim = 1 if divided else None
+        if dim is None:
+            return None
+        inner = math.prod(x.shape[dim:])
+        return Part(inner, inner * self.line.size, inner * self.index)
+
+
+class Words:
+    """The words that this rank has of the vocabulary, for a ``FusedHead``.
+
+    Attributes:
+        start: The first of them.
+    """
+
+    def __init__(self, cutting: Cutting, cut: Cut) -> None:
+        self._cutting, self._cut = cutting, cut
+        self.start = cut.runs(cutting.index)[0].start
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return what all words are computed from, [b, t, c]."""
+        entered = self._cutting.enter(hidden)
+        self._cutting.end()
+        return entered
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        """Return the largest of all ranks' numbers, element by element."""
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._cutting.line.group)
+        return numbers
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Return the sum of all ranks' numbers, element by element."""
+        dist.all_reduce(numbers, group=self._cutting.line.group)
+        return numbers
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Return the logits of all words, [b, t, v], from those of this rank's."""
+        sizes = [run.stop - run.start for (run,) in map(self._cut.runs, range(self._cutting.line.size))]
+        padded = F.pad(logits, (0, max(sizes) - logits.shape[-1]))
+        parts = self._cutting.line.all_gather(padded)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+
+def _has_vocabulary(chain: Chain, name: str, layer: nn.Module) -> bool:
+    modules = layer.named_modules(prefix=name)
+    return any(isinstance(cut_of(chain.cut, inner), Vocabulary) for inner, _ in modules)
+
+
+# -- operators: x is [b, t, ...] ---------------------------------------------------------------------------------------
+
+
+def _all_gather(x: Tensor, line: Axis) -> Tensor:
+    return torch.cat(line.all_gather(x), dim=1)
+
+
+def _all_reduce(x: Tensor, line: Axis) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=line.group)
+    return total
+
+
+def _reduce_scatter(x: Tensor, line: Axis) -> Tensor:
+    parts = torch.cat(x.chunk(line.size, dim=1))
+    total = parts.new_empty(len(x), *parts.shape[1:])
+    reduce_scatter(total, parts, group=line.group)
+    return total
+
+
+def _own(x: Tensor, line: Axis) -> Tensor:
+    return x.chunk(line.size, dim=1)[line.index].contiguous()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, line: Axis, sequence: bool) -> Tensor:
+        ctx.line, ctx.sequence = line, sequence
+        return _all_gather(x, line) if sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return (_reduce_scatter if ctx.sequence else _all_reduce)(gradient, ctx.line), None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, line: Axis, sequence: bool) -> Tensor:
+        ctx.line, ctx.sequence = line, sequence
+        return (_reduce_scatter if sequence else _all_reduce)(y, line)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _all_gather(gradient, ctx.line) if ctx.sequence else gradient, None, None
+
+
+class _Divide(torch.autograd.Function):
+    """From the whole, which all ranks have, to this rank's part of the sequence."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, line: Axis) -> Tensor:
+        ctx.line = line
+        return _own(x, line)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _all_gather(gradient, ctx.line), None
+
+
+class _Whole(torch.autograd.Function):
+    """From this rank's part of the sequence to the whole, with which all ranks compute the same."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, line: Axis) -> Tensor:
+        ctx.line = line
+        return _all_gather(x, line)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _own(gradient, ctx.line), None

@@ -1,0 +1,242 @@
+"""Tensor parallelism: what is sent, what goes wrong where a rule is broken, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cases import Layout, assert_same_training, build, chain_and_batches, parallel_section, train
+from cells import RECIPES
+
+from common.errors import PlanError
+from models import fused_cross_entropy
+from models.cut import Columns, Rows, Vocabulary
+from models.gpt2 import gpt2
+from models.llama import llama
+from models.losses import IGNORED
+from models.resnet50 import resnet50
+from models.transformer import transformer
+from parallel import tensor
+from parallel.plan import make_plan
+from parallel.sharding import Cut, piece_of
+from parallel.tensor import Cutting
+
+TWO, SEQUENCE = Layout("tensor", tp=2), Layout("tensor", tp=2, sequence=True)
+EXACT = {"steps": 2, "eval_every": 2, "precision": "fp64"}
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def no_partial_gradients(patch):
+    """Gradients of norms and biases stay the summands of each rank."""
+    patch.setattr(Cutting, "partial", property(lambda self: set(), lambda self, value: None), raising=False)
+
+
+def whole_parameters_count_on_every_rank(patch):
+    patch.setattr("parallel.sharding.Piece.counts", lambda piece, mesh: True)
+
+
+def each_rank_draws_the_masks_of_the_first(patch):
+    patch.setattr(Cutting, "_part_of", lambda *arguments: None)
+
+
+def a_group_of_matrices_is_cut_as_one(patch):
+    real = Cutting._replace
+    patch.setattr(Cutting, "_replace", lambda *given, groups=1, **more: real(*given, **more))
+
+
+MISTAKES = {
+    "partial gradients": (no_partial_gradients, "gpt2", SEQUENCE, "gradient norm"),
+    "norms of heads": (no_partial_gradients, "llama", TWO, "gradient norm"),
+    "clipping": (whole_parameters_count_on_every_rank, "gpt2", TWO, "gradient norm"),
+    "dropout": (each_rank_draws_the_masks_of_the_first, "transformer", TWO, "loss"),
+    "dropout of a part of the sequence": (each_rank_draws_the_masks_of_the_first, "gpt2", SEQUENCE, "loss"),
+    "queries, keys and values": (a_group_of_matrices_is_cut_as_one, "gpt2", TWO, "loss"),
+}
+
+
+def train_wrongly(mistake, layout, recipe):
+    with pytest.MonkeyPatch.context() as patch:
+        MISTAKES[mistake][0](patch)
+        return train(layout, recipe)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_rule_that_is_broken_on_purpose_is_seen(ranks, trained, mistake):
+    """The cells of ``test_cells`` would fail, and name what differs."""
+    _, model, layout, differs = MISTAKES[mistake]
+    recipe = replace(RECIPES[model], **EXACT)
+    reference, *_ = trained(Layout("single"), recipe)
+    with pytest.raises(
+        AssertionError, match=rf"farther than .*{differs}|other (losses|gradient norms)|replicas differ"
+    ):
+        assert_same_training(ranks.run(2, train_wrongly, mistake, layout, recipe), reference, 1e-10)
+    assert_same_training(trained(layout, recipe), reference, 1e-10)
+
+
+# -- the vocabulary --------------------------------------------------------------------------------------------------
+
+
+def loss_of_shared_words(vocabulary: int) -> tuple[torch.Tensor, ...]:
+    """On each rank: the loss of its words, and the gradients of the hidden states and of its weight."""
+    mesh = SimpleNamespace(
+        axis=lambda name: tensor.Axis([*range(dist.get_world_size())], dist.get_rank(), dist.group.WORLD)
+    )
+    cutting = Cutting(gpt2("tiny"), mesh, sequence=False)
+    x, weight, bias, targets = words_of(vocabulary)
+    cut, cut_bias = (Cut(t.shape, 0, 1, cutting.line.size) for t in (weight, bias))
+    own = [c.part(t, cutting.index).requires_grad_() for c, t in ((cut, weight), (cut_bias, bias))]
+    words = tensor.Words(cutting, cut)
+    hidden = words.enter(x.requires_grad_())
+    loss = fused_cross_entropy.fused_cross_entropy(hidden, own[0], own[0].detach(), targets, own[1], words)
+    (loss * 3).backward()
+    logits = words.gather(F.linear(x.detach()[None], *own).detach())
+    return loss.detach(), x.grad, own[0].grad, own[1].grad, logits
+
+
+def words_of(vocabulary: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(vocabulary)
+    x, weight, bias = (
+        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((40, 6), (vocabulary, 6), (vocabulary,))
+    )
+    targets = torch.randint(vocabulary, (40,), generator=generator)
+    targets[::7] = IGNORED
+    return [x, weight, bias, targets]
+
+
+@pytest.mark.parametrize("ranks_of_a_layer, vocabulary", [(2, 16), (2, 13), (4, 13), (4, 5)])
+def test_the_loss_of_words_that_ranks_share_is_that_of_all_words(ranks, ranks_of_a_layer, vocabulary):
+    x, weight, bias, targets = words_of(vocabulary)
+    for t in (x, weight, bias):
+        t.requires_grad_()
+    logits = F.linear(x, weight, bias)
+    loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    (loss * 3).backward()
+    shares = ranks.run(ranks_of_a_layer, loss_of_shared_words, vocabulary)
+    for its_loss, its_x, *_, its_logits in shares:
+        torch.testing.assert_close(its_loss, loss.detach())
+        torch.testing.assert_close(its_x, x.grad)
+        torch.testing.assert_close(its_logits[0], logits.detach())
+    torch.testing.assert_close(torch.cat([share[2] for share in shares]), weight.grad)
+    torch.testing.assert_close(torch.cat([share[3] for share in shares]), bias.grad)
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape, dim, groups", [((12, 4), 0, 3), ((12, 4), 0, 1), ((3, 10), 1, 1), ((7,), 0, 1), ((5, 2), 0, 1)]
+)
+@pytest.mark.parametrize("ranks_of_a_layer", [1, 2, 4])
+def test_the_parts_of_all_ranks_are_the_whole_tensor_and_none_overlaps(shape, dim, groups, ranks_of_a_layer):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    cut, seen = Cut(whole.shape, dim, groups, ranks_of_a_layer), torch.zeros(shape, dtype=torch.int64)
+    for index in range(ranks_of_a_layer):
+        piece = piece_of(cut.part(whole, index), cut, index)
+        assert piece.tensor.shape == cut.shape_of(index) and torch.equal(piece.read(whole), piece.tensor)
+        for numbers, box in piece.boxes():
+            assert torch.equal(whole[box], numbers)
+            seen[box] += 1
+    assert (seen == 1).all()
+
+
+# -- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def sent_in_a_step(layout: Layout, recipe) -> dict[str, list[int]]:
+    """On each rank: the elements of every collective of a step along ``tensor``, of hidden states, by its name."""
+    noted: dict[str, list[int]] = {}
+    _, batch_at = chain_and_batches(recipe)
+    _, strategy = build(layout, recipe)
+    batch = batch_at(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, place in ((dist, "all_reduce", 0), (dist, "all_gather", 1), (tensor, "reduce_scatter", 1)):
+            real = getattr(owner, name)
+
+            def noting(*given, real=real, name=name, place=place, **more):
+                if more.get("group") is strategy.cutting.line.group and given[place].dim() == 3:
+                    noted.setdefault(name, []).append(given[place].numel())
+                return real(*given, **more)
+
+            patch.setattr(owner, name, noting)
+        strategy.train_step(batch, 1)
+    strategy.close()
+    return noted
+
+
+@pytest.mark.parametrize("layout", [TWO, SEQUENCE], ids=str)
+def test_a_block_sends_its_hidden_states_twice_forward_and_twice_backward(ranks, layout):
+    recipe = replace(RECIPES["gpt2"], dropout=0.0, steps=1)
+    chain, batch_at = chain_and_batches(recipe)
+    blocks = sum(name.startswith("h.") for name in chain.names)
+    batch = batch_at(1)
+    width = chain.skeleton(["embedding"])["embedding"].wte.embedding_dim
+    hidden = batch.inputs.numel() * width
+    for noted in ranks.run(2, sent_in_a_step, layout, recipe):
+        if layout.sequence:
+            # The border after the embedding, and the head's products, divide and gather the sequence once each.
+            assert noted["all_gather"] == [hidden // 2] * (4 * blocks + 2)
+            assert noted["reduce_scatter"] == [hidden] * (4 * blocks + 1)
+            assert noted["all_reduce"] == [hidden]  # of the embedding
+        else:
+            assert noted == {"all_reduce": [hidden] * (4 * blocks + 2)}  # of embedding and head one each
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def planned(chain, **keys):
+    return make_plan(
+        parallel_section(Layout("tensor", tp=2), **keys), chain, global_batch_size=8, device="cpu", precision="fp32"
+    )
+
+
+@pytest.mark.parametrize(
+    "chain, keys, words",
+    [
+        (
+            gpt2("tiny"),
+            {"tp": 3},
+            r"parallel.tp=3 does not divide the 4 heads of 16 columns of h.0.attn.c_attn; .*2, 4",
+        ),
+        (llama("tiny", n_head=4, kv_heads=2, n_embd=48), {"tp": 3}, r"does not divide the 4 heads"),
+        (llama("tiny", mlp_width=30), {"tp": 4}, r"does not divide the 30 columns of layers.0.mlp.gate_proj"),
+        (transformer(vocab_size=3), {"tp": 4}, r"4 ranks cannot share the 3 words of encoder.embedding"),
+        (resnet50(), {}, r"this model does not say where: .*cut=\{\"fc\": Columns\(\) or Rows\(\), …\}"),
+        (gpt2("tiny"), {"tp": 1}, r"parallel=tensor cuts layers among processes, and parallel.tp=1 is one"),
+        (gpt2("tiny"), {"tp": 1, "name": "ddp", "sequence": True}, r"parallel.sequence=true .*set parallel.tp=2"),
+        (gpt2("tiny"), {"name": "single"}, r"parallel=single leaves layers whole, and parallel.tp=2 cuts them"),
+        (gpt2("tiny"), {"name": "model_parallel", "pp": 2}, r"parallel=model_parallel leaves layers whole"),
+        (gpt2("tiny"), {"name": "data_parallel"}, r"parallel=data_parallel leaves layers whole"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_cut_is_refused_with_its_numbers(chain, keys, words):
+    with pytest.raises(PlanError, match=words):
+        planned(chain, **keys)
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        ({"h.*.attn.query": Columns()}, "'h.*.attn.query' names no module of this model, which has h.0.attn.c_attn"),
+        ({"h.*.attn": Rows()}, r"h.0.attn is of the class Attention, and Rows\(\) cuts an nn.Linear"),
+        (
+            {"h.*.ln_1": Vocabulary()},
+            r"h.0.ln_1 is of the class LayerNorm, and Vocabulary\(\) cuts an nn.Embedding or nn.Linear",
+        ),
+    ],
+)
+def test_a_table_that_does_not_fit_the_model_is_refused(table, words):
+    with pytest.raises(ValueError, match=words):
+        planned(replace(gpt2("tiny"), cut=table))
+
+
+def test_the_vocabulary_may_be_cut_unequally_and_heads_of_keys_may_be_fewer():
+    assert planned(gpt2("tiny", vocab_size=50257)).tp == 2
+    assert planned(llama("tiny", kv_heads=1), tp=4).processes == 4
