@@ -27,6 +27,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from common.errors import ModelError
+from models.fused_cross_entropy import FusedHead
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:
 def check_table(table: Mapping[str, CutOf], layers: nn.Module) -> None:
     """Check that each pattern of a table names modules that can be cut in that way. Raises ModelError."""
     modules = dict(layers.named_modules())
+    heads = [module.projection for module in modules.values() if isinstance(module, FusedHead)]
     for pattern, cut in table.items():
+        if not isinstance(cut, CutOf):
+            raise ModelError(f"cut: {pattern!r} has {cut!r}; it takes Columns(), Rows() or Vocabulary() of models.cut")
         found = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not found:
             raise ModelError(f"cut: {pattern!r} names no module of this model, which has {_some(modules)}")
@@ -73,6 +77,24 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module) -> None:
                 kinds = " or ".join(f"nn.{kind.__name__}" for kind in wanted)
                 kind = type(module).__name__
                 raise ModelError(f"cut: {name} is of the class {kind}, and {type(cut).__name__}() cuts an {kinds}")
+            if isinstance(cut, Columns) and not list(module.parameters(recurse=False)):
+                inner = [f"{name}.{key}" for key, part in module.named_modules() if isinstance(part, nn.Linear)]
+                raise ModelError(f"cut: {name} has no parameters itself; name those inside it: {', '.join(inner)}")
+            if isinstance(cut, Vocabulary) and isinstance(module, nn.Linear) and module not in heads:
+                raise ModelError(f"cut: {name} is not the projection of a FusedHead, which Vocabulary() cuts")
+
+
+def check_pairs(table: Mapping[str, CutOf], layer: str, module: nn.Module) -> None:
+    """Check that a layer whose outputs are divided also adds its parts up. Raises ModelError."""
+    cuts = {name: cut_of(table, name) for name, _ in module.named_modules(prefix=layer)}
+    kinds: dict[type, list[str]] = {}
+    for name, cut in cuts.items():
+        kinds.setdefault(type(cut), []).append(name)
+    for one, other in ((Columns, Rows), (Rows, Columns)):
+        if one in kinds and other not in kinds:
+            raise ModelError(
+                f"cut: {', '.join(kinds[one][:4])} have {one.__name__}(), and nothing in {layer} has {other.__name__}()"
+            )
 
 
 def example(layers: nn.Module) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from common.errors import PlanError
 from models.chain import Chain
-from models.cut import Columns, Rows, Vocabulary, check_table, cut_of, example
+from models.cut import Columns, Rows, Vocabulary, check_pairs, check_table, cut_of, example
 from parallel.devices import Hardware
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -392,6 +392,8 @@ def check_cuts(chain: Chain, skeleton: nn.Module, tp: int) -> None:
             f"that are cut, cut={{{example(skeleton)}, …}} (docs/extending.md), or set parallel.tp=1"
         )
     check_table(chain.cut, skeleton)
+    for name, layer in skeleton.items():
+        check_pairs(chain.cut, name, layer)
     for name, module in skeleton.named_modules():
         cut = cut_of(chain.cut, name)
         if cut is None:

@@ -274,6 +274,8 @@ class Strategy(ABC):
             self.computing = None
             for stage in self.stages:
                 stage.end()
+            if self.cutting is not None:
+                self.cutting.end()
             if self.sharding is not None and not training:
                 self.sharding.reshard(self.stages)
 

@@ -100,6 +100,8 @@ class Cutting:
 
     def cut(self, layer_name: str, layer: nn.Module) -> None:
         """Reduce a layer to this rank's part, in place."""
+        # A recomputation ends with the last tensor that the backward needs, which may be inside a region.
+        layer.register_forward_pre_hook(self._begin)
         names = self._chain.names
         first, last = layer_name == names[0], layer_name == names[-1]
         divided = self.sequence and not first and not (last and not _has_vocabulary(self._chain, layer_name, layer))
@@ -144,8 +146,7 @@ class Cutting:
             self._replace(name, module, "weight")
             module.forward = partial(self._embed, name, module)  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            if not isinstance(layer, FusedHead) or layer.projection is not module:
-                raise PlanError(f"cut: Vocabulary() cuts an embedding or the projection of a FusedHead, and not {name}")
+            assert isinstance(layer, FusedHead)  # as the plan has checked
             for key in [key for key, _ in module.named_parameters(recurse=False)]:
                 self._replace(name, module, key)
             layer.words = Words(self, self.cuts[self._chain.canonical(f"{name}.weight")])
@@ -172,6 +173,9 @@ class Cutting:
         self.cuts[self._chain.canonical(f"{name}.{key}")] = cut
 
     # -- computing ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, given: tuple) -> None:
+        self.end()
 
     def _enter_first(self, module: nn.Module, given: tuple) -> tuple:
         return self.enter(given[0]), *given[1:]

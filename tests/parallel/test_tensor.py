@@ -225,6 +225,16 @@ def test_what_cannot_be_cut_is_refused_with_its_numbers(chain, keys, words):
     "table, words",
     [
         ({"h.*.attn.query": Columns()}, "'h.*.attn.query' names no module of this model, which has h.0.attn.c_attn"),
+        (
+            {"h.*.mlp.c_fc": "columns"},
+            r"has 'columns'; it takes Columns\(\), Rows\(\) or Vocabulary\(\)",
+        ),
+        (
+            {"h.*.mlp": Columns()},
+            "h.0.mlp has no parameters itself; .* inside it: h.0.mlp.c_fc, h.0.mlp.c_proj",
+        ),
+        ({"h.*.mlp.c_fc": Columns()}, r"h.0.mlp.c_fc have Columns\(\), and nothing in h.0 has Rows\(\)"),
+        ({"h.*.mlp.c_fc": Vocabulary()}, r"h.0.mlp.c_fc is not the projection of a FusedHead"),
         ({"h.*.attn": Rows()}, r"h.0.attn is of the class Attention, and Rows\(\) cuts an nn.Linear"),
         (
             {"h.*.ln_1": Vocabulary()},
