@@ -19,7 +19,7 @@ from training.reporting.metrics import SUMMARY
 
 MODELS = {
     "gpt2 124M": ["model=gpt2"],
-    "llama 135M": ["model=llama", "model.size=135M"],
+    "llama 135M, 8 heads": ["model=llama", "model.size=135M", "model.n_head=8", "model.kv_heads=4"],
 }
 LAYOUTS = {
     "single, two threads": ["parallel=single", "parallel.threads=2"],

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from common.errors import PlanError
-from models.chain import Chain
+from models.chain import Chain, Layers
 from models.cut import Columns, Rows, Vocabulary, check_pairs, check_table, cut_of, example
 from parallel.devices import Hardware
 from parallel.layout import Layout
@@ -384,7 +384,7 @@ def _reshard(parallel, info: StrategyInfo) -> bool | None:
     return bool(parallel.reshard)
 
 
-def check_cuts(chain: Chain, skeleton: nn.Module, tp: int) -> None:
+def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
     """Check that a model can be cut among ``tp`` ranks. Raises PlanError and ModelError."""
     if not chain.cut:
         raise PlanError(
