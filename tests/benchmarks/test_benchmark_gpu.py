@@ -15,7 +15,7 @@ from benchmarks.trainer import PlainLoop, Trainer, adamw, configured, same_model
 
 ROOT = Path(__file__).parents[2]
 # Of requirements.txt, what a machine with torch, Hydra and safetensors need not have.
-NOT_CARRIED = ("wandb", "torchvision", "matplotlib", "psutil", "tiktoken", "sklearn", "tqdm", "submitit", "PIL")
+NOT_CARRIED = ("wandb", "torchvision", "matplotlib", "tiktoken", "sklearn", "tqdm", "submitit", "PIL")
 BLOCKED = f"""
 from importlib.machinery import PathFinder
 
@@ -107,7 +107,7 @@ def test_gpt2_and_its_profile_in_a_dry_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_dry_run_goes_through_every_part_where_only_hydra_was_carried_along(tmp_path):
+def test_a_dry_run_goes_through_every_part_where_only_hydra_and_psutil_were_carried_along(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     output = tmp_path / "results"
     ended = subprocess.run(
