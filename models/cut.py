@@ -3,7 +3,7 @@ r"""How the layers of a model are cut among ranks (tensor parallelism), as a tab
 A region of a layer begins with products that are cut by ``Columns`` and ends with one that is cut by ``Rows``::
 
     x whole --> columns of rank 0 --> ... --> rows of rank 0 --+
-            \\-> columns of rank 1 --> ... --> rows of rank 1 --+--> sum, whole
+            \-> columns of rank 1 --> ... --> rows of rank 1 --+--> sum, whole
 
 What lies between computes with fewer columns (heads) than the whole layer has, and must not mix them. Such a table is
 all that a model says; ``parallel.tensor`` does the rest::
@@ -42,6 +42,10 @@ class Columns:
     groups: int = 1
     unit: int = 1
 
+    def heads(self, module: nn.Module) -> int:
+        """Return how many heads, or single outputs, each of the matrices of a whole module has."""
+        return outputs_of(module) // (self.groups * self.unit)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -54,6 +58,11 @@ class Vocabulary:
 
 
 CutOf = Columns | Rows | Vocabulary
+
+
+def outputs_of(module: nn.Module) -> int:
+    """Return the size of the first dimension of a module's own parameters."""
+    return next(module.parameters(recurse=False)).shape[0]
 
 
 def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:

@@ -69,9 +69,7 @@ class Axis:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, in order. They have one shape, and all ranks call this together."""
-        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.ranks]
-        dist.all_gather(received, tensor.contiguous(), group=self.group)
-        return received
+        return _all_gather(tensor, self.group)
 
 
 class Mesh:
@@ -194,9 +192,9 @@ class Mesh:
         if self.size == 1:
             return [json.loads(mine)]
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-        longest = int(max(self._gather_tensors(torch.tensor([len(mine)], device=device), group)))
+        longest = int(max(_all_gather(torch.tensor([len(mine)], device=device), group)))
         padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
-        messages = self._gather_tensors(padded, group)
+        messages = _all_gather(padded, group)
         try:  # JSON ignores trailing spaces
             return [json.loads(message.cpu().numpy().tobytes()) for message in messages]
         except ValueError as error:
@@ -204,11 +202,6 @@ class Mesh:
                 f"a rank sent a message that is not JSON ({error}): the network has changed it, or another program "
                 "talks to this run's ports (SECURITY.md). Start the run again"
             ) from None
-
-    def _gather_tensors(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-        received = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(received, mine, group)
-        return received
 
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
         """Make a group for each line of several ranks; return that of this rank, if any. All ranks call this."""
@@ -220,3 +213,10 @@ class Mesh:
             if isinstance(group, dist.ProcessGroup):  # this rank is one of them
                 mine = group
         return mine
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    size = dist.get_world_size(group)
+    received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(received, tensor.contiguous(), group=group)
+    return received

@@ -13,7 +13,7 @@ from torch import nn
 
 from common.errors import PlanError
 from models.chain import Chain, Layers
-from models.cut import Columns, Rows, Vocabulary, check_pairs, check_table, cut_of, example
+from models.cut import Columns, Vocabulary, check_pairs, check_table, cut_of, example, outputs_of
 from parallel.devices import Hardware
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -398,12 +398,11 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
         cut = cut_of(chain.cut, name)
         if cut is None:
             continue
-        kept = module.get_parameter("weight").shape[1] if isinstance(cut, Rows) else first_dimension(module)
         if isinstance(cut, Vocabulary):
-            if kept < tp:
-                raise PlanError(f"parallel.tp={tp} ranks cannot share the {kept} words of {name}")
+            if (words := outputs_of(module)) < tp:
+                raise PlanError(f"parallel.tp={tp} ranks cannot share the {words} words of {name}")
             continue
-        parts = kept // (cut.groups * cut.unit) if isinstance(cut, Columns) else kept
+        parts = cut.heads(module) if isinstance(cut, Columns) else module.get_parameter("weight").shape[1]
         copied = isinstance(cut, Columns) and cut.groups == 1 and parts < tp and tp % parts == 0
         if parts % tp and not copied:
             what = f"heads of {cut.unit} columns" if isinstance(cut, Columns) and cut.unit > 1 else "columns"
@@ -412,11 +411,6 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
                 f"parallel.tp={tp} does not divide the {parts} {what if isinstance(cut, Columns) else 'inputs'} of "
                 f"{name}; parallel.tp can be {fits or 1}"
             )
-
-
-def first_dimension(module: nn.Module) -> int:
-    """Return the size of the first dimension of a module's own parameters."""
-    return next(module.parameters(recurse=False)).shape[0]
 
 
 def check_shardable(strategy: str, skeleton: nn.Module) -> None:

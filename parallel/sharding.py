@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.mesh import COPIES, REPLICAS, SHARDS, TENSOR, Mesh
+from parallel.plan import even_split
 from parallel.stage import Stage
 
 if TYPE_CHECKING:
@@ -125,9 +126,8 @@ class Cut:
     def runs(self, index: int) -> tuple[slice, ...]:
         """Return the indices that a rank has in the dimension that is cut."""
         each = self.shape[self.dim] // self.groups
-        size, extra = divmod(each, self.ranks)
-        start = index * size + min(index, extra)
-        stop = start + size + (index < extra)
+        sizes = even_split(each, self.ranks)
+        start, stop = sum(sizes[:index]), sum(sizes[: index + 1])
         return tuple(slice(group * each + start, group * each + stop) for group in range(self.groups))
 
     def shape_of(self, index: int) -> torch.Size:

@@ -58,7 +58,7 @@ class Cutting:
         self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
         self._chain = chain
-        # The region that is being computed: what was given to it, and what its first products got for that.
+        # Whether a region is being computed; its input, and what its first products compute with in place of that.
         self._inside = False
         self._given: Tensor | None = None
         self._entered: Tensor | None = None
@@ -143,34 +143,33 @@ class Cutting:
                 self._replace(f"{name}.lora_A", module.lora_A, "weight", dim=1)
             module.forward = partial(self._rows, module)  # pyright: ignore[reportAttributeAccessIssue]  # by name
         elif isinstance(module, nn.Embedding):
-            self._replace(name, module, "weight")
-            module.forward = partial(self._embed, name, module)  # pyright: ignore[reportAttributeAccessIssue]
+            cut = self._replace(name, module, "weight")
+            module.forward = partial(self._embed, module, cut)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             assert isinstance(layer, FusedHead)  # as the plan has checked
-            for key in [key for key, _ in module.named_parameters(recurse=False)]:
-                self._replace(name, module, key)
-            layer.words = Words(self, self.cuts[self._chain.canonical(f"{name}.weight")])
+            cuts = {key: self._replace(name, module, key) for key, _ in [*module.named_parameters(recurse=False)]}
+            layer.words = Words(self, cuts["weight"])
 
     def _cut_columns(self, name: str, module: nn.Module, how: Columns) -> None:
         module.register_forward_pre_hook(self._enter_first)
-        own = dict(module.named_parameters(recurse=False))
-        heads = next(iter(own.values())).shape[0] // (how.groups * how.unit)
+        heads = how.heads(module)
         if heads < self.line.size:  # each rank computes all of them and uses one
             start = self.index * heads // self.line.size * how.unit
             module.register_forward_hook(lambda _, given, output: output.narrow(-1, start, how.unit))
             return
-        for key in own:
+        for key, _ in [*module.named_parameters(recurse=False)]:
             self._replace(name, module, key, groups=how.groups)
         if isinstance(module, LoRALinear):
             self._replace(f"{name}.lora_B", module.lora_B, "weight", groups=how.groups)
 
-    def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> None:
-        """Keep this rank's part of a module's parameter."""
+    def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> Cut:
+        """Keep this rank's part of a module's parameter, and return how it was cut."""
         parameter = module.get_parameter(key)
         cut = Cut(parameter.shape, dim, groups, self.line.size)
         part = nn.Parameter(cut.part(parameter.detach(), self.index), parameter.requires_grad)
         setattr(module, key, part)
         self.cuts[self._chain.canonical(f"{name}.{key}")] = cut
+        return cut
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
@@ -190,9 +189,9 @@ class Cutting:
         y = self.leave(y)
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
-    def _embed(self, name: str, module: nn.Embedding, tokens: Tensor) -> Tensor:
-        """Look tokens [b, t] up, of which each rank has some words."""
-        (run,) = self.cuts[self._chain.canonical(f"{name}.weight")].runs(self.index)
+    def _embed(self, module: nn.Embedding, cut: Cut, tokens: Tensor) -> Tensor:
+        """Look up tokens [b, t]. Each rank has some words of the vocabulary."""
+        (run,) = cut.runs(self.index)
         others = (tokens < run.start) | (tokens >= run.stop)
         rows = F.embedding((tokens - run.start).masked_fill(others, 0), module.weight)
         return _Leave.apply(rows.masked_fill(others[..., None], 0.0), self.line, False)
