@@ -93,6 +93,7 @@ TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list
     "parity": parity,
     "parity_tensor": parity_tensor,
     "tensor": None,
+    "tensor_layers": None,
     "pipelining": {
         **_same("model", "run"),
         "chunks": ("chunks", "schedule"),
