@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
+
 import numpy as np
 import pytest
+from composed import typed
 
 from benchmarks.planner import MORE, by_one_row, predicted, published, rows
+from training.command.app import execute
+from training.reporting.run_directory import release
 
 ROWS = rows()
 PRESENT = (MORE / "vtrain").is_dir()
@@ -13,6 +20,7 @@ LIMITS = {
     "Megatron-LM 2021": 0.08, "Korthikanti 2022": 0.06, "torchtitan": 0.08, "vTrain": 0.06, "llm-foundry": 0.035,
     "KempnerForge": 0.08,
 }  # fmt: skip
+PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 
 
 @pytest.mark.parametrize("table", LIMITS)
@@ -42,3 +50,45 @@ def test_the_tables_are_written_with_a_picture(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"planner.csv", "planner.png", "planner_memory.csv"}
     fits = next(row for row in tables["planner_fits"].rows if row["table"] == "Korthikanti 2022")
     assert (fits["said to fit"], fits["do not fit"], fits['"fits" that are wrong'], fits["right"]) == (6, 3, 0, "100%")
+
+
+# -- Megatron-LM's rows, as commands of the page -----------------------------------------------------------------------
+
+SECTIONS = {"n_": "model", "global_batch_size": "train", "nodes": "cluster"}  # of a column's key; else parallel
+LINES = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if "|" in line]
+COLUMNS = next(line for line in LINES if line[0] == "GPT")
+TYPED = {line[0]: dict(zip(COLUMNS[1:], line[1:], strict=True)) for line in LINES if len(line) == len(COLUMNS) > 12}
+
+
+def command_of(size: str) -> list[str]:
+    """The page's command with the numbers of a row."""
+    line = next(
+        line for line in PAGE.splitlines() if "python train.py mode=plan" in line and "parallel.balance" in line
+    )
+    words = dict(word.partition("=")[::2] for word in shlex.split(line)[2:])
+    for column in COLUMNS[1:10]:
+        section = next((name for start, name in SECTIONS.items() if column.startswith(start)), "parallel")
+        words[f"{section}.{column}"] = TYPED[size][column]
+    stages = int(words["parallel.pp"])
+    if stages == 1:
+        del words["parallel.schedule"], words["parallel.balance"]
+    else:
+        each = int(words["model.n_layer"]) // stages
+        words["parallel.balance"] = str([each + 1, *[each] * (stages - 2), each + 1]).replace(" ", "")
+    return [f"{key}={value}" for key, value in words.items()]
+
+
+@pytest.mark.parametrize("size", ["7.5B", "39.1B", "529.6B"])
+def test_a_row_of_megatron_lm_can_be_typed_and_prints_what_the_page_says(tmp_path, capsys, size):
+    try:
+        execute(typed(*command_of(size), "logger=none", folder=tmp_path), None)
+    finally:
+        release(tmp_path)
+    said = capsys.readouterr().out
+    strategy = "ddp" if TYPED[size]["pp"] == "1" else "pipe_ddp"
+    printed = re.search(rf"^\d+ +{strategy} dp.*?  +([\d.]+)", said, re.MULTILINE)[1]
+    assert TYPED[size]["printed"].split()[0] == printed
+    published = next(row for row in ROWS if row.sweep == ("Megatron-LM 2021", f"GPT {size}"))
+    assert TYPED[size]["published"] == f"{published.seconds:.3g}"
+    copied = next(shlex.split(line) for line in said.splitlines() if f"parallel={strategy} " in line)
+    assert len(copied) == len({*copied}), "a word is in it twice"

@@ -222,7 +222,7 @@ def command(words: Sequence[str], candidate: Candidate) -> str:
         said.remove("parallel.pp")  # the stages of one process are typed, and no part of what is predicted
     keys = {word: word.partition("=")[0] for word in words}
     own = [word for word, key in keys.items() if key not in said and key.partition(".")[0] not in _NOT_COPIED]
-    return shlex.join(["python", "train.py", *own, *candidate.layout.words()])
+    return shlex.join(["python", "train.py", *dict.fromkeys([*own, *candidate.layout.words()])])
 
 
 def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:
