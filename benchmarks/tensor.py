@@ -8,7 +8,7 @@ layers: a block of GPT-2 of width 32, and its MLP alone, forward and backward in
 small a layer takes the time of Python, of torch's operators, and of the collectives, which are also timed alone. *Host*
 is the CPU time of the thread that computes, without what it waits for.
 
-What is compared takes turns, and ratios and differences are medians over the turns.
+What is compared takes turns. Ratios are medians over rounds, and the microseconds of layers over all turns.
 """
 
 from __future__ import annotations
