@@ -37,10 +37,13 @@ class Columns:
     Attributes:
         groups: How many equal matrices lie side by side in it. Each is cut by itself.
         unit: How many neighbouring outputs stay together: the width of a head.
+        shared: Whether several other heads use each of these, as of keys and values. There may be fewer of them than
+            ranks, which then compute all of them and use one.
     """
 
     groups: int = 1
     unit: int = 1
+    shared: bool = False
 
     def heads(self, module: nn.Module) -> int:
         """Return how many heads, or single outputs, each of the matrices of a whole module has."""

@@ -200,7 +200,8 @@ def llama(
         hugging_face=None if config is None else _hugging_face(chosen, config),
         cut={
             "embedding.embed_tokens": Vocabulary(),
-            "layers.*.self_attn.[qkv]_proj": Columns(unit=chosen.head_dim),
+            "layers.*.self_attn.q_proj": Columns(unit=chosen.head_dim),
+            "layers.*.self_attn.[kv]_proj": Columns(unit=chosen.head_dim, shared=True),
             "layers.*.self_attn.o_proj": Rows(),
             "layers.*.mlp.gate_proj": Columns(),
             "layers.*.mlp.up_proj": Columns(),

@@ -13,7 +13,7 @@ from torch import nn
 
 from common.errors import PlanError
 from models.chain import Chain, Layers
-from models.cut import Columns, Vocabulary, check_pairs, check_table, cut_of, example, outputs_of
+from models.cut import Columns, CutOf, Rows, Vocabulary, check_pairs, check_table, cut_of, example
 from parallel.devices import Hardware
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -216,7 +216,8 @@ def _check_shape(parallel, info: StrategyInfo) -> None:
     if parallel.sequence and parallel.tp == 1:
         raise PlanError("parallel.sequence=true divides the sequence among parallel.tp processes; set parallel.tp=2")
     if info.stage_per_rank and parallel.pp == 1:
-        other = names_where(replicas=info.replicas, stages=False, shards=info.shards, several_devices=False)[0]
+        others = names_where(replicas=info.replicas, stages=False, shards=info.shards, several_devices=False)
+        other = next(name for name in others if parallel.tp == 1 or strategy_info(name).tensor)
         raise PlanError(
             f"parallel={name} runs stages on ranks of their own, but parallel.pp=1 is one stage; use parallel={other}, "
             "or parallel.pp=2 or more"
@@ -394,23 +395,35 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
     check_table(chain.cut, skeleton)
     for name, layer in skeleton.items():
         check_pairs(chain.cut, name, layer)
-    for name, module in skeleton.named_modules():
-        cut = cut_of(chain.cut, name)
-        if cut is None:
+    cuts = {name: (module, cut) for name, module in skeleton.named_modules() if (cut := cut_of(chain.cut, name))}
+    for name, (module, cut) in cuts.items():
+        if _divides(tp, module, cut):
             continue
+        parts = _parts(module, cut)
         if isinstance(cut, Vocabulary):
-            if (words := outputs_of(module)) < tp:
-                raise PlanError(f"parallel.tp={tp} ranks cannot share the {words} words of {name}")
-            continue
-        parts = cut.heads(module) if isinstance(cut, Columns) else module.get_parameter("weight").shape[1]
-        copied = isinstance(cut, Columns) and cut.groups == 1 and parts < tp and tp % parts == 0
-        if parts % tp and not copied:
-            what = f"heads of {cut.unit} columns" if isinstance(cut, Columns) and cut.unit > 1 else "columns"
-            fits = ", ".join(str(n) for n in range(2, parts + 1) if parts % n == 0)
-            raise PlanError(
-                f"parallel.tp={tp} does not divide the {parts} {what if isinstance(cut, Columns) else 'inputs'} of "
-                f"{name}; parallel.tp can be {fits or 1}"
-            )
+            raise PlanError(f"parallel.tp={tp} ranks cannot share the {parts} words of {name}")
+        heads = isinstance(cut, Columns) and cut.unit > 1
+        what = f"heads of {cut.unit} columns" if heads else "columns" if isinstance(cut, Columns) else "inputs"
+        largest = max(_parts(*pair) for pair in cuts.values() if not isinstance(pair[1], Vocabulary))
+        fits = [str(n) for n in range(2, largest + 1) if all(_divides(n, *pair) for pair in cuts.values())]
+        raise PlanError(
+            f"parallel.tp={tp} does not divide the {parts} {what} of {name}; parallel.tp can be {', '.join(fits) or 1}"
+        )
+
+
+def _parts(module: nn.Module, cut: CutOf) -> int:
+    """Return how many heads, columns, inputs or words a module has that ranks can share."""
+    if isinstance(cut, Columns):
+        return cut.heads(module)
+    return module.get_parameter("weight").shape[isinstance(cut, Rows)]
+
+
+def _divides(tp: int, module: nn.Module, cut: CutOf) -> bool:
+    """Return whether ``tp`` ranks can share a module: equally, except for words, of which each needs one."""
+    parts = _parts(module, cut)
+    if isinstance(cut, Vocabulary):
+        return parts >= tp
+    return parts % tp == 0 or (isinstance(cut, Columns) and cut.shared and tp % parts == 0)
 
 
 def check_shardable(strategy: str, skeleton: nn.Module) -> None:

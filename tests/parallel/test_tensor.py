@@ -206,10 +206,16 @@ def planned(chain, **keys):
         ),
         (llama("tiny", n_head=4, kv_heads=2, n_embd=48), {"tp": 3}, r"does not divide the 4 heads"),
         (llama("tiny", mlp_width=30), {"tp": 4}, r"does not divide the 30 columns of layers.0.mlp.gate_proj"),
+        # Numbers that fit the whole model, not one of its matrices.
+        (llama("tiny", n_head=6, kv_heads=3, mlp_width=96), {"tp": 2}, r"the 3 heads .*; parallel.tp can be 3, 6$"),
+        (gpt2("tiny", n_head=6, n_embd=48), {"tp": 4}, r"the 6 heads .*; parallel.tp can be 2, 3, 6$"),
+        # Several ranks use one head of keys, and none of queries.
+        (llama("tiny", n_head=4, kv_heads=2, head_dim=16), {"tp": 8}, r"the 4 heads of .*q_proj; .* can be 2, 4$"),
         (transformer(vocab_size=3), {"tp": 4}, r"4 ranks cannot share the 3 words of encoder.embedding"),
         (resnet50(), {}, r"this model does not say where: .*cut=\{\"fc\": Columns\(\) or Rows\(\), …\}"),
         (gpt2("tiny"), {"tp": 1}, r"parallel=tensor cuts layers among processes, and parallel.tp=1 is one"),
         (gpt2("tiny"), {"tp": 1, "name": "ddp", "sequence": True}, r"parallel.sequence=true .*set parallel.tp=2"),
+        (gpt2("tiny"), {"name": "pipelined", "pp": 1}, r"pp=1 is one stage; use parallel=tensor, or parallel.pp=2"),
         (gpt2("tiny"), {"name": "single"}, r"parallel=single leaves layers whole, and parallel.tp=2 cuts them"),
         (gpt2("tiny"), {"name": "model_parallel", "pp": 2}, r"parallel=model_parallel leaves layers whole"),
         (gpt2("tiny"), {"name": "data_parallel"}, r"parallel=data_parallel leaves layers whole"),
