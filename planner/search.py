@@ -16,6 +16,7 @@ from planner.memory import Allocation, Memory, fullest
 from planner.step import Seconds, seconds_of
 from planner.work import Works
 
+WHOLE: Mapping[int, bool] = {1: False}  # ranks that share a layer, and whether they can share a sequence
 FREE = ("dp", "tp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 _SHORT = 4  # ranks of a pipeline that may be fast with fewer micro-batches than ranks
@@ -91,7 +92,7 @@ def search(
     layers: Works,
     batch: int,
     kinds: Sequence[Devices],
-    tensor: Sequence[int] = (1,),
+    tensor: Mapping[int, bool] = WHOLE,
     fixed: Mapping[str, Any] | None = None,
     least: int = 1,
 ) -> Found:
@@ -101,7 +102,7 @@ def search(
         layers: The layers' work.
         batch: The number of samples per step.
         kinds: The sets of devices to consider: several numbers of processes of this machine, or a cluster.
-        tensor: How many ranks can share each layer of the model.
+        tensor: How many ranks can share each layer of the model, and whether these can share each sequence.
         fixed: Values that are given for keys of ``FREE``, and for strategy, shard, balance, sequence and recompute.
         least: The number of samples of the smallest micro-batch that the layers accept.
 
@@ -133,7 +134,7 @@ def search(
 
 
 def layouts(
-    layers: Works, per_node: int, batch: int, devices: int, tensor: Sequence[int], fixed: Mapping[str, Any],
+    layers: Works, per_node: int, batch: int, devices: int, tensor: Mapping[int, bool], fixed: Mapping[str, Any],
     least: int = 1, whole: bool = False,
 ) -> Iterator[PlannedLayout]:  # fmt: skip
     """Yield the layouts of ``search``. Each node has ``per_node`` devices; ``whole`` is that of ``Devices``."""
@@ -142,14 +143,14 @@ def layouts(
         return [n for n in possible if n == fixed[key]] if key in fixed else usual
 
     within = [tp for tp in tensor if tp in divisors(min(per_node, devices))]
-    for tp in numbers("tp", within, tensor):
+    for tp in numbers("tp", within, [*tensor]):
         for pp in numbers("pp", divisors(devices // tp), range(1, devices // tp + 1)):
             possible = [n for n in divisors(batch) if n * tp * pp <= devices]
             for dp in numbers("dp", sorted({1, possible[-1]}), possible):
                 for chunks in numbers("chunks", cuts := divisors(batch // dp), cuts):
                     layout = PlannedLayout(
                         dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks, node=per_node,
-                        sequence=tp > 1 and fixed.get("sequence", True),
+                        sequence=tp > 1 and fixed.get("sequence", tensor[tp]),
                     )  # fmt: skip
                     if layout.samples >= least and (not whole or dp * tp * pp == devices):
                         yield from _strategies(layers, layout, fixed)

@@ -25,7 +25,7 @@ from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
 from planner.layout import PlannedLayout, cut
 from planner.memory import Allocation, fullest
-from planner.search import Devices, allowed, layouts, search
+from planner.search import WHOLE, Devices, allowed, layouts, search
 from planner.step import Seconds, seconds_of
 from planner.work import LayerWork, Tie, work_of
 from training.reporting.run_directory import release
@@ -167,8 +167,8 @@ def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two
 
 
 def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
-    found = search(WORKS, 16, [DEVICES], tensor=(1, 2, 4, 8))
-    everything = list(layouts(WORKS, 4, 16, 8, (1, 2, 4), {}))
+    found = search(WORKS, 16, [DEVICES], tensor=dict.fromkeys((1, 2, 4, 8), True))
+    everything = list(layouts(WORKS, 4, 16, 8, dict.fromkeys((1, 2, 4), True), {}))
     assert found.tried == len(everything) and {one.processes for one in everything} <= {1, 2, 4, 8}
     fastest = min(seconds_of(WORKS, one, COSTS).total for one in everything)
     assert found.best[0].seconds.total == fastest
@@ -232,7 +232,7 @@ def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
         replace(ENDS[1], parameters=500, frozen=500, ties=(Tie("embedding", 500, 500),)),
     )
     tied = [first, replace(BLOCK, frozen=BLOCK.parameters - 100), last]
-    for one in layouts(tied, 4, 16, 8, (1,), {}):
+    for one in layouts(tied, 4, 16, 8, WHOLE, {}):
         assert all(getattr(seconds_of(tied, one, COSTS), part.name) > -1e-12 for part in fields(Seconds))
 
 
@@ -240,7 +240,7 @@ def test_a_thousand_devices_take_seconds():
     began = time.process_time()
     large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
     devices = Devices(PaperCosts(large, "bf16"), 1024, 1e12, PAPER)
-    found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [devices], tensor=(1, 2, 4, 8))
+    found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [devices], tensor=dict.fromkeys((1, 2, 4, 8), True))
     assert found.tried > 2000 and time.process_time() - began < 10
 
 

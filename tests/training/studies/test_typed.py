@@ -66,11 +66,22 @@ def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
     assert strategies() - strategies(word) == left_out
 
 
+def test_ranks_that_do_not_divide_the_sequence_share_the_layers_alone():
+    """Of eight devices in a node, two divide sequences of 18 positions, four and eight do not."""
+    words = ("model=gpt2", "model.size=tiny", "train.global_batch_size=64", "data.seq_len=18")
+    found, _ = predict_on_paper(plain(typed(*PAPER, *words)))
+    assert {(one.layout.tp, one.layout.sequence) for one in found.best} == {(1, False), (2, True), (4, False)}
+
+
 def test_a_checkpoint_s_layout_is_kept_and_another_one_is_not_taken_without_a_word():
     saved = Layout("ddp", dp=2, schedule=None)
     check_kept(saved, plain(typed(*TOY, "parallel.dp=2")))
     with pytest.raises(UserError, match=r"ddp with parallel.dp=2 .* and parallel.dp=4 is another"):
         check_kept(saved, plain(typed(*TOY, "parallel.dp=4")))
+    divided = plain(typed(*TOY, "parallel.tp=2", "parallel.sequence=true"))
+    check_kept(Layout("tensor", tp=2, sequence=True), divided)
+    with pytest.raises(UserError, match=r"parallel.sequence=false, and parallel.sequence=true is another"):
+        check_kept(Layout("tensor", tp=2), divided)
 
 
 def test_a_further_logger_that_an_option_leaves_out_is_not_listed():

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from common.errors import PlanError, TrainingError
 from conf.instantiate import to_dict
-from data.dataset import DataSet
+from data.dataset import Batch, DataSet
 from models.chain import Chain
 from parallel.devices import check_compiler
 from parallel.schedules import SCHEDULES
@@ -113,16 +115,19 @@ def check_sequence(setup: Setup) -> None:
     plan = setup.plan
     if not plan.sequence:
         return
-    widths = {
-        *getattr(setup.data.train, "widths", ()),
-        *(t.shape[1] for t in setup.sample.input_tensors if t.dim() > 1),
-    }
-    if uneven := sorted(width for width in widths if width % plan.tp):
+    if uneven := uneven_sequences(setup.data, plan.tp):
         raise PlanError(
             f"parallel.sequence=true divides each sequence among parallel.tp={plan.tp} ranks, and there are sequences "
             f"of {', '.join(map(str, uneven))} positions; set data.seq_len to a multiple of {plan.tp}, or leave "
             "parallel.sequence out"
         )
+
+
+def uneven_sequences(data: DataSet, tp: int) -> list[int]:
+    """Return the lengths of training sequences that ``tp`` does not divide. The data is prepared."""
+    sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
+    widths = {*getattr(data.train, "widths", ()), *(t.shape[1] for t in sample.input_tensors if t.dim() > 1)}
+    return sorted(width for width in widths if width % tp)
 
 
 def across_nodes(setup: Setup) -> str | None:

@@ -84,7 +84,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     fixed, (chain, data) = fixed_of(cfg), checked_model_and_data(cfg)
     data.prepare()
     model = model_of(cfg, chain, data, precision)
-    tensor = tensor_sizes(chain, fixed, cluster.devices)
+    tensor = tensor_sizes(chain, data, fixed, cluster.devices)
     room = cluster.devices, cluster.size, on_job(cfg)
     possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, cluster.nodes)
     costs, number = PaperCosts(cluster, precision), parameter_dtype(precision).itemsize

@@ -11,14 +11,16 @@ from typing import Any
 from common.errors import PlanError
 from conf import COMMAND
 from conf.instantiate import to_dict
+from data.dataset import DataSet
 from models.chain import Chain
 from parallel.layout import Layout
 from parallel.plan import check_cuts, check_groups, check_numbers
 from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout
-from planner.search import FREE, Found, layouts
+from planner.search import FREE, WHOLE, Found, layouts
 from planner.work import Works
 from training.optimizer import check_apart
+from training.run.checks.model import uneven_sequences
 from training.run.prepare import BALANCES
 
 # (devices of a node, devices, whether a layout must take all of them)
@@ -53,8 +55,10 @@ def fixed_of(cfg: Any) -> dict[str, Any]:
     return fixed
 
 
-def tensor_sizes(chain: Chain, fixed: Mapping[str, Any], most: int) -> list[int]:
+def tensor_sizes(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: int) -> dict[int, bool]:
     """Return how many ranks can share each layer of a model: a fixed number, or 1 and those up to ``most``.
+
+    The values are whether as many ranks can share each sequence of the data, which is prepared.
 
     Raises:
         PlanError: The fixed number is not possible.
@@ -63,18 +67,19 @@ def tensor_sizes(chain: Chain, fixed: Mapping[str, Any], most: int) -> list[int]
     if "tp" in fixed:
         if fixed["tp"] > 1:
             check_cuts(chain, skeleton, fixed["tp"])
-        return [fixed["tp"]]
-    sizes = [1]
-    for tp in range(2, most + 1) if chain.cut else ():
-        with suppress(PlanError):
-            check_cuts(chain, skeleton, tp)
-            sizes.append(tp)
-    return sizes
+        sizes = [fixed["tp"]]
+    else:
+        sizes = [1]
+        for tp in range(2, most + 1) if chain.cut else ():
+            with suppress(PlanError):
+                check_cuts(chain, skeleton, tp)
+                sizes.append(tp)
+    return {tp: not uneven_sequences(data, tp) for tp in sizes}
 
 
 def possible_rooms(
-    cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int, tensor: Sequence[int] = (1,),
-    nodes: int = 1,
+    cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int,
+    tensor: Mapping[int, bool] = WHOLE, nodes: int = 1,
 ) -> list[Room]:  # fmt: skip
     """Return the rooms that allow a layout. See ``search`` for ``fixed``, ``least`` and ``tensor``.
 
@@ -122,11 +127,15 @@ def check_kept(saved: Layout, cfg: Any) -> None:
     Raises:
         PlanError: They do not.
     """
-    keys = {key: getattr(saved, key) for key in FREE}
-    if wrong := [f"parallel.{key}={value}" for key, value in fixed_of(cfg).items() if keys.get(key, value) != value]:
-        kept = " ".join(f"parallel.{key}={value}" for key, value in keys.items() if value is not None)
+    keys = {key: getattr(saved, key) for key in (*FREE, "sequence")}
+    typed = {key: value for key, value in fixed_of(cfg).items() if keys.get(key, value) != value}
+    if typed:
+        kept, wrong = (
+            " ".join(f"parallel.{key}={str(value).lower()}" for key, value in some.items() if value is not None)
+            for some in (keys, typed)
+        )
         raise PlanError(
-            f"parallel=auto keeps the checkpoint's layout, {saved.strategy} with {kept}, and {' '.join(wrong)} is "
+            f"parallel=auto keeps the checkpoint's layout, {saved.strategy} with {kept}, and {wrong} is "
             "another: leave it out, or type the strategy too"
         )
 
