@@ -7,8 +7,9 @@
     true                 all-gather, reduce-scatter           reduce-scatter, all-gather
 
 Without ``parallel.sequence`` all ranks have the whole of what lies between such regions. With it each has a part of the
-sequence, dimension 1, of what the layers after the first one pass on. Ranks draw the dropout masks of their part of the
-whole tensor, and compute the same loss.
+sequence, dimension 1, of what the layers after the first one pass on; a first layer, and a last one without a cut
+vocabulary, are computed as without it. Ranks draw the dropout masks of their part of the whole tensor, and compute the
+same loss.
 
 What goes wrong elsewhere, and what is done about it here:
 * A parameter that is whole on every rank, and is applied to a part of a tensor, gets a summand of its gradient. Such
@@ -65,13 +66,13 @@ class Cutting:
 
     # -- regions -----------------------------------------------------------------------------------------------------
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Begin a region, or go on with the same input, [b, t, ...] or a part of the sequence."""
+    def enter(self, x: Tensor, divided: bool) -> Tensor:
+        """Begin a region, or go on with the same input, [b, t, ...]; a part of the sequence if it is ``divided``."""
         if self._given is not x:
             given = x
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._given, self._entered = given, _Enter.apply(x, self.line, self.sequence)
+            self._given, self._entered = given, _Enter.apply(x, self.line, divided)
         self._inside = True
         assert self._entered is not None  # it was just set
         return self._entered
@@ -80,10 +81,10 @@ class Cutting:
         """End a region."""
         self._inside, self._given, self._entered = False, None, None
 
-    def leave(self, y: Tensor) -> Tensor:
-        """End a region with this rank's summand, [b, t, ...]."""
+    def leave(self, y: Tensor, divided: bool) -> Tensor:
+        """End a region with this rank's summand, [b, t, ...]. Return the sum, or a part of it as ``enter`` got one."""
         self.end()
-        return _Leave.apply(y, self.line, self.sequence)
+        return _Leave.apply(y, self.line, divided)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Cutting:
             how = cut_of(self._chain.cut, name)
             if how is not None:
                 within[module] = how
-                self._cut_module(name, module, how, layer)
+                self._cut_module(name, module, how, layer, divided)
         # An adapter drops out of its input, which columns get whole.
         adapted = (m for m, how in within.items() if isinstance(how, Columns) and isinstance(m, LoRALinear))
         of_whole = {adapter.lora_dropout for adapter in adapted}
@@ -133,25 +134,25 @@ class Cutting:
                 )
             layer.register_forward_pre_hook(self._make_whole)
 
-    def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module) -> None:
+    def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module, divided: bool) -> None:
         if isinstance(how, Columns):
-            self._cut_columns(name, module, how)
+            self._cut_columns(name, module, how, divided)
         elif isinstance(how, Rows):
             assert isinstance(module, nn.Linear)  # as the plan has checked
             self._replace(name, module, "weight", dim=1)
             if isinstance(module, LoRALinear):
                 self._replace(f"{name}.lora_A", module.lora_A, "weight", dim=1)
-            module.forward = partial(self._rows, module)  # pyright: ignore[reportAttributeAccessIssue]  # by name
+            module.forward = partial(self._rows, module, divided)  # pyright: ignore[reportAttributeAccessIssue]  # by name
         elif isinstance(module, nn.Embedding):
             cut = self._replace(name, module, "weight")
             module.forward = partial(self._embed, module, cut)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             assert isinstance(layer, FusedHead)  # as the plan has checked
             cuts = {key: self._replace(name, module, key) for key, _ in [*module.named_parameters(recurse=False)]}
-            layer.words = Words(self, cuts["weight"])
+            layer.words = Words(self, cuts["weight"], divided)
 
-    def _cut_columns(self, name: str, module: nn.Module, how: Columns) -> None:
-        module.register_forward_pre_hook(self._enter_first)
+    def _cut_columns(self, name: str, module: nn.Module, how: Columns, divided: bool) -> None:
+        module.register_forward_pre_hook(partial(self._enter_first, divided))
         heads = how.heads(module)
         if heads < self.line.size:  # each rank computes all of them and uses one
             start = self.index * heads // self.line.size * how.unit
@@ -176,17 +177,17 @@ class Cutting:
     def _begin(self, module: nn.Module, given: tuple) -> None:
         self.end()
 
-    def _enter_first(self, module: nn.Module, given: tuple) -> tuple:
-        return self.enter(given[0]), *given[1:]
+    def _enter_first(self, divided: bool, module: nn.Module, given: tuple) -> tuple:
+        return self.enter(given[0], divided), *given[1:]
 
     def _note(self, names: list[str], module: nn.Module, given: tuple) -> None:
         if self._inside:
             self.partial.update(names)
 
-    def _rows(self, module: nn.Linear, x: Tensor) -> Tensor:
+    def _rows(self, module: nn.Linear, divided: bool, x: Tensor) -> Tensor:
         """Compute a linear layer of which each rank has some inputs."""
         y = module.computed(x, None) if isinstance(module, FrozenLinear) else F.linear(x, module.weight)
-        y = self.leave(y)
+        y = self.leave(y, divided)
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _embed(self, module: nn.Embedding, cut: Cut, tokens: Tensor) -> Tensor:
@@ -197,11 +198,12 @@ class Cutting:
         return _Leave.apply(rows.masked_fill(others[..., None], 0.0), self.line, False)
 
     def _divide(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
-        if not isinstance(output, Tensor) or output.shape[1] % self.line.size:
+        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.line.size:
             shape = tuple(output.shape) if isinstance(output, Tensor) else "several tensors"
             raise PlanError(
-                f"parallel.sequence=true divides dimension 1 of what the first layer returns among parallel.tp="
-                f"{self.line.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave it out"
+                "parallel.sequence=true divides dimension 1 of what the first layer returns, [b, t, ...], among "
+                f"parallel.tp={self.line.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
+                "parallel.sequence out"
             )
         return _Divide.apply(output, self.line)
 
@@ -227,13 +229,13 @@ class Words:
         start: The first of them.
     """
 
-    def __init__(self, cutting: Cutting, cut: Cut) -> None:
-        self._cutting, self._cut = cutting, cut
+    def __init__(self, cutting: Cutting, cut: Cut, divided: bool) -> None:
+        self._cutting, self._cut, self._divided = cutting, cut, divided
         self.start = cut.runs(cutting.index)[0].start
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what all words are computed from, [b, t, c]."""
-        entered = self._cutting.enter(hidden)
+        entered = self._cutting.enter(hidden, self._divided)
         self._cutting.end()
         return entered
 

@@ -33,6 +33,8 @@ RECIPES = {
     "torch's encoder": Recipe("torch's encoder", global_batch=16, lr=0.05, steps=4, eval_every=2, precision="bf16"),
     # Layers that pass tuples of tensors on.
     "unet": Recipe("unet", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5, precision="fp64"),
+    # Every layer is cut, also the first and the last one, which have no vocabulary.
+    "perceptrons": Recipe("perceptrons", global_batch=8, lr=0.1, steps=4, clip=0.5, eval_every=2),
     "translator": Recipe("translator", global_batch=16, lr=0.05, steps=5, clip=0.5, eval_every=5),
 }
 # All 16 blocks of ResNet-50, where the others have 5 of them.
@@ -160,8 +162,15 @@ def cut() -> Iterable[Cell]:
                 fast = model == "gpt2" and (name, s) in (("pipe_ddp", SPLIT[0]), ("pipe_fsdp", "interleaved_1f1b"))
                 layout = Layout(name, dp=2, tp=2, pp=2, chunks=4, schedule=s, sequence=s != "gpipe")
                 yield cell(model, layout, **{**others, "slow": not fast})
+    for sequence in (False, True):
+        yield cell("perceptrons", Layout("tensor", tp=2, chunks=2, sequence=sequence), **exact)
+    yield cell("perceptrons", Layout("pipelined", tp=2, pp=3, chunks=2, sequence=True), **exact)
     yield cell("gpt2", Layout("hsdp", dp=4, tp=2, shard=2, sequence=True), **exact)
     yield cell("gpt2", Layout("tensor", tp=4, sequence=True), **exact)
+    # Two heads of keys for four ranks.
+    yield cell("llama", Layout("tensor", tp=4), **exact)
+    yield cell("llama", Layout("tensor", tp=4, sequence=True), lora=("q_proj", "k_proj", "o_proj"), **exact)
+    yield cell("gpt2", Layout("pipelined", tp=2, pp=2, chunks=4, schedule="1f1b"), padded=True, **exact)
     yield cell("gpt2", Layout("pipe_ddp", dp=2, tp=2, pp=2, chunks=2, order="pp_dp"), **exact)
     for sequence in (False, True):
         layout = Layout("tensor", tp=2, chunks=2, sequence=sequence)

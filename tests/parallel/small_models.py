@@ -22,6 +22,7 @@ from models.batchnorm import BatchNorm2d
 from models.chain import Chain, LayerSpec
 from models.classifier import classifier
 from models.convnet import convnet
+from models.cut import Columns, Rows
 from models.gpt2 import gpt2
 from models.llama import llama
 from models.lora import adapt
@@ -259,6 +260,14 @@ def translator_batch(size: int, step: int) -> Batch:
     return Batch((source, target[:, :-1]), target[:, 1:])
 
 
+def perceptrons() -> Chain:
+    """Positions [b, t, 8] -> [b, t, 8] through layers that are all cut, the first and the last one as well."""
+    torch.manual_seed(0)
+    parts = [[nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.LayerNorm(8), nn.Dropout(0.1)] for _ in range(3)]
+    chain = chain_of(nn.Sequential(*(nn.Sequential(*part) for part in parts)), SquaredError())
+    return replace(chain, cut={"*.0": Columns(), "*.2": Rows()})
+
+
 class Island(nn.Linear):
     """A layer that computes in float32 whatever the precision is."""
 
@@ -284,6 +293,8 @@ def _chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     if recipe.model.startswith("sequential"):
         chain = sequential(sometimes="sometimes" in recipe.model)
         return chain, lambda step: _features(recipe.global_batch, step)
+    if recipe.model == "perceptrons":
+        return perceptrons(), lambda step: _positions(recipe.global_batch, step)
     if recipe.model == "torch's encoder":
         return torchs_encoder(), lambda step: _features(recipe.global_batch, 0)
     if recipe.model == "unet":
@@ -315,6 +326,11 @@ def _features(size: int, step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(size, 8, generator=generator)
     return Batch(inputs, torch.randint(10, (size,), generator=generator))
+
+
+def _positions(size: int, step: int) -> Batch:
+    inputs = torch.randn(size, 6, 8, generator=torch.Generator().manual_seed(step))
+    return Batch(inputs, inputs.abs())
 
 
 def _image_batch(size: int, channels: int, pixels: int, step: int) -> Batch:

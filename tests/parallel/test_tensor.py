@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from parallel.sharding import Cut, piece_of
 from parallel.tensor import Cutting
 
 TWO, SEQUENCE = Layout("tensor", tp=2), Layout("tensor", tp=2, sequence=True)
+STAGES = Layout("pipelined", tp=2, pp=2, chunks=2, sequence=True)
 EXACT = {"steps": 2, "eval_every": 2, "precision": "fp64"}
 
 
@@ -50,9 +52,27 @@ def a_group_of_matrices_is_cut_as_one(patch):
     patch.setattr(Cutting, "_replace", lambda *given, groups=1, **more: real(*given, **more))
 
 
+def each_rank_keeps_the_part_of_the_first(patch):
+    real = Cut.part
+    patch.setattr(Cut, "part", lambda cut, whole, index: real(cut, whole, 0))
+
+
+def each_rank_normalises_over_its_own_words(patch):
+    patch.setattr(tensor.Words, "largest", lambda words, numbers: numbers)
+    patch.setattr(tensor.Words, "sum", lambda words, numbers: numbers)
+
+
+def copies_of_a_tied_parameter_keep_their_own_gradients(patch):
+    patch.setattr("parallel.gradients._copies", lambda *given: [])
+
+
 MISTAKES = {
     "partial gradients": (no_partial_gradients, "gpt2", SEQUENCE, "gradient norm"),
     "norms of heads": (no_partial_gradients, "llama", TWO, "gradient norm"),
+    "heads of keys that two ranks compute": (no_partial_gradients, "llama", Layout("tensor", tp=4), "gradient norm"),
+    "initial weights": (each_rank_keeps_the_part_of_the_first, "gpt2", TWO, "loss"),
+    "vocabulary": (each_rank_normalises_over_its_own_words, "gpt2", TWO, "loss"),
+    "tied embeddings": (copies_of_a_tied_parameter_keep_their_own_gradients, "gpt2", STAGES, "gradient norm"),
     "clipping": (whole_parameters_count_on_every_rank, "gpt2", TWO, "gradient norm"),
     "dropout": (each_rank_draws_the_masks_of_the_first, "transformer", TWO, "loss"),
     "dropout of a part of the sequence": (each_rank_draws_the_masks_of_the_first, "gpt2", SEQUENCE, "loss"),
@@ -72,11 +92,25 @@ def test_a_rule_that_is_broken_on_purpose_is_seen(ranks, trained, mistake):
     _, model, layout, differs = MISTAKES[mistake]
     recipe = replace(RECIPES[model], **EXACT)
     reference, *_ = trained(Layout("single"), recipe)
-    with pytest.raises(
-        AssertionError, match=rf"farther than .*{differs}|other (losses|gradient norms)|replicas differ"
-    ):
-        assert_same_training(ranks.run(2, train_wrongly, mistake, layout, recipe), reference, 1e-10)
+    seen = rf"farther than .*{differs}|other (losses|gradient norms)|(replicas|the copies of .*) differ"
+    with pytest.raises(AssertionError, match=seen):
+        assert_same_training(ranks.run(layout.processes, train_wrongly, mistake, layout, recipe), reference, 1e-10)
     assert_same_training(trained(layout, recipe), reference, 1e-10)
+
+
+def train_with_an_overflow_on_one_rank(layout, recipe):
+    """The last rank along ``tensor`` has a gradient that is not finite."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = cases._overflow
+        patch.setattr(cases, "_overflow", lambda strategy: real(strategy) if strategy.cutting.index else None)
+        return train(layout, recipe)
+
+
+@pytest.mark.parametrize("layout", [SEQUENCE, STAGES], ids=str)
+def test_an_overflow_on_one_rank_is_a_step_that_all_skip(ranks, layout):
+    recipe = replace(RECIPES["gpt2"], precision="fp16", loss_scale=1024.0, overflow_at_step=2, eval_every=None)
+    for result in ranks.run(layout.processes, train_with_an_overflow_on_one_rank, layout, recipe):
+        assert result.finite == [True, False, True] and result.loss_scales == [1024, 512, 512]
 
 
 # -- the vocabulary --------------------------------------------------------------------------------------------------
@@ -91,7 +125,7 @@ def loss_of_shared_words(vocabulary: int) -> tuple[torch.Tensor, ...]:
     x, weight, bias, targets = words_of(vocabulary)
     cut, cut_bias = (Cut(t.shape, 0, 1, cutting.line.size) for t in (weight, bias))
     own = [c.part(t, cutting.index).requires_grad_() for c, t in ((cut, weight), (cut_bias, bias))]
-    words = tensor.Words(cutting, cut)
+    words = tensor.Words(cutting, cut, divided=False)
     hidden = words.enter(x.requires_grad_())
     loss = fused_cross_entropy.fused_cross_entropy(hidden, own[0], own[0].detach(), targets, own[1], words)
     (loss * 3).backward()
@@ -251,6 +285,14 @@ def test_what_cannot_be_cut_is_refused_with_its_numbers(chain, keys, words):
 def test_a_table_that_does_not_fit_the_model_is_refused(table, words):
     with pytest.raises(ValueError, match=words):
         planned(replace(gpt2("tiny"), cut=table))
+
+
+def test_a_first_layer_without_positions_is_refused_where_they_are_to_be_divided():
+    mesh = SimpleNamespace(axis=lambda name: tensor.Axis([0, 1], 0))
+    layer = torch.nn.Linear(4, 4)
+    Cutting(gpt2("tiny"), mesh, sequence=True).cut("embedding", layer)
+    with pytest.raises(PlanError, match=r"\[b, t, \.\.\.\], among parallel.tp=2 ranks, and that is \(8, 4\)"):
+        layer(torch.zeros(8, 4))
 
 
 def test_the_vocabulary_may_be_cut_unequally_and_heads_of_keys_may_be_fewer():
