@@ -94,6 +94,7 @@ def test_ranks_of_a_layer_on_several_nodes_are_a_warning_with_what_they_send(wor
     cfg = config(*words, "parallel=ddp", "parallel.dp=3", "parallel.tp=2", "train.global_batch_size=6")
     setup = prepare(cfg, world_size=6, nodes=2)
     assert "parallel.tp=2 ranks that share a layer lie on several of 2 nodes with 3 processes" in across_nodes(setup)
+    assert "1 process each: every layer sends 0.0 MiB" in across_nodes(prepare(cfg, world_size=6, nodes=6))
     assert across_nodes(prepare(cfg, world_size=6, nodes=3)) is None
     assert across_nodes(prepare(cfg, world_size=6, nodes=1)) is None
 

@@ -136,8 +136,9 @@ def across_nodes(setup: Setup) -> str | None:
     if plan.tp == 1 or setup.nodes == 1 or per_node % plan.tp == 0:
         return None
     sent = 4 * plan.microbatch_size * max(work.output for work in setup.layers[:-1])
+    mend = f"a parallel.tp that divides {per_node}" if per_node > 1 else "fewer nodes"
     return (
         f"the parallel.tp={plan.tp} ranks that share a layer lie on several of {setup.nodes} nodes with {per_node} "
-        f"processes each: every layer sends {sent / 2**20:,.1f} MiB between nodes for each micro-batch, forward and "
-        f"backward. Choose a parallel.tp that divides {per_node}"
+        f"process{'es' * (per_node > 1)} each: every layer sends {sent / 2**20:,.1f} MiB between nodes for each "
+        f"micro-batch, forward and backward. Choose {mend}"
     )
