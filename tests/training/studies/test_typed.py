@@ -34,6 +34,10 @@ REFUSED = {
         (*PAPER, "model=resnet50", "parallel.dp=7"), r"parallel.dp=1, 4, 8, 15, 30, 60",
     ),
     "a sequence that is too long": ((*PAPER, "model=gpt2", "data.seq_len=5000"), r"longer than the model's 1024"),
+    "a sequence that ranks do not divide": (
+        ("model=gpt2", "model.size=tiny", "logger=none", "parallel=auto", "data.seq_len=15", "parallel.tp=2",
+         "parallel.sequence=true"), r"among parallel.tp=2 ranks, and there are sequences of 15 positions",
+    ),
     "no batch": ((*PAPER, "model=toy", "train.global_batch_size=0"), r"global_batch_size=0 must be at least 1"),
     "a cluster without a choice": (("model=toy", "mode=plan", "cluster=a100x64"), r"leave cluster= out"),
     "a cluster to compare on": (("model=toy", "mode=compare", "cluster=a100x64"), r"leave cluster= out"),
@@ -71,6 +75,8 @@ def test_ranks_that_do_not_divide_the_sequence_share_the_layers_alone():
     words = ("model=gpt2", "model.size=tiny", "train.global_batch_size=64", "data.seq_len=18")
     found, _ = predict_on_paper(plain(typed(*PAPER, *words)))
     assert {(one.layout.tp, one.layout.sequence) for one in found.best} == {(1, False), (2, True), (4, False)}
+    found, _ = predict_on_paper(plain(typed(*PAPER, *words, "parallel.sequence=true")))
+    assert {one.layout.tp for one in found.best} == {1, 2}
 
 
 def test_a_checkpoint_s_layout_is_kept_and_another_one_is_not_taken_without_a_word():

@@ -112,13 +112,16 @@ def check_compile(setup: Setup) -> None:
 
 def check_sequence(setup: Setup) -> None:
     """Check that the ranks that share layers can divide each sequence. Raises PlanError."""
-    plan = setup.plan
-    if not plan.sequence:
-        return
-    if uneven := uneven_sequences(setup.data, plan.tp):
+    if setup.plan.sequence:
+        check_sequences(setup.data, setup.plan.tp)
+
+
+def check_sequences(data: DataSet, tp: int) -> None:
+    """Check that ``tp`` divides each training sequence of data that is prepared. Raises PlanError."""
+    if uneven := uneven_sequences(data, tp):
         raise PlanError(
-            f"parallel.sequence=true divides each sequence among parallel.tp={plan.tp} ranks, and there are sequences "
-            f"of {', '.join(map(str, uneven))} positions; set data.seq_len to a multiple of {plan.tp}, or leave "
+            f"parallel.sequence=true divides each sequence among parallel.tp={tp} ranks, and there are sequences of "
+            f"{', '.join(map(str, uneven))} positions; set data.seq_len to a multiple of {tp}, or leave "
             "parallel.sequence out"
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from planner.layout import PlannedLayout
 from planner.search import FREE, WHOLE, Found, layouts
 from planner.work import Works
 from training.optimizer import check_apart
-from training.run.checks.model import uneven_sequences
+from training.run.checks.model import check_sequences, uneven_sequences
 from training.run.prepare import BALANCES
 
 # (devices of a node, devices, whether a layout must take all of them)
@@ -63,18 +62,19 @@ def tensor_sizes(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: in
     Raises:
         PlanError: The fixed number is not possible.
     """
-    skeleton = chain.skeleton()
-    if "tp" in fixed:
-        if fixed["tp"] > 1:
-            check_cuts(chain, skeleton, fixed["tp"])
-        sizes = [fixed["tp"]]
-    else:
-        sizes = [1]
-        for tp in range(2, most + 1) if chain.cut else ():
-            with suppress(PlanError):
+    skeleton, sizes = chain.skeleton(), {}
+    for tp in [fixed["tp"]] if "tp" in fixed else range(1, 1 + (most if chain.cut else 1)):
+        try:
+            if tp > 1:
                 check_cuts(chain, skeleton, tp)
-                sizes.append(tp)
-    return {tp: not uneven_sequences(data, tp) for tp in sizes}
+            if fixed.get("sequence"):
+                check_sequences(data, tp)
+        except PlanError:
+            if "tp" in fixed:
+                raise
+        else:
+            sizes[tp] = not uneven_sequences(data, tp)
+    return sizes
 
 
 def possible_rooms(
