@@ -53,8 +53,8 @@ from benchmarks.ranks import Workers
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import paired, tabulate, take_turns
 from benchmarks.trainer import Loss, PlainLoop, Trainer, adamw, configured, same_model, token_loss
+from common.packages import load_torchvision
 from conf.composition import Composed
-from data.images import load_torchvision
 from launchers import start_fork_server
 from parallel.devices import keep_freed_memory, synchronize
 from training.command.api import load_config

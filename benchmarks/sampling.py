@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import take_turns
-from data.images import load_torchvision
+from common.packages import load_torchvision
 from models.generate import Draws, generate
 from models.gpt2 import gpt2
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +13,7 @@ import numpy as np
 from common.errors import DataError
 from common.files import expand_home
 from common.machine import check_memory
+from common.packages import load_torchvision
 from data.cache import cached_folder, downloading
 from data.dataset import DataSet, Source, check_at_least, once
 from data.loader import permute
@@ -24,9 +21,7 @@ from data.loader import permute
 if TYPE_CHECKING:
     from torch import Tensor
 
-log = logging.getLogger("training")
 
-_declared: list = []  # kept, because declarations end when their Library is deleted
 # (images uint8 [b, c, h, w], indices int64 [b], epoch) -> images of the same shape
 Augment = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
@@ -148,36 +143,6 @@ class PublishedImages(ImageData):
         name = type(self).__name__
         with downloading(name, self.way_out):
             getattr(load_torchvision().datasets, name)(folder, download=True)
-
-
-def load_torchvision() -> ModuleType:
-    """Return torchvision, even if its compiled extension does not fit the installed torch.
-
-    The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot be loaded, and
-    ``import torchvision`` fails with ``operator torchvision::nms does not exist``, although models, datasets and
-    transforms are pure Python. It works after the two operators that its Python code refers to are declared.
-    """
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-    import torch
-
-    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
-        del sys.modules[name]  # the half-imported package
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declared.append(library)
-    torchvision = importlib.import_module("torchvision")
-    log.warning(
-        "torchvision %s does not fit torch %s and is used without its compiled operators. Install both from one index: "
-        "https://download.pytorch.org/whl/",
-        torchvision.__version__,
-        torch.__version__,
-    )
-    return torchvision
 
 
 class Pixels(Protocol):

@@ -135,7 +135,7 @@ def test_a_torchvision_that_does_not_fit_torch_is_said_once_with_what_to_install
         "    raise RuntimeError('operator torchvision::nms does not exist')\n"
         "__version__ = '0.1.2'\n"
     )
-    twice = "from data.images import load_torchvision as load; load(); load()"
+    twice = "from common.packages import load_torchvision as load; load(); load()"
     run = subprocess.run(
         [sys.executable, "-c", twice], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
         text=True, check=True,

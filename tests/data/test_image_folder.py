@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from common.errors import DataError
+from common.packages import load_torchvision
 from data.image_folder import ImageFolder
-from data.images import load_torchvision
 
 NORMAL = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.errors import ModelError
+from common.packages import load_torchvision
 from conf.instantiate import to_config
-from data.images import load_torchvision
 from models.gpt2 import gpt2
 from models.gpt2_sizes import GPT2
 from parallel.sharding import fill, piece_of

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import ModelError
-from data.images import load_torchvision
+from common.packages import load_torchvision
 from models.generate import Draws, generate
 from models.llama import llama
 from models.llama_sizes import KEYS, LLAMA, SIZES, Size, chosen_size, sizes_of, to_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.images import load_torchvision
+from common.packages import load_torchvision
 from models.chain import Chain
 from models.classifier import classifier
 from models.convnet import convnet

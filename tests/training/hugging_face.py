@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from data.images import load_torchvision
+from common.packages import load_torchvision
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

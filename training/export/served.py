@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from common.errors import TrainingError
+from common.packages import load_torchvision
 from data.dataset import DataSet
-from data.images import ImageData, load_torchvision
+from data.images import ImageData
 from models.chain import Chain, Layers, as_tuple
 from models.generate import logits_at
 from parallel.strategy import Strategy

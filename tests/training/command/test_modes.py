@@ -15,8 +15,8 @@ from composed import config, execute, records, run, run_layout, saved
 from safetensors.torch import load_file
 
 from common.errors import TrainingError
+from common.packages import load_torchvision
 from conf import MODES
-from data.images import load_torchvision
 from training.command import modes
 
 

@@ -17,7 +17,7 @@ from composed import config, execute, run
 from exported import serving
 from triton_server import TritonServer, installed
 
-from data.images import load_torchvision
+from common.packages import load_torchvision
 from data.vocabulary import END_OF_TEXT, GPT2Vocabulary
 from training.command.modes.sample import sample
 

@@ -1,0 +1,56 @@
+"""Packages that need help to be imported, or that a user may not have."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from types import ModuleType
+
+from common.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_declared: list = []  # kept, because declarations end when their Library is deleted
+
+
+def load_torchvision() -> ModuleType:
+    """Return torchvision, even if its compiled extension does not fit the installed torch.
+
+    The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot be loaded, and
+    ``import torchvision`` fails with ``operator torchvision::nms does not exist``, although models, datasets and
+    transforms are pure Python. It works after the two operators that its Python code refers to are declared.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+    import torch
+
+    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
+        del sys.modules[name]  # the half-imported package
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _declared.append(library)
+    torchvision = importlib.import_module("torchvision")
+    log.warning(
+        "torchvision %s does not fit torch %s and is used without its compiled operators. Install both from one index: "
+        "https://download.pytorch.org/whl/",
+        torchvision.__version__,
+        torch.__version__,
+    )
+    return torchvision
+
+
+def load_transformers() -> ModuleType:
+    """Return transformers, also where torchvision, which it imports, does not fit torch. Raises UserError."""
+    try:
+        load_torchvision()
+    except ImportError:
+        pass
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise UserError("model=transformers needs the package transformers: pip install 'transformers>=5.20'") from None
