@@ -1,57 +1,133 @@
 """Any causal language model of transformers as a chain, computed by the model's own code.
 
-A stage computes its layers with what the model's ``forward`` gives them: masks, rotary positions, window sizes. None of
-it is written down here. The model is built once on the meta device, and its ``forward`` runs with stand-ins::
+No architecture is written down here. The model is built once on the meta device, and its ``forward`` is run with
+stand-ins for what another layer of the chain holds::
 
-    embedding        layers.0 ... layers.N-1               head
-    what is called   the layers that the pipeline plan     what is called after
-    before them      of the configuration names            them, and the projection
+    embedding           layers.0 ... layers.N-1           head
+    what is called      the list of layers that the       what is called
+    before the layers   pipeline plan names               after the layers
 
-``Embedding`` and ``Head`` run the model's ``forward`` with their own modules and stop it at the first layer, or enter
-it after the last one. A layer is called with the arguments that ``forward`` would call it with (``Calls``), which
-depend on shapes only; hidden states alone pass from layer to layer. ``prove`` compares all of this with the whole
-model.
+``Embedding`` leaves the model's ``forward`` at its first layer, ``Head`` enters it after the last one, and a layer is
+called with the arguments that ``forward`` would call it with: masks, rotary positions, windows (``Decoder.calls``).
+They depend on shapes only, so hidden states alone pass from layer to layer. ``Decoder.prove`` compares all of it with
+the whole model.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from common.errors import ModelError
+from common.packages import load_transformers
+from models.causal_lm_config import Published, read_config, sizes_of
+from models.chain import Chain, LayerSpec, nest
+from models.cut import Columns, CutOf, Refused, Rows, Vocabulary
+from models.fused_cross_entropy import FusedHead
+from models.losses import TokenCrossEntropy
+from models.sequential import without_weights
 
-_TOKENS = 12  # of each of two texts, which ``prove`` computes
+_TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
+_EXACT = 1e-6  # the largest relative difference from the whole model in float32
+_KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
+
+
+class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
+    """The input of a module has been computed."""
+
+
+class Stop(nn.Module):
+    """Stands where the model's ``forward`` is left."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Raise ``Reached`` with the input."""
+        raise Reached(hidden_states)
+
+
+class Absent(nn.Module):
+    """Stands for a module that another layer of the chain holds: returns zeros in the shape of its output."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["of"] = module  # on the meta device; no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["of"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute on the meta device what the module would compute, and return as many zeros."""
+        (given, *_) = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        meta = tree_map_only(Tensor, _on_meta, (args, kwargs))
+        output = self.__dict__["of"](*meta[0], **meta[1])
+        kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=kind, device=given.device), output)
+
+
+class Elsewhere(nn.Module):
+    """Stands for a layer that is computed elsewhere, and notes the arguments that it is called with.
+
+    Attributes:
+        seen: (arguments after the hidden states, those by name) of the last call.
+        received: The layer's output, if it is known; otherwise its input is handed on.
+    """
+
+    def __init__(self, layer: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.__dict__["of"] = layer  # for attributes that the model reads; no submodule
+        self.outputs, self.received, self.seen = outputs, None, ((), {})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["of"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return hidden states as the layer would."""
+        named = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        self.seen = args[1:], named
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden if self.received is None else self.received
+        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
 
 class Decoder:
-    """A causal language model of transformers on the meta device, and the places of its layers in it.
+    """A causal language model of transformers on the meta device, and what of it each layer of the chain holds.
 
     Attributes:
         model: The model, without numbers.
-        layers: The name of the list of layers in it.
-        before: The names of the modules that are called before the first layer.
-        after: The names of those that are called after the last one.
+        layers: The name of its list of layers.
+        before: The names of the modules that it calls before the layers.
+        after: The names of the others.
     """
 
     def __init__(self, config: Any) -> None:
         """Build the model that a configuration of transformers describes.
 
         Raises:
-            ModelError: It is no causal language model whose layers follow one another.
+            ModelError: It cannot be built, or is not a causal language model whose layers follow one another.
         """
-        from transformers import AutoModelForCausalLM
-
-        self.kind = config.model_type
+        transformers = load_transformers()
         try:
             with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-        except Exception as error:  # each of them checks its configuration in its own way
-            raise ModelError(f"model={self.kind}: transformers cannot build it: {error}") from None
-        self.model.config.use_cache = False
+                self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        except Exception as error:  # each model checks its configuration in its own way
+            raise ModelError(f"transformers cannot build a {config.model_type} model: {error}") from None
+        self.kind = type(self.model).__name__
         self.layers = self._find_layers()
-        self.before, self.after, self.outputs = self._find_order()
+        self.units = self._find_units()
+        self.before, self.after, self._outputs = self._find_order()
+        self._calls: dict[tuple, list[tuple[tuple, dict]]] = {}
 
     def __deepcopy__(self, memo: dict) -> Decoder:
         return self
@@ -59,103 +135,449 @@ class Decoder:
     @property
     def blocks(self) -> nn.ModuleList:
         """The layers, without numbers."""
-        return self.model.get_submodule(self.layers)
+        blocks = self.model.get_submodule(self.layers)
+        assert isinstance(blocks, nn.ModuleList)
+        return blocks
+
+    # -- finding -------------------------------------------------------------------------------------------------------
 
     def _find_layers(self) -> str:
-        base, prefix = self.model.base_model, f"{self.model.base_model_prefix}."
-        depth = self.model.config.get_text_config().num_hidden_layers
-        lists = {
-            name: module for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module)
-        }
+        base, depth = self.model.base_model, self.model.config.get_text_config().num_hidden_layers
+        lists = {name: part for name, part in base.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
         planned = [name for name in (base.config.base_model_pp_plan or {}) if name in lists]
-        named = planned or [name for name, module in lists.items() if len(module) == depth and not _inside(name, lists)]
+        outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+        named = planned or [name for name in outer if len(lists[name]) == depth]
         if base is self.model or len(named) != 1:
             raise ModelError(
-                f"{type(self.model).__name__} does not say where its {depth} layers are: lists of modules are "
-                f"{', '.join(lists) or 'missing'}"
+                f"{self.kind} does not say which of its lists of modules are its {depth} layers: "
+                f"{', '.join(lists) or 'it has none'}"
             )
-        return prefix + named[0]
+        return f"{self.model.base_model_prefix}.{named[0]}"
 
-    def units(self) -> dict[str, nn.Module]:
-        """Return the modules beside the list of layers, and beside each module that contains it, by name."""
-        spine = [self.layers.rsplit(".", depth)[0] for depth in range(1, self.layers.count(".") + 1)] + [""]
+    def _find_units(self) -> dict[str, nn.Module]:
+        """Return the modules beside the list of layers, and beside each module that it is in, by name."""
+        parts = self.layers.split(".")
+        above = [".".join(parts[:count]) for count in range(len(parts))]
         units = {}
-        for name in spine:
+        for name in above:
             module = self.model.get_submodule(name)
             if own := dict(module.named_parameters(recurse=False)):
-                raise ModelError(f"{type(module).__name__} has the parameters {', '.join(own)} itself, in no layer")
-            for key, child in module.named_children():
-                path = f"{name}.{key}" if name else key
-                if path != self.layers and path not in spine:
-                    units[path] = child
+                raise ModelError(f"{self.kind} has parameters outside of its modules: {', '.join(own)}")
+            children = {f"{name}.{key}".lstrip("."): child for key, child in module.named_children()}
+            units |= {path: child for path, child in children.items() if path not in (*above, self.layers)}
         return units
 
     def _find_order(self) -> tuple[list[str], list[str], int]:
-        """Return the names of the modules before the first layer and after the last one, and a layer's outputs."""
-        called: list[str] = []
+        """Return the units before the first layer and the others, and how many things a layer returns in a tuple."""
+        called: list[str | None] = []  # None: a layer
         outputs: list[int] = []
         hooks = [
             inner.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-            for name, unit in self.units().items()
+            for name, unit in self.units.items()
             for inner in unit.modules()
         ]
         for block in self.blocks:
-            hooks.append(block.register_forward_pre_hook(lambda *_: called.append("")))
+            hooks.append(block.register_forward_pre_hook(lambda *_: called.append(None)))
             hooks.append(block.register_forward_hook(lambda _m, _i, out: outputs.append(_length(out))))
+        tokens = torch.zeros(2, 4, dtype=torch.long, device="meta")
         try:
             with torch.no_grad():
-                tokens = torch.zeros(2, 4, dtype=torch.long, device="meta")
                 self.model(input_ids=tokens, attention_mask=_seen(tokens), use_cache=False)
         except Exception as error:
-            raise ModelError(f"{type(self.model).__name__} computes no text of 4 tokens: {error}") from error
+            raise ModelError(
+                f"{self.kind} cannot be cut into layers: it does not compute a text without looking at numbers "
+                f"({str(error).splitlines()[0]})"
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()
-        first = called.index("")
-        last = len(called) - called[::-1].index("")
-        before = set(called[:first])
-        for name in sorted(before & set(called[first:])):
-            if any(True for _ in self.model.get_submodule(name).parameters()):
-                raise ModelError(f"{type(self.model).__name__} computes with {name} before its layers and after them")
-        after = set(called[last:]) | (set(self.units()) - set(called))
-        return sorted(before), sorted(after), outputs[0]
+        if called.count(None) != len(self.blocks):
+            raise ModelError(f"{self.kind} calls its {len(self.blocks)} layers {called.count(None)} times")
+        first = called.index(None)
+        before = [name for name in self.units if name in called[:first]]
+        for name in before:
+            if name in called[first:] and any(True for _ in self.units[name].parameters()):
+                raise ModelError(f"{self.kind} computes with {name} before its layers and again after them")
+        return before, [name for name in self.units if name not in before], outputs[0]
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
-    def layer_of(self, name: str) -> str:
-        """Return the name in the chain of a parameter, or a module, of the model."""
+    def chain_name(self, name: str) -> str:
+        """Return the name in the chain of a module or parameter of the model."""
         if name.startswith(f"{self.layers}."):
-            return "layers." + name.removeprefix(f"{self.layers}.")
-        owner = "embedding" if any(name == unit or name.startswith(f"{unit}.") for unit in self.before) else "head"
-        return f"{owner}.{name}"
+            return f"layers.{name.removeprefix(f'{self.layers}.')}"
+        return f"{'embedding' if name.startswith(tuple(self.before)) else 'head'}.{name}"
 
     @property
     def names(self) -> dict[str, str]:
         """{the beginning of a name in the chain: its beginning in the model}."""
         return {"layers.": f"{self.layers}.", "embedding.": "", "head.": ""}
 
+    def model_name(self, name: str) -> str:
+        """Return the model's name of a module or parameter of the chain."""
+        ours, theirs = next(pair for pair in self.names.items() if name.startswith(pair[0]))
+        return theirs + name.removeprefix(ours)
+
     @property
     def tied(self) -> dict[str, str]:
-        """{alias: canonical} names in the chain of parameters that are one parameter of the model."""
-        first: dict[int, str] = {}
-        tied = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            owner = first.setdefault(id(parameter), name)
-            if owner != name:
-                tied[self.layer_of(name)] = self.layer_of(owner)
-        return tied
+        """{alias: canonical} names in the chain of what is one parameter in the model."""
+        first: dict[nn.Parameter, str] = {}
+        names = [(name, first.setdefault(p, name)) for name, p in self.model.named_parameters(remove_duplicate=False)]
+        return {self.chain_name(name): self.chain_name(owner) for name, owner in names if name != owner}
+
+    @property
+    def projection(self) -> str:
+        """The model's name of the projection onto the vocabulary."""
+        module = self.model.get_output_embeddings()
+        return next(name for name, unit in self.units.items() if unit is module)
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Return a copy of the model with these units, stand-ins for the others, and ``layer`` of each layer."""
+        memo: dict[int, Any] = {id(self.blocks): nn.ModuleList(map(layer, self.blocks))}
+        memo |= {id(unit): units.get(name, Absent(unit)) for name, unit in self.units.items()}
+        return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
+
+    def elsewhere(self, layer: nn.Module) -> Elsewhere:
+        """Return the stand-in of a layer that is computed elsewhere."""
+        return Elsewhere(layer, self._outputs)
+
+    @torch.compiler.disable
+    def calls(self, hidden: Tensor, index: int) -> tuple[tuple, dict]:
+        """Return what layer ``index`` is called with beside hidden states [b, t, c]: arguments, and those by name."""
+        kind = hidden.device if type(hidden) in (Tensor, nn.Parameter) else None  # None: without numbers
+        key = *hidden.shape[:2], hidden.dtype, kind
+        if key not in self._calls:
+            real = (*key[:3], torch.device("cpu"))
+            if real not in self._calls:
+                # In a thread of its own, so that modes which compute without numbers do not reach it.
+                with ThreadPoolExecutor(1) as thread:
+                    self._calls[real] = thread.submit(self._called_with, hidden.shape, hidden.dtype).result()
+            moved = tree_map_only(Tensor, lambda t: t.to(hidden.device), self._calls[real])
+            if kind is None or kind.type == "meta":
+                return moved[index]
+            self._calls[key] = moved
+            while len(self._calls) > _KEPT:
+                del self._calls[next(iter(self._calls))]
+        return self._calls[key][index]
+
+    @cached_property
+    def _caller(self) -> nn.Module:
+        """The model as it calls its layers, without parameters."""
+        free = [name for name in self.before if not any(True for _ in self.units[name].parameters())]
+        units = {name: without_weights(self.units[name]) for name in free}
+        for unit in units.values():
+            unit.apply(self.model._init_weights)  # its buffers
+        return self.shell(units, self.elsewhere)
+
+    @torch.no_grad()
+    def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
+        self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
+        return [layer.seen for layer in self._caller.get_submodule(self.layers)]
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the projection's outputs are the logits; otherwise the model scales or caps them."""
+        given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
+        stand_in = self.elsewhere(nn.Identity())
+        stand_in.outputs, stand_in.received = 0, given
+        shell = self.shell({self.projection: stand_in}, self.elsewhere)
+        hidden = torch.zeros(1, 2, self.model.config.get_text_config().hidden_size)
+        logits = shell(inputs_embeds=hidden, attention_mask=_seen(hidden), use_cache=False).logits
+        return torch.equal(logits, given)
+
+    # -- layers of the chain -------------------------------------------------------------------------------------------
+
+    def embedding(self) -> nn.Module:
+        """Return the first layer, token ids [b, t] -> [b, t, c]."""
+        return Embedding(self, {name: without_weights(self.units[name]) for name in self.before})
+
+    def layer(self, index: int) -> nn.Module:
+        """Return a layer, [b, t, c] -> same."""
+        return as_block(self, without_weights(self.blocks[index]), index)
+
+    def head(self) -> nn.Module:
+        """Return the last layer, [b, t, c] -> logits [b, t, v]."""
+        units = {name: without_weights(self.units[name]) for name in self.after}
+        return (PlainHead if self.plain else Head)(self, units)
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """Set a module's initial numbers as the model does, which may reach into a module from those around it."""
+        self.model._init_weights(module)
+        path = self.model_name(name)
+        parent, _, key = path.rpartition(".")
+        around = self.model.get_submodule(parent)
+        own = getattr(around, key)
+        setattr(around, key, module)
+        try:
+            while parent and parent != self.layers:
+                self.model._init_weights(self.model.get_submodule(parent))  # its other modules have no numbers
+                parent = parent.rpartition(".")[0]
+        finally:
+            setattr(around, key, own)
+
+    def cut(self) -> dict[str, CutOf]:
+        """Return how the layers can be cut, from the model's tensor plan."""
+        prefix = f"{self.model.base_model_prefix}."
+        plan = {prefix + name: style for name, style in (self.model.base_model.config.base_model_tp_plan or {}).items()}
+        table: dict[str, CutOf] = {}
+        for name, style in plan.items():
+            if not name.startswith(f"{self.layers}."):
+                continue
+            if style == "colwise":
+                table[self.chain_name(name)] = Columns(unit=self._head_width(name))
+            elif style == "rowwise":
+                table[self.chain_name(name)] = Rows()
+            elif style != "replicated_with_grad_allreduce":  # as it is here for everything between the two
+                said = f"{self.kind} has the style {style!r}; model=transformers knows colwise and rowwise"
+                table[self.chain_name(name)] = Refused(said)
+        embedding = self.model.get_input_embeddings()
+        # Other classes scale what they look up; a padding row gets no gradient.
+        simple = type(embedding) is nn.Embedding and embedding.padding_idx is None
+        if table and simple:
+            table[self._module_name(embedding)] = Vocabulary()
+        if table and self.plain and (simple or not self.tied):
+            table[self.chain_name(self.projection)] = Vocabulary()
+        return table
+
+    def _head_width(self, pattern: str) -> int:
+        """Return the width of a head if the module is one of an attention; otherwise 1."""
+        around = self.model.get_submodule(pattern.replace("*", "0").rpartition(".")[0])
+        width = getattr(around, "head_dim", None)
+        return width if isinstance(width, int) else 1
+
+    def _module_name(self, module: nn.Module) -> str:
+        return next(self.chain_name(name) for name, part in self.model.named_modules() if part is module)
+
+    # -- proof ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prove(self) -> None:
+        """Compare the chain with the whole model on a small batch, in float32 and in this process.
+
+        Parameters are overlapping views of a few random numbers, so that models of any size need no memory.
+
+        Raises:
+            ModelError: A layer, the logits or the loss differ. The message names the first.
+        """
+        generator = torch.Generator().manual_seed(0)
+        whole = self._with_numbers(generator)
+        words = whole.config.get_text_config().vocab_size
+        tokens = torch.randint(min(3, words - 1), words, (_TEXTS, _TOKENS), generator=generator)
+        blocks = whole.get_submodule(self.layers)
+        wanted: list[Tensor] = []
+        hooks = [blocks[0].register_forward_pre_hook(lambda _m, args, kwargs: wanted.append(_hidden(args, kwargs)),
+                                                     with_kwargs=True)]  # fmt: skip
+        hooks += [block.register_forward_hook(lambda _m, _i, out: wanted.append(_first(out))) for block in blocks]
+        output = whole(input_ids=tokens, labels=tokens, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        names = ["embedding", *(f"layers.{i}" for i in range(len(blocks))), "head"]
+        units = {name: whole.get_submodule(name) for name in self.units}
+        head = (PlainHead if self.plain else Head)(self, {name: units[name] for name in self.after})
+        chain = [
+            Embedding(self, {name: units[name] for name in self.before}),
+            *(as_block(self, block, index) for index, block in enumerate(blocks)),
+            head,
+        ]
+        computed = tokens
+        for name, layer, expected in zip(names, chain, [*wanted, output.logits], strict=True):
+            computed = layer(computed)
+            if (off := _difference(computed, expected)) > _EXACT:
+                raise ModelError(
+                    f"{self.kind} cannot be cut into layers: {name} computes other numbers by itself than in the whole "
+                    f"model (a relative difference of {off:.1e}), since it gets more than hidden states from others"
+                )
+        loss = TokenCrossEntropy()(computed[:, :-1], tokens[:, 1:], None)
+        mean = loss.loss / loss.count
+        if (off := _difference(mean, output.loss)) > _EXACT:
+            raise ModelError(
+                f"{self.kind} adds something to the loss of its logits, {mean:.4f}: its own is {output.loss:.4f}. "
+                "model=transformers trains on the cross entropy alone; switch the addition off by model.settings "
+                "(for a router's loss: model.settings.output_router_logits=false)"
+            )
+
+    def _with_numbers(self, generator: torch.Generator) -> nn.Module:
+        """Return a copy of the model on the CPU whose parameters share one small tensor."""
+        memo = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in self.model.buffers()}
+        whole = copy.deepcopy(self.model, memo)
+        whole.apply(whole._init_weights)  # the buffers: parameters are on the meta device still
+        parameters = dict(whole.named_parameters())
+        largest = max(sum(parameter.shape) for parameter in parameters.values())
+        noise = torch.randn(largest + len(parameters), generator=generator)
+        for start, (name, parameter) in enumerate(parameters.items()):
+            view = noise[start:].as_strided(parameter.shape, [1] * parameter.dim())
+            view = 0.1 * view if parameter.dim() == 0 else view
+            module, _, key = name.rpartition(".")
+            number = nn.Parameter(1 + 0.1 * view if parameter.dim() == 1 else view, requires_grad=False)
+            setattr(whole.get_submodule(module), key, number)
+        whole.tie_weights()
+        return whole
 
 
-def _inside(name: str, lists: Mapping[str, nn.Module]) -> bool:
-    """Return whether a list of modules is in one of the others."""
-    return any(name.startswith(f"{other}.") for other in lists)
+class Embedding(nn.Module):
+    """What a model computes before its layers, token ids [b, t] -> [b, t, c]."""
+
+    def __init__(self, decoder: Decoder, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, unit in units.items():
+            nest(self, name, unit)
+        self.__dict__["shell"] = decoder.shell(units, lambda layer: Stop())  # no submodule
+
+    @torch.compiler.disable
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, t] -> [b, t, c]."""
+        try:
+            self.__dict__["shell"].base_model(input_ids=tokens, attention_mask=_seen(tokens), use_cache=False)
+        except Reached as reached:
+            return reached.args[0]
+        raise AssertionError("a model without layers")
+
+
+class Block(nn.Module):
+    """A layer of transformers that is called with hidden states alone, [b, t, c] -> same."""
+
+    decoder: Decoder
+    index: int
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, t, c] -> same."""
+        args, kwargs = self.decoder.calls(hidden, self.index)
+        return _first(super().forward(hidden, *args, **kwargs))
+
+
+def as_block(decoder: Decoder, layer: nn.Module, index: int) -> nn.Module:
+    """Make a layer of transformers a ``Block``, in place."""
+    layer.__class__ = _block_of(type(layer))
+    layer.decoder, layer.index = decoder, index  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
+    return layer
+
+
+@cache
+def _block_of(kind: type) -> type:
+    return type(kind.__name__, (Block, kind), {})
+
+
+class End:
+    """What a model computes after its layers, by its own ``forward``."""
+
+    def __init__(self, decoder: Decoder, units: Mapping[str, nn.Module]) -> None:
+        """Compute with these modules of the model."""
+        self._shell = decoder.shell(units, decoder.elsewhere)
+        self._last = self._shell.get_submodule(decoder.layers)[-1]
+
+    @torch.compiler.disable
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[b, t, c] -> logits [b, t, v]. Raises ``Reached`` if there is a ``Stop`` on the way."""
+        self._last.received = hidden
+        try:
+            return self._shell(inputs_embeds=hidden.detach(), attention_mask=_seen(hidden), use_cache=False).logits
+        finally:
+            self._last.received = None
+
+
+class Head(nn.Module):
+    """What a model computes after its layers, [b, t, c] -> logits [b, t, v]."""
+
+    def __init__(self, decoder: Decoder, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, unit in units.items():
+            nest(self, name, unit)
+        self._end = End(decoder, units)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, t, c] -> [b, t, v]."""
+        return self._end(hidden)
+
+
+class PlainHead(FusedHead):
+    """A head whose projection gives the logits, so that the loss needs none."""
+
+    def __init__(self, decoder: Decoder, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, unit in units.items():
+            nest(self, name, unit)
+        self._name = decoder.projection
+        self._end = End(decoder, {**units, self._name: Stop()})
+
+    @property
+    def projection(self) -> nn.Linear:
+        """The projection onto the vocabulary, which may be tied to the embedding."""
+        return self.get_submodule(self._name)  # pyright: ignore[reportReturnType]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Compute the input of the projection, [b, t, c] -> same."""
+        try:
+            return self._end(x)
+        except Reached as reached:
+            return reached.args[0]
+
+
+def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mapping[str, Any] | None = None) -> Chain:
+    """Build a causal language model of transformers as a chain: ``embedding``, ``layers.0`` … ``layers.N-1``, ``head``.
+
+    Token ids [b, t] -> logits [b, t, vocab_size].
+
+    Args:
+        config: A folder with config.json, or such a file.
+        vocab_size: Replaces the configuration's.
+        settings: {key of config.json: its value in place of the file's}.
+
+    Raises:
+        ModelError: transformers does not have the model, or it is none that can be cut into layers.
+    """
+    decoder = Decoder(read_config(config, vocab_size, settings or {}))
+    text = decoder.model.config.get_text_config()
+    limits = {"vocabulary": text.vocab_size}
+    if isinstance(positions := getattr(text, "max_position_embeddings", None), int):
+        limits["positions"] = positions
+    embedding = f"{decoder._module_name(decoder.model.get_input_embeddings())}.weight"
+    projection = f"{decoder.chain_name(decoder.projection)}.weight"
+    return Chain(
+        layers=[
+            LayerSpec("embedding", decoder.embedding),
+            *(LayerSpec(f"layers.{i}", partial(decoder.layer, i)) for i in range(len(decoder.blocks))),
+            LayerSpec("head", decoder.head),
+        ],
+        loss=TokenCrossEntropy(),
+        tied=decoder.tied,
+        initialise=decoder.initialise,
+        limits=limits,
+        embedding=embedding,
+        hugging_face=Published.of(decoder.model, decoder.names, (embedding, projection)),
+        cut=decoder.cut(),
+        prove=decoder.prove,
+    )
+
+
+causal_lm.sizes_of = sizes_of  # the values of sizes that are null: see training.run.prepare.model_and_data
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference, relative to the largest number."""
+    if one.shape != other.shape:
+        return float("inf")
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
+
+
+def _first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _hidden(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["hidden_states"]
 
 
 def _length(output: Any) -> int:
-    """Return how many things a layer returns; 0 for a tensor."""
-    return len(output) if isinstance(output, (tuple, list)) else 0
+    return 0 if isinstance(output, Tensor) else len(output)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=kind, device="meta")
 
 
 def _seen(x: Tensor) -> Tensor:
-    """Return a mask [b, 1, t, t] that the model takes as it is. Making its own it would look at numbers."""
+    """Return a mask [b, 1, t, t] that a model takes as it is. To make its own it would look at numbers."""
     return x.new_zeros((), dtype=torch.bool).expand(len(x), 1, x.shape[1], x.shape[1])

@@ -55,6 +55,16 @@ def checked(name: str, layer: nn.Module, output: Tensors) -> tuple[Tensor, ...]:
     return tensors
 
 
+def nest(module: nn.Module, name: str, inner: nn.Module) -> None:
+    """Add a module under a name whose dots become nesting."""
+    *parents, last = name.split(".")
+    for part in parents:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.add_module(last, inner)
+
+
 class Layers(nn.Module):
     """Consecutive named layers. Dots in names become nesting, so that keys read ``h.0.attn.c_attn.weight``."""
 
@@ -62,13 +72,7 @@ class Layers(nn.Module):
         super().__init__()
         self.names = [name for name, _ in layers]
         for name, layer in layers:
-            *parents, last = name.split(".")
-            node: nn.Module = self
-            for part in parents:
-                if part not in node._modules:
-                    node.add_module(part, nn.Module())
-                node = node.get_submodule(part)
-            node.add_module(last, layer)
+            nest(self, name, layer)
 
     def __getitem__(self, name: str) -> nn.Module:
         return self.get_submodule(name)
@@ -190,6 +194,8 @@ class Chain:
             must be equal on all ranks.
         base: The chain whose layers are frozen and have adapters here (``models.lora``).
         cut: How layers are cut among ranks, by patterns of module names (``models.cut``); empty: they cannot be.
+        prove: Raises ModelError if the layers do not compute what the model computes from which they were made. It is
+            called once, before a run.
     """
 
     layers: Sequence[LayerSpec]
@@ -204,6 +210,7 @@ class Chain:
     fingerprint: str = ""
     base: Chain | None = None
     cut: Mapping[str, CutOf] = field(default_factory=dict)
+    prove: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         for layer in self.layers if isinstance(self.layers, Sequence) else [self.layers]:

@@ -60,7 +60,18 @@ class Vocabulary:
     """A token embedding, or the projection of a ``FusedHead``, of which each rank has some words."""
 
 
-CutOf = Columns | Rows | Vocabulary
+@dataclass(frozen=True)
+class Refused:
+    """A module of which ranks cannot have parts.
+
+    Attributes:
+        reason: For the error message.
+    """
+
+    reason: str
+
+
+CutOf = Columns | Rows | Vocabulary | Refused
 
 
 def outputs_of(module: nn.Module) -> int:
@@ -80,6 +91,8 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module) -> None:
     for pattern, cut in table.items():
         if not isinstance(cut, CutOf):
             raise ModelError(f"cut: {pattern!r} has {cut!r}; it takes Columns(), Rows() or Vocabulary() of models.cut")
+        if isinstance(cut, Refused):
+            raise ModelError(f"parallel.tp: {pattern} cannot be cut: {cut.reason}; set parallel.tp=1")
         found = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not found:
             raise ModelError(f"cut: {pattern!r} names no module of this model, which has {_some(modules)}")

@@ -58,7 +58,7 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
         if first.setdefault(parameter, name) != name
     }
     return Chain(
-        layers=[LayerSpec(name, partial(_without_weights, source.get_submodule(name))) for name in names],
+        layers=[LayerSpec(name, partial(without_weights, source.get_submodule(name))) for name in names],
         loss=loss,
         tied=shared,
         initialise=partial(_copy_weights, source),
@@ -89,7 +89,7 @@ def _as_ours(name: str, norm: nn.Module) -> StepBatchNorm:
     return ours
 
 
-def _without_weights(layer: nn.Module) -> nn.Module:
+def without_weights(layer: nn.Module) -> nn.Module:
     """Return a copy of ``layer`` on the current default device, in the default dtype, with uninitialised memory."""
     empty: dict[int, Any] = {}
     for parameter in layer.parameters():

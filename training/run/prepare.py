@@ -29,6 +29,7 @@ from training.run.checks.model import (
     check_length,
     check_optimizer_layout,
     check_parameters,
+    check_proof,
     check_rates_and_objective,
     check_saved_weights,
     check_sequence,
@@ -82,7 +83,7 @@ def checked_model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
     for check in (check_train, environment, check_components):
         check(cfg)
     chain, data = model_and_data(cfg)
-    for check in (check_rates_and_objective, check_saved_weights, check_length):
+    for check in (check_rates_and_objective, check_saved_weights, check_length, check_proof):
         check(cfg, chain, data)
     return chain, data
 

@@ -58,6 +58,11 @@ def check_rates_and_objective(cfg: Any, chain: Chain, data: DataSet) -> None:
         check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
 
 
+def check_proof(cfg: Any, chain: Chain, data: DataSet) -> None:
+    """Check that the chain computes what the model computes from which it was made. Raises ModelError."""
+    chain.prove()
+
+
 def check_saved_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
     """Check that the checkpoint and the weights of model.init_from belong to this model. Raises UserError."""
     if (saved := _checkpoint(cfg)) is not None:

@@ -1,0 +1,108 @@
+"""The configuration of a causal language model of transformers: which are taken, their vocabulary, their export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ModelError
+from common.files import expand_home, folder_of, parse_json
+from common.packages import load_transformers
+from models.config_json import Family
+from models.huggingface import HuggingFace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_CONFIG = "config.json"
+# Keys of a configuration that say nothing about the numbers of a model.
+_FREE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "vocab_size"}
+_FAMILY = Family("transformers", kinds={}, sizes={}, fixed={}, free=frozenset(), unseen=(), complete=dict)
+
+
+def config_file(config: str | None) -> Path:
+    """Return the path of config.json from what ``model.config`` says. Raises ModelError if there is none."""
+    if config is None:
+        raise ModelError(
+            "model=transformers needs to know which: set model.init_from= a folder with config.json and weights, or "
+            "model.config= a config.json to train it from scratch"
+        )
+    path = expand_home(config)
+    path = path if path.suffix == ".json" else folder_of(config) / _CONFIG
+    if not path.is_file():
+        raise ModelError(f"model.config: there is no {path}; give a folder that has one, or the file itself")
+    return path
+
+
+def read_config(config: str | None, vocab_size: int | None, settings: Mapping[str, Any]) -> Any:
+    """Return the configuration of transformers in a file, with other ``settings``.
+
+    Raises:
+        ModelError: It describes no causal language model, or a setting does not exist.
+    """
+    path = config_file(config)
+    transformers = load_transformers()
+    try:
+        content = parse_json(path.read_bytes())
+        kind = content["model_type"]
+        known = transformers.AutoConfig.for_model(kind)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ModelError(
+            f"{path} describes no model that transformers {transformers.__version__} has: {error}"
+        ) from None
+    text = known.get_text_config()
+    if unknown := [key for key in settings if key not in content and not hasattr(text, key)]:
+        raise ModelError(f"model.settings.{unknown[0]}: config.json of a {kind} model has no such key")
+    changed = {**content, **settings} | ({} if vocab_size is None else {"vocab_size": vocab_size})
+    try:
+        made = transformers.AutoConfig.for_model(**changed)
+    except Exception as error:  # each of them checks its values in its own way
+        raise ModelError(f"{path}: transformers does not accept this {kind} configuration: {error}") from None
+    if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or made.is_encoder_decoder:
+        raise ModelError(f"{path} describes a {kind} model, which is no causal language model of transformers")
+    if inner := [key for key in made.sub_configs if key != "text_config"]:
+        raise ModelError(
+            f"{path} describes a {kind} model with {', '.join(inner)}; model=transformers trains text only"
+        )
+    if getattr(made, "output_router_logits", False):
+        raise ModelError(
+            f"{path} has output_router_logits=true, which adds a router's loss over the whole batch to the model's; "
+            "set model.settings.output_router_logits=false to train without it"
+        )
+    # Its shapes do not depend on which experts are chosen.
+    made._experts_implementation = "batched_mm"
+    return made
+
+
+def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
+    """Return the vocabulary of a section ``model``: the file's, or the data's if that is larger and nothing is read."""
+    if model["vocab_size"] is not None:
+        return {}
+    content = parse_json(config_file(model["config"]).read_bytes())
+    theirs = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
+    if theirs is None:
+        raise ModelError(f"{config_file(model['config'])} has no vocab_size; set model.vocab_size")
+    return {"vocab_size": theirs if model.get("init_from") is not None else max(theirs, words or 0)}
+
+
+@dataclass(frozen=True)
+class Published(HuggingFace):
+    """How transformers stores the model that it is itself."""
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Mapping[str, str], words: tuple[str, ...]) -> Published:
+        """Return it for a model of transformers, ``names`` as in ``HuggingFace``."""
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        return cls(_FAMILY, config, names, words, optional=f"{model.base_model_prefix}.")
+
+    def difference(self, path: Path) -> str | None:
+        """Return a message about the first key in which the model differs from a config.json; None if there is none."""
+        theirs = load_transformers().AutoConfig.for_model(**parse_json(path.read_bytes())).to_dict()
+        for key, value in theirs.items():
+            if key not in _FREE and self.config.get(key) != value:
+                return (
+                    f"{path} says {key}={value}, the model has {self.config.get(key)}; leave model.settings.{key} out"
+                )
+        return None
