@@ -29,7 +29,7 @@ from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
 from models.chain import Chain, LayerSpec, nest
-from models.cut import Columns, CutOf, Refused, Rows, Vocabulary
+from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary
 from models.fused_cross_entropy import FusedHead
 from models.losses import TokenCrossEntropy
 from models.sequential import without_weights
@@ -43,16 +43,8 @@ class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
     """The input of a module has been computed."""
 
 
-class Stop(nn.Module):
-    """Stands where the model's ``forward`` is left."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Raise ``Reached`` with the input."""
-        raise Reached(hidden_states)
-
-
-class Absent(nn.Module):
-    """Stands for a module that another layer of the chain holds: returns zeros in the shape of its output."""
+class StandIn(nn.Module):
+    """Stands for a module that another layer of the chain holds, with its attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -64,16 +56,28 @@ class Absent(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["of"], name)
 
+
+class Stop(StandIn):
+    """Stands where the model's ``forward`` is left."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Raise ``Reached`` with the input."""
+        raise Reached(hidden_states)
+
+
+class Absent(StandIn):
+    """Returns zeros in the shape of the module's output."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute on the meta device what the module would compute, and return as many zeros."""
-        (given, *_) = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        meta = tree_map_only(Tensor, _on_meta, (args, kwargs))
-        output = self.__dict__["of"](*meta[0], **meta[1])
+        given = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
         kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
+        output = self.__dict__["of"](*args, **kwargs)
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=kind, device=given.device), output)
 
 
-class Elsewhere(nn.Module):
+class Elsewhere(StandIn):
     """Stands for a layer that is computed elsewhere, and notes the arguments that it is called with.
 
     Attributes:
@@ -82,22 +86,13 @@ class Elsewhere(nn.Module):
     """
 
     def __init__(self, layer: nn.Module, outputs: int) -> None:
-        super().__init__()
-        self.__dict__["of"] = layer  # for attributes that the model reads; no submodule
+        super().__init__(layer)
         self.outputs, self.received, self.seen = outputs, None, ((), {})
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["of"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return hidden states as the layer would."""
-        named = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        self.seen = args[1:], named
-        hidden = args[0] if args else kwargs["hidden_states"]
-        hidden = hidden if self.received is None else self.received
+        hidden = _hidden(args, kwargs) if self.received is None else self.received
+        self.seen = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
         return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
 
@@ -244,16 +239,23 @@ class Decoder:
         return Elsewhere(layer, self._outputs)
 
     @torch.compiler.disable
-    def calls(self, hidden: Tensor, index: int) -> tuple[tuple, dict]:
-        """Return what layer ``index`` is called with beside hidden states [b, t, c]: arguments, and those by name."""
+    def calls(self, hidden: Tensor, length: int, index: int) -> tuple[tuple, dict]:
+        """Return what layer ``index`` is called with beside hidden states: arguments, and those by name.
+
+        Args:
+            hidden: [b, t, c], for the shape, the dtype and the device.
+            length: The length of the sequence, of which ``hidden`` may be a part.
+            index: The layer's.
+        """
         kind = hidden.device if type(hidden) in (Tensor, nn.Parameter) else None  # None: without numbers
-        key = *hidden.shape[:2], hidden.dtype, kind
+        key = len(hidden), length, hidden.dtype, kind
         if key not in self._calls:
             real = (*key[:3], torch.device("cpu"))
             if real not in self._calls:
                 # In a thread of its own, so that modes which compute without numbers do not reach it.
                 with ThreadPoolExecutor(1) as thread:
-                    self._calls[real] = thread.submit(self._called_with, hidden.shape, hidden.dtype).result()
+                    shape = *key[:2], hidden.shape[2]
+                    self._calls[real] = thread.submit(self._called_with, shape, hidden.dtype).result()
             moved = tree_map_only(Tensor, lambda t: t.to(hidden.device), self._calls[real])
             if kind is None or kind.type == "meta":
                 return moved[index]
@@ -326,7 +328,10 @@ class Decoder:
             if not name.startswith(f"{self.layers}."):
                 continue
             if style == "colwise":
-                table[self.chain_name(name)] = Columns(unit=self._head_width(name))
+                width = self._head_width(name)
+                table[self.chain_name(name)] = Columns(unit=width, shared=width > 1 and self._serves_more(name))
+                if width > 1:  # an attention, which takes the length of queries from its input
+                    table[self.chain_name(name).rpartition(".")[0]] = Region()
             elif style == "rowwise":
                 table[self.chain_name(name)] = Rows()
             elif style != "replicated_with_grad_allreduce":  # as it is here for everything between the two
@@ -346,6 +351,13 @@ class Decoder:
         around = self.model.get_submodule(pattern.replace("*", "0").rpartition(".")[0])
         width = getattr(around, "head_dim", None)
         return width if isinstance(width, int) else 1
+
+    def _serves_more(self, pattern: str) -> bool:
+        """Return whether it is a projection to keys or values of which several heads of queries use each."""
+        name = pattern.replace("*", "0")
+        siblings = self.model.get_submodule(name.rpartition(".")[0]).children()
+        own = self.model.get_submodule(name)
+        return any(getattr(other, "out_features", 0) > getattr(own, "out_features", 0) for other in siblings)
 
     def _module_name(self, module: nn.Module) -> str:
         return next(self.chain_name(name) for name, part in self.model.named_modules() if part is module)
@@ -423,7 +435,7 @@ class Embedding(nn.Module):
         super().__init__()
         for name, unit in units.items():
             nest(self, name, unit)
-        self.__dict__["shell"] = decoder.shell(units, lambda layer: Stop())  # no submodule
+        self.__dict__["shell"] = decoder.shell(units, Stop)  # no submodule
 
     @torch.compiler.disable
     def forward(self, tokens: Tensor) -> Tensor:
@@ -436,14 +448,19 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of transformers that is called with hidden states alone, [b, t, c] -> same."""
+    """A layer of transformers that is called with hidden states alone, [b, t, c] -> same.
+
+    Attributes:
+        parts: The number of parts of the sequence; hidden states are one of them (``parallel.sequence``).
+    """
 
     decoder: Decoder
     index: int
+    parts = 1
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, t, c] -> same."""
-        args, kwargs = self.decoder.calls(hidden, self.index)
+        args, kwargs = self.decoder.calls(hidden, hidden.shape[1] * self.parts, self.index)
         return _first(super().forward(hidden, *args, **kwargs))
 
 
@@ -499,7 +516,7 @@ class PlainHead(FusedHead):
         for name, unit in units.items():
             nest(self, name, unit)
         self._name = decoder.projection
-        self._end = End(decoder, {**units, self._name: Stop()})
+        self._end = End(decoder, {**units, self._name: Stop(self.projection)})
 
     @property
     def projection(self) -> nn.Linear:

@@ -55,6 +55,8 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
     text = known.get_text_config()
     if unknown := [key for key in settings if key not in content and not hasattr(text, key)]:
         raise ModelError(f"model.settings.{unknown[0]}: config.json of a {kind} model has no such key")
+    if "num_hidden_layers" in settings:
+        content.pop("layer_types", None)  # the kind's own for so many layers
     changed = {**content, **settings} | ({} if vocab_size is None else {"vocab_size": vocab_size})
     try:
         made = transformers.AutoConfig.for_model(**changed)
@@ -62,7 +64,8 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
         raise ModelError(f"{path}: transformers does not accept this {kind} configuration: {error}") from None
     if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or made.is_encoder_decoder:
         raise ModelError(f"{path} describes a {kind} model, which is no causal language model of transformers")
-    if inner := [key for key in made.sub_configs if key != "text_config"]:
+    if made.get_text_config() is not made:
+        inner = [key for key in made.sub_configs if key != "text_config"]
         raise ModelError(
             f"{path} describes a {kind} model with {', '.join(inner)}; model=transformers trains text only"
         )

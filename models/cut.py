@@ -71,7 +71,15 @@ class Refused:
     reason: str
 
 
-CutOf = Columns | Rows | Vocabulary | Refused
+@dataclass(frozen=True)
+class Region:
+    """A module whose input begins a region, and not that of the columns inside it.
+
+    With ``parallel.sequence`` it computes the shapes of what its columns return from its input, which must be whole.
+    """
+
+
+CutOf = Columns | Rows | Vocabulary | Region | Refused
 
 
 def outputs_of(module: nn.Module) -> int:

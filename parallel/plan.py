@@ -13,7 +13,7 @@ from torch import nn
 
 from common.errors import PlanError
 from models.chain import Chain, Layers
-from models.cut import Columns, CutOf, Rows, Vocabulary, check_pairs, check_table, cut_of, example
+from models.cut import Columns, CutOf, Region, Rows, Vocabulary, check_pairs, check_table, cut_of, example
 from parallel.devices import Hardware
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -396,6 +396,7 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
     for name, layer in skeleton.items():
         check_pairs(chain.cut, name, layer)
     cuts = {name: (module, cut) for name, module in skeleton.named_modules() if (cut := cut_of(chain.cut, name))}
+    cuts = {name: pair for name, pair in cuts.items() if not isinstance(pair[1], Region)}
     for name, (module, cut) in cuts.items():
         if _divides(tp, module, cut):
             continue

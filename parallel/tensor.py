@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from common.errors import PlanError
 from models.chain import Chain
-from models.cut import Columns, CutOf, Rows, Vocabulary, cut_of
+from models.cut import Columns, CutOf, Region, Rows, Vocabulary, cut_of
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
@@ -68,6 +68,8 @@ class Cutting:
 
     def enter(self, x: Tensor, divided: bool) -> Tensor:
         """Begin a region, or go on with the same input, [b, t, ...]; a part of the sequence if it is ``divided``."""
+        if x is self._entered:
+            return x
         if self._given is not x:
             given = x
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
@@ -124,6 +126,8 @@ class Cutting:
                 self.partial.update(uncut)
             elif uncut and not isinstance(within.get(module), Rows):
                 module.register_forward_pre_hook(partial(self._note, uncut))
+        if divided and hasattr(layer, "parts"):  # it computes with something for the whole sequence
+            layer.parts = self.line.size
         if self.sequence and first and not last:
             layer.register_forward_hook(self._divide)
         if self.sequence and last and not first and not divided:
@@ -137,6 +141,8 @@ class Cutting:
     def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module, divided: bool) -> None:
         if isinstance(how, Columns):
             self._cut_columns(name, module, how, divided)
+        elif isinstance(how, Region):
+            module.register_forward_pre_hook(partial(self._enter_named, divided), with_kwargs=True)
         elif isinstance(how, Rows):
             assert isinstance(module, nn.Linear)  # as the plan has checked
             self._replace(name, module, "weight", dim=1)
@@ -179,6 +185,12 @@ class Cutting:
 
     def _enter_first(self, divided: bool, module: nn.Module, given: tuple) -> tuple:
         return self.enter(given[0], divided), *given[1:]
+
+    def _enter_named(self, divided: bool, module: nn.Module, given: tuple, named: dict) -> tuple[tuple, dict]:
+        if given:
+            return self._enter_first(divided, module, given), named
+        key = next(key for key, value in named.items() if isinstance(value, Tensor))
+        return given, {**named, key: self.enter(named[key], divided)}
 
     def _note(self, names: list[str], module: nn.Module, given: tuple) -> None:
         if self._inside:

@@ -21,6 +21,8 @@ RECIPES = {
     # Tied, without dropout; several query heads for one of keys.
     "llama": Recipe("llama", global_batch=16, lr=0.4, steps=3, clip=0.25, eval_every=2),
     "transformer": Recipe("transformer", global_batch=16, lr=0.2, clip=0.5, steps=3, eval_every=2, dropout=0.2),
+    # One of transformers', by its own code.
+    "transformers": Recipe("transformers", global_batch=16, lr=0.4, steps=3, clip=0.25, eval_every=2),
     # Chaotic in float32 (another number of threads moves its loss by percents): float64, and a small rate.
     "resnet50": Recipe("resnet50", global_batch=8, lr=1e-3, momentum=0.0, steps=2, eval_every=2, precision="fp64"),
     "classifier": Recipe("classifier", global_batch=16, lr=0.02, steps=3, eval_every=2),
@@ -42,7 +44,7 @@ RECIPES["whole resnet50"] = replace(RECIPES["resnet50"], model="whole resnet50")
 # Models that conf/model has besides: whoever adds one need not add a line here.
 ADDED = tuple(sorted({path.stem for path in CONF_MODEL.glob("*.yaml")} - RECIPES.keys()))
 RECIPES |= {name: Recipe(name, global_batch=8, lr=0.01, steps=3, eval_every=3) for name in ADDED}
-PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "llama", "classifier", "convnet")
+PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "llama", "transformers", "classifier", "convnet")
 # BatchNorm, and an auxiliary loss, are taken over the micro-batch: one process with the same ones is compared.
 BY_MICROBATCH = ("resnet50", "whole resnet50", "convnet", "sequential", "unet", "translator", "torch's encoder", *ADDED)
 SPLIT = tuple(name for name in SCHEDULES if SCHEDULES[name].splits_backward)
@@ -164,6 +166,10 @@ def cut() -> Iterable[Cell]:
                 yield cell(model, layout, **{**others, "slow": not fast})
     for sequence in (False, True):
         yield cell("perceptrons", Layout("tensor", tp=2, chunks=2, sequence=sequence), **exact)
+        yield cell("transformers", Layout("tensor", tp=2, chunks=2, sequence=sequence))
+        layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule="1f1b", sequence=sequence)
+        yield cell("transformers", layout, slow=not sequence)
+    yield cell("transformers", Layout("tensor", tp=4))
     yield cell("perceptrons", Layout("pipelined", tp=2, pp=3, chunks=2, sequence=True), **exact)
     yield cell("gpt2", Layout("hsdp", dp=4, tp=2, shard=2, sequence=True), **exact)
     yield cell("gpt2", Layout("tensor", tp=4, sequence=True), **exact)

@@ -5,12 +5,17 @@ The layers of ``unet`` and ``translator`` pass tuples of tensors on: skip connec
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +24,7 @@ from conf.composition import compose
 from conf.instantiate import to_config, to_dict
 from data.dataset import Batch
 from models.batchnorm import BatchNorm2d
+from models.causal_lm import causal_lm
 from models.chain import Chain, LayerSpec
 from models.classifier import classifier
 from models.convnet import convnet
@@ -81,10 +87,23 @@ SMALL_LLAMA = dict(n_layer=6, n_head=4, kv_heads=2, head_dim=8, n_embd=48, mlp_w
 LANGUAGE = {
     "llama": lambda dropout: llama(**SMALL_LLAMA, vocab_size=VOCABULARY, qk_norm=True),
     "gpt2": lambda dropout: gpt2(size="tiny", vocab_size=VOCABULARY, dropout=dropout),
+    "transformers": lambda dropout: of_transformers(),
     "transformer": lambda dropout: transformer(
         d_model=32, d_hid=64, n_head=2, n_layer=3, dropout=dropout, vocab_size=VOCABULARY
     ),
 }
+
+
+@cache
+def of_transformers() -> Chain:
+    """Qwen 3: two heads of keys for four of queries, each normalised; not tied."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    sizes = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    sizes |= dict(intermediate_size=64, vocab_size=VOCABULARY, max_position_embeddings=256, initializer_range=0.05)
+    with TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({"model_type": "qwen3", **sizes}))
+        return causal_lm(str(config))
 
 
 def torchs_encoder() -> Chain:

@@ -1,0 +1,61 @@
+"""Small random models of transformers, and the comparison of a chain with one of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from common.packages import load_transformers
+
+WORDS, POSITIONS = 130, 64
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+SIZES |= dict(n_embd=64, n_layer=3, n_head=4, n_positions=POSITIONS)
+SIZES |= dict(vocab_size=WORDS, max_position_embeddings=POSITIONS)
+SIZES |= dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, pad_token_id=None)
+SIZES |= dict(bos_token_id=None, eos_token_id=None, attention_dropout=0.0, attn_pdrop=0.0)  # no text ends by itself
+
+
+def random_model(model_type, **options):
+    """Return transformers' model of a type, in which every weight is random, those of norms and biases too."""
+    transformers = load_transformers()
+    kind = type(transformers.AutoConfig.for_model(model_type))
+    known = {key: value for key, value in SIZES.items() if hasattr(kind(), key)}
+    config = kind(**{**known, **options})
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def with_weights_of(chain, model):
+    """Return the layers of a chain, with the weights of a model of transformers."""
+    layers, state = chain.build(chain.names, 5, torch.device("cpu")).eval(), model.state_dict()
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            parameter.copy_(state[chain.hugging_face.their_name(name)])
+    return layers
+
+
+def assert_same(chain, layers, reference, exact=1e-5):
+    """Compare logits, and the gradient of every weight for the loss of a text whose first half is not counted."""
+    tokens = torch.randint(3, WORDS, (2, 41), generator=torch.Generator().manual_seed(3))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[:, :20] = -100
+    logits, wanted = layers(inputs), reference(inputs, use_cache=False).logits
+    assert (logits - wanted).abs().max() <= exact * wanted.abs().max()
+    *before, head = [layer for _, layer in layers.items()]
+    hidden = inputs
+    for layer in before:
+        hidden = layer(hidden)
+    loss = head.loss(hidden, targets, None) if hasattr(head, "loss") else chain.loss(head(hidden), targets, None)
+    (loss.loss / loss.count).backward()
+    F.cross_entropy(wanted.flatten(0, 1), targets.flatten()).backward()
+    theirs = dict(reference.named_parameters())
+    for name, parameter in layers.named_parameters():
+        gradient = theirs[chain.hugging_face.their_name(name)].grad
+        if gradient is None:  # an expert that no token has chosen
+            assert not parameter.grad.any(), name
+        else:
+            assert (parameter.grad - gradient).norm() <= 2 * exact * gradient.norm(), name
