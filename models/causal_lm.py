@@ -104,6 +104,7 @@ class Decoder:
         layers: The name of its list of layers.
         before: The names of the modules that it calls before the layers.
         after: The names of the others.
+        plain: Whether the projection's outputs are the logits; otherwise the model scales or caps them.
     """
 
     def __init__(self, config: Any) -> None:
@@ -122,6 +123,7 @@ class Decoder:
         self.layers = self._find_layers()
         self.units = self._find_units()
         self.before, self.after, self._outputs = self._find_order()
+        self.plain = self._find_plain()
         self._calls: dict[tuple, list[tuple[tuple, dict]]] = {}
 
     def __deepcopy__(self, memo: dict) -> Decoder:
@@ -278,9 +280,9 @@ class Decoder:
         self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
 
-    @cached_property
-    def plain(self) -> bool:
-        """Whether the projection's outputs are the logits; otherwise the model scales or caps them."""
+    @torch.no_grad()
+    def _find_plain(self) -> bool:
+        """Return whether the projection's outputs are the logits; otherwise the model scales or caps them."""
         given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
         stand_in = self.elsewhere(nn.Identity())
         stand_in.outputs, stand_in.received = 0, given
@@ -293,15 +295,15 @@ class Decoder:
 
     def embedding(self) -> nn.Module:
         """Return the first layer, token ids [b, t] -> [b, t, c]."""
-        return Embedding(self, {name: without_weights(self.units[name]) for name in self.before})
+        return Embedding(self, {name: without_weights(self.units[name]).train() for name in self.before})
 
     def layer(self, index: int) -> nn.Module:
         """Return a layer, [b, t, c] -> same."""
-        return as_block(self, without_weights(self.blocks[index]), index)
+        return as_block(self, without_weights(self.blocks[index]).train(), index)
 
     def head(self) -> nn.Module:
         """Return the last layer, [b, t, c] -> logits [b, t, v]."""
-        units = {name: without_weights(self.units[name]) for name in self.after}
+        units = {name: without_weights(self.units[name]).train() for name in self.after}
         return (PlainHead if self.plain else Head)(self, units)
 
     def initialise(self, name: str, module: nn.Module) -> None:
@@ -322,7 +324,9 @@ class Decoder:
     def cut(self) -> dict[str, CutOf]:
         """Return how the layers can be cut, from the model's tensor plan."""
         prefix = f"{self.model.base_model_prefix}."
-        plan = {prefix + name: style for name, style in (self.model.base_model.config.base_model_tp_plan or {}).items()}
+        if not self.model.base_model.config.base_model_tp_plan:
+            return {"layers.*": Refused(f"transformers has no tensor plan for {self.kind}")}
+        plan = {prefix + name: style for name, style in self.model.base_model.config.base_model_tp_plan.items()}
         table: dict[str, CutOf] = {}
         for name, style in plan.items():
             if not name.startswith(f"{self.layers}."):
@@ -407,7 +411,7 @@ class Decoder:
             raise ModelError(
                 f"{self.kind} adds something to the loss of its logits, {mean:.4f}: its own is {output.loss:.4f}. "
                 "model=transformers trains on the cross entropy alone; switch the addition off by model.settings "
-                "(for a router's loss: model.settings.output_router_logits=false)"
+                "(for a router's loss: +model.settings.output_router_logits=false)"
             )
 
     def _with_numbers(self, generator: torch.Generator) -> nn.Module:

@@ -72,7 +72,7 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
     if getattr(made, "output_router_logits", False):
         raise ModelError(
             f"{path} has output_router_logits=true, which adds a router's loss over the whole batch to the model's; "
-            "set model.settings.output_router_logits=false to train without it"
+            "set +model.settings.output_router_logits=false to train without it"
         )
     # Its shapes do not depend on which experts are chosen.
     made._experts_implementation = "batched_mm"
