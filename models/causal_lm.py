@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,14 @@ from models.sequential import without_weights
 _TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32
 _KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
+
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def uncompiled(function: Function) -> Function:
+    """Mark a function that ``torch.compile`` leaves as it is."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]  # the same, wrapped
 
 
 class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
@@ -85,6 +93,8 @@ class Elsewhere(StandIn):
         received: The layer's output, if it is known; otherwise its input is handed on.
     """
 
+    received: Tensor | None
+
     def __init__(self, layer: nn.Module, outputs: int) -> None:
         super().__init__(layer)
         self.outputs, self.received, self.seen = outputs, None, ((), {})
@@ -116,7 +126,7 @@ class Decoder:
         transformers = load_transformers()
         try:
             with torch.device("meta"):
-                self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+                self.model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         except Exception as error:  # each model checks its configuration in its own way
             raise ModelError(f"transformers cannot build a {config.model_type} model: {error}") from None
         self.kind = type(self.model).__name__
@@ -203,7 +213,8 @@ class Decoder:
         """Return the name in the chain of a module or parameter of the model."""
         if name.startswith(f"{self.layers}."):
             return f"layers.{name.removeprefix(f'{self.layers}.')}"
-        return f"{'embedding' if name.startswith(tuple(self.before)) else 'head'}.{name}"
+        first = any(f"{name}.".startswith(f"{unit}.") for unit in self.before)
+        return f"{'embedding' if first else 'head'}.{name}"
 
     @property
     def names(self) -> dict[str, str]:
@@ -230,7 +241,7 @@ class Decoder:
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], nn.Module]) -> Any:
         """Return a copy of the model with these units, stand-ins for the others, and ``layer`` of each layer."""
         memo: dict[int, Any] = {id(self.blocks): nn.ModuleList(map(layer, self.blocks))}
         memo |= {id(unit): units.get(name, Absent(unit)) for name, unit in self.units.items()}
@@ -240,7 +251,7 @@ class Decoder:
         """Return the stand-in of a layer that is computed elsewhere."""
         return Elsewhere(layer, self._outputs)
 
-    @torch.compiler.disable
+    @uncompiled
     def calls(self, hidden: Tensor, length: int, index: int) -> tuple[tuple, dict]:
         """Return what layer ``index`` is called with beside hidden states: arguments, and those by name.
 
@@ -267,7 +278,7 @@ class Decoder:
         return self._calls[key][index]
 
     @cached_property
-    def _caller(self) -> nn.Module:
+    def _caller(self) -> Any:
         """The model as it calls its layers, without parameters."""
         free = [name for name in self.before if not any(True for _ in self.units[name].parameters())]
         units = {name: without_weights(self.units[name]) for name in free}
@@ -414,7 +425,7 @@ class Decoder:
                 "(for a router's loss: +model.settings.output_router_logits=false)"
             )
 
-    def _with_numbers(self, generator: torch.Generator) -> nn.Module:
+    def _with_numbers(self, generator: torch.Generator) -> Any:
         """Return a copy of the model on the CPU whose parameters share one small tensor."""
         memo = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in self.model.buffers()}
         whole = copy.deepcopy(self.model, memo)
@@ -441,7 +452,7 @@ class Embedding(nn.Module):
             nest(self, name, unit)
         self.__dict__["shell"] = decoder.shell(units, Stop)  # no submodule
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, c]."""
         try:
@@ -488,7 +499,7 @@ class End:
         self._shell = decoder.shell(units, decoder.elsewhere)
         self._last = self._shell.get_submodule(decoder.layers)[-1]
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, hidden: Tensor) -> Tensor:
         """[b, t, c] -> logits [b, t, v]. Raises ``Reached`` if there is a ``Stop`` on the way."""
         self._last.received = hidden

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.errors import ModelError
 from common.files import expand_home, folder_of, parse_json
 from common.packages import load_transformers
 from models.config_json import Family
 from models.huggingface import HuggingFace
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _CONFIG = "config.json"
 # Keys of a configuration that say nothing about the numbers of a model.
@@ -95,7 +92,7 @@ class Published(HuggingFace):
     """How transformers stores the model that it is itself."""
 
     @classmethod
-    def of(cls, model: nn.Module, names: Mapping[str, str], words: tuple[str, ...]) -> Published:
+    def of(cls, model: Any, names: Mapping[str, str], words: tuple[str, ...]) -> Published:
         """Return it for a model of transformers, ``names`` as in ``HuggingFace``."""
         config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
         return cls(_FAMILY, config, names, words, optional=f"{model.base_model_prefix}.")

@@ -403,8 +403,9 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
         parts = _parts(module, cut)
         if isinstance(cut, Vocabulary):
             raise PlanError(f"parallel.tp={tp} ranks cannot share the {parts} words of {name}")
-        heads = isinstance(cut, Columns) and cut.unit > 1
-        what = f"heads of {cut.unit} columns" if heads else "columns" if isinstance(cut, Columns) else "inputs"
+        what = "inputs"
+        if isinstance(cut, Columns):
+            what = f"heads of {cut.unit} columns" if cut.unit > 1 else "columns"
         largest = max(_parts(*pair) for pair in cuts.values() if not isinstance(pair[1], Vocabulary))
         fits = [str(n) for n in range(2, largest + 1) if all(_divides(n, *pair) for pair in cuts.values())]
         raise PlanError(
