@@ -432,12 +432,11 @@ class Decoder:
         whole.apply(whole._init_weights)  # the buffers: parameters are on the meta device still
         parameters = dict(whole.named_parameters())
         largest = max(sum(parameter.shape) for parameter in parameters.values())
-        noise = torch.randn(largest + len(parameters), generator=generator)
+        noise = 0.05 * torch.randn(largest + len(parameters), generator=generator)
         for start, (name, parameter) in enumerate(parameters.items()):
             view = noise[start:].as_strided(parameter.shape, [1] * parameter.dim())
-            view = 0.1 * view if parameter.dim() == 0 else view
             module, _, key = name.rpartition(".")
-            number = nn.Parameter(1 + 0.1 * view if parameter.dim() == 1 else view, requires_grad=False)
+            number = nn.Parameter(1 + view if parameter.dim() == 1 else view, requires_grad=False)
             setattr(whole.get_submodule(module), key, number)
         whole.tie_weights()
         return whole
