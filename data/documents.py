@@ -18,7 +18,8 @@ _MINIMUM_DOCUMENTS = 20
 # Line ends at which GPT-2's pattern always splits words, so that the tokens of the pieces are those of the text: a
 # single newline between two other characters, or before a space and a word.
 _CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\n)(?= \S)")
-
+# What to type for a file in UTF-16, which Windows' programs write.
+TO_UTF8 = "Convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW, and give NEW by data.root="
 
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "val", "dev"), "valid")}
 
@@ -92,13 +93,22 @@ def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str | tup
     return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
-def files_of(root: Path, what: str, suffix: str = "") -> list[Path]:
-    """Return the file ``data.root``, or the files of that folder; raise DataError if none has content."""
-    files = find_files(root, suffix=suffix) if root.is_dir() else [p for p in [root] if p.exists() and p.stat().st_size]
+def files_of(root: Path, what: str, suffix: str = "", packed: Sequence[str] = ()) -> list[Path]:
+    """Return the file ``data.root``, or the files of that folder; raise DataError if none has content.
+
+    ``packed`` are further endings behind ``suffix``, such as ".gz".
+    """
+    suffixes = (suffix, *(suffix + end for end in packed))
+    files = find_files(root, (), suffixes) if root.is_dir() else [p for p in [root] if p.exists() and p.stat().st_size]
     if not files:
         problem = "holds no such file" if root.is_dir() else "is empty" if root.exists() else "does not exist"
         raise DataError(f"data.root={root} {problem}; give a file of {what}, or a folder of {suffix or 'such'} files")
     return files
+
+
+def is_utf16(start: bytes) -> bool:
+    """Return whether the first bytes of a text are UTF-16: its mark, or a letter of ASCII in two bytes."""
+    return start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (len(start) > 1 and 0 in start[:2])
 
 
 def text_problem(document: Document) -> str | None:
@@ -106,6 +116,8 @@ def text_problem(document: Document) -> str | None:
     try:
         return "a byte is 0, as in a binary file" if any("\0" in text for text in document.text()) else None
     except UnicodeDecodeError as error:
+        if document.start == 0 and is_utf16(next(document.blocks())):
+            return f"UTF-16, not UTF-8. {TO_UTF8}"
         return f"not UTF-8 ({error.reason})"
 
 

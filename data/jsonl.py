@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -23,9 +24,11 @@ from common.files import expand_home, parse_json
 from common.machine import usable_cores
 from data.cache import MappedFile, cached_folder
 from data.dataset import DataSet, Source, check_at_least, once
-from data.documents import files_of, split_of
+from data.documents import TO_UTF8, files_of, is_utf16, split_of
 from data.loader import VariableLength, bucket_widths
-from data.prompts import RowProblem, RowTokens
+from data.packed import SUFFIXES, unpacked
+from data.prompts import RowProblem, RowTokens, chat_of, is_chat
+from data.templates import Chat
 from data.vocabulary import HALF_CHARACTER, ExtraTokens, Vocabulary, choose_vocabulary
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ _BLOCK_BYTES = 1 << 20
 _NEWLINE, _SPACE = 10, 32
 _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
 PERIOD = 20
+CHATS = "data.messages="
 PADDING_TARGET = -100  # torch's ignore_index, a target that does not count in the loss
 _LENGTHS = "tokens.uint32"
 _AT_A_TIME = 256  # the number of rows that are read at a time if all are read in order
@@ -48,26 +52,29 @@ class RowData(DataSet):
     """A file or a folder of files of rows, each with its text in one or several fields.
 
     A sample is a row's tokens and the end token, cut to seq_len + 1 tokens, as inputs and as targets shifted by one,
-    padded with the end token and with targets that do not count. With answers (see RowTokens), a prompt's tokens do not
-    count either.
+    padded with the end token and with targets that do not count. With answers or chats (see RowTokens), only the tokens
+    of answers count.
 
     Splits: files in a folder whose path contains valid (validation, val, dev) or test are these splits, all others are
     for training. If there is no valid file, the 10th of every 20 training rows goes to valid; if there is no test file
     either, the 20th goes to test.
 
     Rows are read and encoded when they are needed, by an index on the disk (see Rows). prepare() checks up to 1 million
-    rows once. Of more rows it checks 10,000, evenly spread, and the others are checked when they are trained on.
+    rows once, and renders up to 100,000 if there is a template. Of more rows it takes 10,000, evenly spread, and the
+    others are checked when they are trained on.
 
     Attributes:
         rows_class: Finds and reads the rows of files, as Rows does.
         title: The kind of rows, for messages.
         suffix: The suffix of the files in a folder.
+        packed: The further suffixes of compressed files.
         fields: The fields whose texts make up a row's text, joined by newlines.
     """
 
     rows_class: Callable[[Sequence[Path], str | None], RowFiles]
     title: str
     suffix: str
+    packed: Sequence[str] = ()
     fields: list[str]
     vocabulary: Vocabulary
     seq_len: int
@@ -83,6 +90,7 @@ class RowData(DataSet):
         tokenizer: str | None = None,
         answer: str | None = None,
         template: str | None = None,
+        messages: str | None = None,
     ):
         super().__init__(num_workers)
         if not root:
@@ -94,12 +102,12 @@ class RowData(DataSet):
         self.seq_len = seq_len
         self.bucket_by_length = bucket_by_length
         self.cache_dir = cache_dir
-        self.row_tokens = RowTokens(self.vocabulary, self.fields, answer, template)
+        self.row_tokens = RowTokens(self.vocabulary, self.fields, answer, template, messages)
 
     @once
     def prepare(self) -> None:
         """Build the index, check rows and count tokens, unless the cache shows that this was done before."""
-        files = split_files(self.root, self.suffix, self.title)
+        files = split_files(self.root, self.suffix, self.title, self.packed)
         rows = {split: self.rows_class(paths, self.cache_dir) for split, paths in files.items()}
         for part in rows.values():
             if not len(part):
@@ -123,18 +131,28 @@ class RowData(DataSet):
         return self.row_tokens.prompts(texts)
 
     def _check(self, rows: RowFiles) -> None:
-        fields = list(itertools.chain(*self.row_tokens.parts))
+        tokens = self.row_tokens
+        fields, templated = list(itertools.chain(*tokens.parts)), tokens.template is not None
+        most = _CHECK_ALL // 10 if templated else _CHECK_ALL
 
         def check(folder: Path) -> None:
-            if len(rows) <= _CHECK_ALL:
-                for _ in rows.texts_in_order(fields):
-                    pass
-            else:
-                for indices in np.array_split(np.linspace(0, len(rows) - 1, _CHECK_SOME, dtype=np.int64), 100):
-                    rows.texts(indices, fields)
+            every = len(rows) <= most
+            indices = np.arange(len(rows)) if every else np.linspace(0, len(rows) - 1, _CHECK_SOME, dtype=np.int64)
+            answered = False
+            for some in np.array_split(indices, -(-len(indices) // _AT_A_TIME)):
+                if templated:
+                    answered |= any(spans for _, spans in _of_rows(rows, some, tokens, tokens.render))
+                else:
+                    rows.texts(some, fields)
+            if templated and not answered:
+                raise DataError(
+                    f"{rows.files[0]}: nothing would count in the loss, because no row has a message with the role "
+                    f"assistant, or {tokens.named} writes them outside of its {{% generation %}} blocks; correct one"
+                )
 
         # An empty folder in the cache shows that the rows were checked, and its name for what.
-        cached_folder(self.cache_dir, f"checked-{key_of(rows, [*fields, 'JSON of whole characters'])}", check)
+        for_what = [*fields, "JSON of whole characters", *(tokens.key if templated else ())]
+        cached_folder(self.cache_dir, f"checked-{key_of(rows, for_what)}", check)
 
     def _describe(self) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))
@@ -152,9 +170,11 @@ def names(key: str, given: str | list[str]) -> list[str]:
     return listed
 
 
-def split_files(root: Path, suffix: str = ".jsonl", title: str = "JSON lines") -> dict[str, list[Path]]:
+def split_files(
+    root: Path, suffix: str = ".jsonl", title: str = "JSON lines", packed: Sequence[str] = ()
+) -> dict[str, list[Path]]:
     """Return the files of "train" and, by the words in their paths, of "valid" and "test"."""
-    files = files_of(root, title, suffix)
+    files = files_of(root, title, suffix, packed)
     if not root.is_dir():
         return {"train": files}
     splits: dict[str, list[Path]] = {}
@@ -223,10 +243,9 @@ class TokenRows(Source):
         end = self.row_tokens.vocabulary.end
         inputs, targets = np.full(shape, end, np.int64), np.full(shape, PADDING_TARGET, np.int64)
         encoded = encoded_rows(self.rows, self.selection.row(indices), self.row_tokens, shape[1] + 1)
-        for i, (tokens, prompt) in enumerate(encoded):
-            first = max(prompt, 1)  # the first that counts
+        for i, (tokens, counted) in enumerate(encoded):
             inputs[i, : len(tokens) - 1] = tokens[:-1]
-            targets[i, first - 1 : len(tokens) - 1] = tokens[first:]
+            targets[i, : len(tokens) - 1] = np.where(counted, tokens, PADDING_TARGET)[1:]
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
@@ -244,15 +263,21 @@ class BucketedRows(TokenRows, VariableLength):
 
 def encoded_rows(
     rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, most: int, threads: int = 1
-) -> list[tuple[list[int], int]]:
-    """Return at most ``most`` tokens of each row, int [b], and how many of them are the prompt's: see RowTokens.encode.
+) -> list[tuple[list[int], np.ndarray]]:
+    """Return at most ``most`` tokens of each row, int [b], and which of them count in the loss: see RowTokens.encode.
 
     Raises:
         DataError: If a row cannot be read or encoded. The message has the file, the row and the reason.
     """
-    texts = [rows.texts(indices, part) for part in row_tokens.parts]
+    return _of_rows(rows, indices, row_tokens, partial(row_tokens.encode, most=most, threads=threads))
+
+
+def _of_rows(rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, convert: Callable[..., list]) -> list:
+    """Return what ``row_tokens.encode`` or ``row_tokens.render`` makes of rows, int [b]. See ``encoded_rows``."""
+    chats = row_tokens.messages
+    parts = [rows.chats(indices, chats)] if chats else [rows.texts(indices, part) for part in row_tokens.parts]
     try:
-        return row_tokens.encode(*texts, most=most, threads=threads)
+        return convert(*parts)
     except RowProblem as problem:
         raise DataError(f"{rows.name(indices[problem.index])}: {problem}") from None
 
@@ -288,16 +313,17 @@ class RowFiles(ABC):
         key: A hash of the files and their state, for the cache.
     """
 
-    def __init__(self, files: Sequence[Path]):
-        """Note the state of files, which are absolute paths."""
+    def __init__(self, files: Sequence[Path], read: Sequence[Path] | None = None):
+        """Note the state of files, which are absolute paths. ``read`` are those with their content, if others."""
         self.files = list(files)
-        self._stamps = [_stamp(os.stat(path)) for path in self.files]
-        content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(files, self._stamps, strict=True)]]
+        self._read = self.files if read is None else list(read)
+        self._stamps = [_stamp(os.stat(path)) for path in self._read]
+        content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(self._read, self._stamps, strict=True)]]
         self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     @contextmanager
     def _open(self, number: int) -> Iterator[BinaryIO]:
-        with open(self.files[number], "rb") as file:
+        with open(self._read[number], "rb") as file:
             if _stamp(os.fstat(file.fileno())) != self._stamps[number]:
                 raise DataError(f"{self.files[number]} has changed since it was indexed; start the run again")
             yield file
@@ -311,13 +337,12 @@ class RowFiles(ABC):
         """Return the texts of some fields of rows, int [b], joined by newlines for each row; raise DataError."""
 
     @abstractmethod
+    def chats(self, indices: np.ndarray, field: str) -> list[Chat]:
+        """Return the chats in a field of rows, int [b], with the ``tools`` of each row; raise DataError."""
+
+    @abstractmethod
     def name(self, index: int) -> str:
         """Return a row's file and position, for a message."""
-
-    def texts_in_order(self, fields: Sequence[str], at_a_time: int = _AT_A_TIME) -> Iterator[list[str]]:
-        """Yield the texts of all rows, in lists of ``at_a_time``. Raises the errors of texts()."""
-        for start in range(0, len(self), at_a_time):
-            yield self.texts(np.arange(start, min(start + at_a_time, len(self))), fields)
 
 
 class Rows(RowFiles):
@@ -333,8 +358,8 @@ class Rows(RowFiles):
     """
 
     def __init__(self, files: Sequence[Path], cache_dir: str | os.PathLike | None = None):
-        """Index files by absolute paths."""
-        super().__init__(files)
+        """Index files by absolute paths. Compressed ones are unpacked into the cache."""
+        super().__init__(files, [unpacked(path, cache_dir) for path in files])
         self.starts = np.cumsum([0, *(size for size, _ in self._stamps)], dtype=np.int64)
         self.index = MappedFile(cached_folder(cache_dir, f"rows-{self.key}", self._build) / _INDEX, "int64")
 
@@ -362,18 +387,24 @@ class Rows(RowFiles):
             DataError: If a row is not a JSON object with these strings. The message has the file, the line and the
                 reason.
         """
-        texts = []
+        return self._values(indices, fields, partial(_joined, fields))
+
+    def chats(self, indices: np.ndarray, field: str) -> list[Chat]:
+        """See RowFiles."""
+        return self._values(indices, [field], lambda row: chat_of(row[field], row.get("tools")), CHATS)
+
+    def _values(
+        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], key: str = "data.field="
+    ) -> list[Any]:
+        """Return what ``take`` returns for each row. ``key`` is the option that names the fields."""
+        values = []
         for index, line in zip(indices, self.lines(indices), strict=True):
             try:
-                row = parse_json(_decoded(line))
-                text = "\n".join([row[field] for field in fields])
-                _ = text.isascii() or text.encode()  # JSON can write half a character
-            except (ValueError, LookupError, TypeError):
-                raise DataError(
-                    f"{self.name(index)}: {_problem(line, fields)}. Correct the line, or delete it"
-                ) from None
-            texts.append(text)
-        return texts
+                values.append(take(parse_json(_decoded(line))))
+            except (ValueError, LookupError, TypeError) as error:
+                problem = _problem(line, fields, key, str(error))
+                raise DataError(f"{self.name(index)}: {problem}. Correct the line, or delete it") from None
+        return values
 
     def name(self, index: int) -> str:
         """Return a row's file and line, for a message."""
@@ -384,7 +415,7 @@ class Rows(RowFiles):
         """Return a row's line number, from 1 on, and its file, which is read up to the row."""
         start = self.index.array[index]
         number = int(self._file_of(start))
-        with open(self.files[number], "rb") as file:
+        with open(self._read[number], "rb") as file:
             ends = enumerate(itertools.accumulate(map(len, file)), 1)
             return next(line for line, end in ends if end > start - self.starts[number]), self.files[number]
 
@@ -421,8 +452,16 @@ def _decoded(line: bytes) -> str:
     return line.decode("utf-8-sig")  # Windows' editors write a byte-order mark before the first row
 
 
-def _problem(line: bytes, fields: Sequence[str]) -> str:
-    """Return a description of what is wrong with a row."""
+def _joined(fields: Sequence[str], row: dict[str, Any]) -> str:
+    text = "\n".join([row[field] for field in fields])
+    _ = text.isascii() or text.encode()  # JSON can write half a character
+    return text
+
+
+def _problem(line: bytes, fields: Sequence[str], key: str, reason: str) -> str:
+    """Return a description of what is wrong with a row. ``reason`` is the error's, for a row that is a JSON object."""
+    if is_utf16(line):
+        return f"UTF-16, not UTF-8. {TO_UTF8}"
     try:
         row = parse_json(_decoded(line))
     except json.JSONDecodeError as error:
@@ -431,13 +470,17 @@ def _problem(line: bytes, fields: Sequence[str]) -> str:
         return f"not JSON ({error})"
     if not isinstance(row, dict):
         return f"not a JSON object with the field {fields[0]!r} but of type {type(row).__name__}"
+    chats = [name for name, value in row.items() if is_chat(value) and not (key == CHATS and name in fields)]
+    hint = f"; {chats[0]!r} is a chat: type {CHATS}{chats[0]}" if chats else ""
     missing = [field for field in fields if field not in row]
     if missing:
         present = ", ".join(map(repr, list(row)[:10])) or "none"
-        return f"the field {missing[0]!r} (data.field=) is missing; there are: {present}"
+        return f"the field {missing[0]!r} ({key}) is missing; there are: {present}{hint}"
+    if key == CHATS:
+        return f"the field {fields[0]!r} ({key}) {reason}{hint}"
     for field in fields:
         if not isinstance(row[field], str):
-            return f"the field {field!r} is not a string but of type {type(row[field]).__name__}"
+            return f"the field {field!r} is not a string but of type {type(row[field]).__name__}{hint}"
     field, half = next((field, half) for field in fields if (half := HALF_CHARACTER.search(row[field])))
     return (
         f"the field {field!r} holds {half[0]!r} at character {half.start() + 1}, half of a character (a lone "
@@ -448,7 +491,7 @@ def _problem(line: bytes, fields: Sequence[str]) -> str:
 class Jsonl(RowData):
     """Files of JSON lines, in which each line that is not blank is a row, a JSON object. See RowData."""
 
-    rows_class, title, suffix = Rows, "JSON lines", ".jsonl"
+    rows_class, title, suffix, packed = Rows, "JSON lines", ".jsonl", SUFFIXES
 
     def __init__(self, field: str | list[str] = "text", **options: Any):
         self.fields = names("field", field)

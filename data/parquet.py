@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from data.jsonl import RowData, RowFiles, names
+from data.jsonl import CHATS, RowData, RowFiles, names
+from data.prompts import chat_of
+from data.templates import Chat
 
 _CACHE_BYTES = 256 << 20
+_CHATS = re.compile(r"(large_)?list<\w+: struct<.*\b(role|from): ")  # the types of columns of chats
 # The columns of the row groups that this process decoded, the most recently used at the end. Threads change it by
 # single operations of the dict, because a lock might be held while another thread forks.
 _decoded: dict[tuple, list] = {}
@@ -27,9 +31,10 @@ class ParquetRows(RowFiles):
     def __init__(self, files: Sequence[Path], cache_dir: Any = None):
         """Read the positions of the row groups; raise DataError if a file is not Parquet. Nothing is cached."""
         super().__init__(files)
-        groups = []
+        groups, self._names = [], []
         for number in range(len(self.files)):
             with self._parquet(number) as file:
+                self._names.append(file.schema_arrow.names)
                 groups += [(number, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)]
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         self._starts = np.cumsum([0, *self._groups[:, 2]])
@@ -44,22 +49,48 @@ class ParquetRows(RowFiles):
             DataError: If a column is missing, or a value is not a string. The message has the file, the row and the
                 reason.
         """
-        texts = [""] * len(indices)
+
+        def text(values: list[Any]) -> str:
+            try:
+                return "\n".join([value.as_py() for value in values])
+            except (TypeError, ValueError):  # of another type; not UTF-8
+                held = ", ".join(str(value.type) if value.is_valid else "null" for value in values)
+                chats = [name for name, value in zip(fields, values, strict=True) if _CHATS.match(str(value.type))]
+                raise ValueError(
+                    f"{', '.join(fields)} is {held}, not text in UTF-8. Correct it, or choose another column by "
+                    f"data.column={_hint(chats)}"
+                ) from None
+
+        return self._values(indices, fields, text, "data.column=")
+
+    def chats(self, indices: np.ndarray, field: str) -> list[Chat]:
+        """See RowFiles."""
+
+        def chat(values: list[Any]) -> Chat:
+            messages, *tools = (value.as_py() for value in values)
+            try:
+                return chat_of(messages, *tools)
+            except ValueError as error:
+                raise ValueError(f"{field} {error}. Correct it, or choose another column by {CHATS}") from None
+
+        return self._values(indices, [field], chat, CHATS, optional="tools")
+
+    def _values(
+        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[list], Any], key: str, optional: str = ""
+    ) -> list[Any]:
+        """Return what ``take`` returns for the values of each row. ``key`` is the option that names the columns."""
+        taken: list[Any] = [None] * len(indices)
         group_of = np.searchsorted(self._starts, indices, side="right") - 1
         for position in np.unique(group_of).tolist():
             number, group, _ = self._groups[position].tolist()
-            columns = self._columns(number, group, fields)
+            columns = self._columns(number, group, [*fields, *[optional] * (optional in self._names[number])], key)
             for i in np.flatnonzero(group_of == position).tolist():
                 values = [column[int(indices[i] - self._starts[position])] for column in columns]
                 try:
-                    texts[i] = "\n".join([value.as_py() for value in values])
-                except (TypeError, ValueError):  # of another type; not UTF-8
-                    held = ", ".join(str(value.type) if value.is_valid else "null" for value in values)
-                    raise DataError(
-                        f"{self.name(int(indices[i]))}: {', '.join(fields)} is {held}, not text in UTF-8. "
-                        "Correct it, or choose another column by data.column="
-                    ) from None
-        return texts
+                    taken[i] = take(values)
+                except ValueError as error:
+                    raise DataError(f"{self.name(int(indices[i]))}: {error}") from None
+        return taken
 
     def name(self, index: int) -> str:
         """Return a row's file and number, for a message."""
@@ -67,14 +98,15 @@ class ParquetRows(RowFiles):
         number, group, _ = self._groups[position].tolist()
         return f"{self.files[number]} row {index - self._starts[position - group]} (from 0)"
 
-    def _columns(self, number: int, group: int, fields: Sequence[str]) -> list[Any]:
+    def _columns(self, number: int, group: int, fields: Sequence[str], key: str) -> list[Any]:
         """Return some columns of a row group, each a pyarrow.ChunkedArray."""
         key = (self.key, number, group, *fields)
         if (columns := _decoded.pop(key, None)) is None:
             with self._parquet(number) as file:
-                present = file.schema_arrow.names
+                present = self._names[number]
                 if missing := [field for field in fields if field not in present]:
-                    problem = f"the column {missing[0]!r} (data.column=) is missing; there are {present[:10]}"
+                    chats = [field.name for field in file.schema_arrow if _CHATS.match(str(field.type))]
+                    problem = f"the column {missing[0]!r} ({key}) is missing; there are {present[:10]}{_hint(chats)}"
                     raise DataError(f"{self.files[number]}: {problem}")
                 # Without Arrow's threads, which a forked process would not have.
                 table = file.read_row_group(group, columns=list(fields), use_threads=False)
@@ -96,6 +128,10 @@ class ParquetRows(RowFiles):
         except (pyarrow.ArrowException, OSError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{self.files[number]} cannot be read as Parquet ({reason}); write it again") from error
+
+
+def _hint(chats: list[str]) -> str:
+    return f"; {chats[0]!r} is a chat: type {CHATS}{chats[0]}" if chats else ""
 
 
 class Parquet(RowData):

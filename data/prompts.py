@@ -1,15 +1,22 @@
-"""Rows as tokens: a text, or a prompt and its answer, optionally in a chat template."""
+"""Rows as tokens: texts, prompts and their answers, or chats. A chat template writes chats, and can write prompts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import date
-from os.path import commonprefix
+from math import inf
+from typing import Any
+
+import numpy as np
 
 from common.errors import DataError
-from common.files import expand_home
-from data.templates import ChatTemplate
+from common.files import expand_home, parse_json
+from data.templates import Chat, ChatTemplate, Span
 from data.vocabulary import Vocabulary
+
+# ShareGPT's names of roles.
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class RowProblem(DataError):
@@ -24,93 +31,174 @@ class RowProblem(DataError):
         self.index = index
 
 
+def is_chat(given: Any) -> bool:
+    """Return whether a value is a list of messages, each an object with a role."""
+    listed = isinstance(given, list) and bool(given)
+    return listed and all(isinstance(message, dict) and ("role" in message or "from" in message) for message in given)
+
+
+def chat_of(messages: Any, tools: Any = None) -> Chat:
+    """Return the chat in the values of a row, in the form of ``role`` and ``content``; ShareGPT's has other names.
+
+    Keys without a value are left out, as transformers does.
+
+    Raises:
+        ValueError: If it is no chat. The message describes what it is.
+    """
+    if not is_chat(messages):
+        shown = json.dumps(messages, ensure_ascii=False, default=str)[:60]
+        raise ValueError(f'is {shown}, not a list of messages, [{{"role": "user", "content": "…"}}, …]')
+    read = []
+    for number, given in enumerate(messages, 1):
+        message = {key: value for key, value in given.items() if value is not None}
+        if "role" not in message and "from" in message:
+            role = message.pop("from")
+            message = {"role": _ROLES.get(str(role), role), "content": message.pop("value", None), **message}
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"has no role in message {number}")
+        if message.get("content") is None and "tool_calls" not in message:
+            raise ValueError(f"has no content in message {number}, of the role {message['role']!r}")
+        read.append(message)
+    tools = parse_json(tools) if isinstance(tools, str) and tools else tools
+    if tools and not isinstance(tools, list):
+        raise ValueError(f"comes with tools of type {type(tools).__name__}, not a list of JSON schemas")
+    return Chat(read, tools or None)
+
+
 class RowTokens:
-    """The conversion of rows to tokens, which are texts, or prompts with answers.
+    """The conversion of rows to tokens, which are texts, prompts with answers, or chats.
 
     Without a template, a newline after the prompt belongs to the prompt, and the end token to the answer. A template
     writes all special tokens itself, as in transformers.
 
     Attributes:
-        parts: The fields of the text, or the fields of the prompt and that of the answer.
+        parts: The fields of the text, or the fields of the prompt and that of the answer, or the field of the chat.
+        messages: The field of the chat; None if rows are no chats.
         key: Everything on which the tokens depend, except for the rows.
     """
 
-    def __init__(self, vocabulary: Vocabulary, fields: Sequence[str], answer: str | None, template: str | None):
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        fields: Sequence[str],
+        answer: str | None,
+        template: str | None,
+        messages: str | None = None,
+    ):
         """Read the template.
 
         Args:
             vocabulary: The tokens.
             fields: The fields of the text or the prompt, whose texts are joined by newlines.
             answer: The field of the answer; None for rows that are one text.
-            template: "tokenizer" for the template of the tokenizer, or the path of a Jinja file; None for no template.
+            template: "tokenizer" for the template of the tokenizer, or the path of a Jinja file; None for no template,
+                or for chats the tokenizer's.
+            messages: The field of the chat, in place of the text and the answer.
 
         Raises:
             DataError: If there is no such template, it is not Jinja, or ``answer`` is missing for it.
         """
-        self.vocabulary, self.answers, self.named = vocabulary, answer is not None, f"data.template={template}"
-        if template is not None and not self.answers:
-            raise DataError(f"{self.named} needs prompts and answers; set data.answer= to the field of the answer")
+        self.vocabulary, self.messages, self.answers = vocabulary, messages, answer is not None
+        self.named = f"data.template={template}"
+        if messages is not None and self.answers:
+            raise DataError(
+                f"data.messages={messages} and data.answer={answer}: rows are chats, or prompts and answers; set "
+                "data.answer=null for chats"
+            )
+        if messages is not None and template is None:
+            template, self.named = "tokenizer", f"data.messages={messages} (data.template=tokenizer)"
+        if template is not None and not self.answers and messages is None:
+            raise DataError(
+                f"{self.named} needs prompts and answers; set data.answer= to the field of the answer, or "
+                "data.messages= to that of chats"
+            )
         self.template = None if template is None else _read(self.named, template, vocabulary)
-        self.parts = [list(fields), [answer]] if self.answers else [list(fields)]
-        self.key = [*fields, answer or "", vocabulary.key, *(self.template.key if self.template is not None else ())]
+        self._overlap_only = self.template is not None and self.template.check()
+        text = [list(fields), [answer]] if self.answers else [list(fields)]
+        self.parts = text if messages is None else [[messages]]
+        rendered = self.template.key if self.template is not None else ()
+        self.key = [*fields, answer or "", vocabulary.key, *rendered, *["messages", messages] * (messages is not None)]
 
     def encode(
-        self,
-        texts: Sequence[str],
-        answers: Sequence[str] | None = None,
-        most: int | None = None,
-        threads: int = 1,
-    ) -> list[tuple[list[int], int]]:
-        """Return each row's tokens and how many of them are the prompt's, which do not count in the loss.
+        self, rows: Sequence[Any], answers: Sequence[str] | None = None, most: int | None = None, threads: int = 1
+    ) -> list[tuple[list[int], np.ndarray]]:
+        """Return each row's tokens and which of them count in the loss, bool.
 
         Args:
-            texts: The rows' texts, or their prompts.
-            answers: Their answers, if they have any.
+            rows: The rows' texts, prompts or chats.
+            answers: The answers to prompts.
             most: The largest number of tokens for each row; None for all. Only so much of a long row is encoded.
             threads: The number of threads of the tokenizer.
 
         Raises:
-            RowProblem: If the template cannot be rendered, a rendered row does not begin as its rendered prompt does,
-                or it has no tokens.
+            RowProblem: If the template cannot be rendered, leaves out a part of a row, or does not write it in the
+                order of the messages, or a row has no tokens.
         """
-        if answers is None:
-            return [([*tokens, self.vocabulary.end][:most], 0) for tokens in self._tokens(texts, most, threads)]
-        rendered = [self._text(i, *row) for i, row in enumerate(zip(texts, answers, strict=True))]
-        prompts = self._tokens([text[:prompt] for text, prompt in rendered], most, threads)
-        rows = self._tokens([text for text, _ in rendered], most, threads)
+        if self.template is None and not self.answers:
+            encoded = [[*tokens, self.vocabulary.end][:most] for tokens in self._tokens(rows, most, threads)]
+            return [(tokens, np.ones(len(tokens), bool)) for tokens in encoded]
+        texts = self.render(rows, answers)
+        placed = self._tokens([text for text, _ in texts], most, threads, placed=True)
         if self.template is None:
-            rows = [[*tokens, self.vocabulary.end][:most] for tokens in rows]
-        elif (empty := next((i for i, tokens in enumerate(rows) if not tokens), None)) is not None:
-            raise self._problem(empty, "it writes nothing", texts[empty])
-        # A token that has parts of both counts as the answer's.
-        return [(tokens, len(commonprefix((prompt, tokens)))) for prompt, tokens in zip(prompts, rows, strict=True)]
+            end = (self.vocabulary.end, (inf, inf))
+            placed = [[*tokens, end][:most] for tokens in placed]
+        elif (empty := next((i for i, tokens in enumerate(placed) if not tokens), None)) is not None:
+            raise self._problem(empty, "it writes nothing", rows[empty])
+        return [
+            ([token for token, _ in tokens], self._counted([place for _, place in tokens], spans))
+            for tokens, (_, spans) in zip(placed, texts, strict=True)
+        ]
+
+    def render(self, rows: Sequence[Any], answers: Sequence[str] | None = None) -> list[tuple[str, list[Span]]]:
+        """Return each row's text, and the places in it of what counts. For arguments and errors see ``encode``."""
+        parts = [rows] if answers is None else [rows, answers]
+        return [self._text(i, *row) for i, row in enumerate(zip(*parts, strict=True))]
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens that a model continues: those of texts or, if rows have answers, of prompts."""
-        return self._tokens([self._text(i, text)[0] for i, text in enumerate(texts)], most=None, threads=1)
+        """Return the tokens that a model continues: those of texts, of prompts, or of the user's messages of chats."""
+        return self._tokens([self._text(i, text, continued=True)[0] for i, text in enumerate(texts)], None, 1)
 
-    def _tokens(self, texts: Sequence[str], most: int | None, threads: int) -> list[list[int]]:
+    def _tokens(self, texts: Sequence[str], most: int | None, threads: int, placed: bool = False) -> list[list]:
         rendered = self.template is not None
-        begin = () if rendered else self.vocabulary.begin
-        return [[*begin, *tokens] for tokens in self.vocabulary.first_tokens(texts, most, threads, rendered)]
+        begin: list = [] if rendered else [(token, (0, 0)) if placed else token for token in self.vocabulary.begin]
+        return [[*begin, *tokens] for tokens in self.vocabulary.first_tokens(texts, most, threads, rendered, placed)]
 
-    def _text(self, index: int, prompt: str, answer: str | None = None) -> tuple[str, int]:
-        """Return a whole row as text and how many characters are before its answer; without an answer, only these."""
+    def _counted(self, places: list[tuple[int, float]], spans: list[Span]) -> np.ndarray:
+        """Return which tokens have characters in a span. A token that has parts of both counts."""
+        counted = np.zeros(len(places), bool)
+        starts, ends = np.array(places, dtype=float).reshape(-1, 2).T
+        for start, end in spans:
+            # Tokens of white space have no characters in some tokenizers. The last one of a span counts, but in
+            # transformers, where generation blocks say what counts, it does not.
+            counted |= (ends > start) & ((starts < end) | ((ends == end) & (not self._overlap_only)))
+        return counted
+
+    def _text(
+        self, index: int, given: str | Chat, answer: str | None = None, continued: bool = False
+    ) -> tuple[str, list[Span]]:
+        """Return a row as text and the places of what counts; with ``continued``, only what is before the answer."""
         if self.template is None:
-            start = f"{prompt}\n" if self.answers else prompt
-            return start + (answer or ""), len(start)
+            start = f"{given}\n" if self.answers else str(given)
+            return start + (answer or ""), [(len(start), inf)]
+        if isinstance(given, str):
+            answers = [{"role": "assistant", "content": answer}] if answer is not None else []
+            given = Chat([{"role": "user", "content": given}, *answers])
         try:
-            return self.template.render(prompt, answer)
+            return self.template.render(given, continued)
         except DataError as error:
-            raise self._problem(index, str(error), prompt) from None
+            raise self._problem(index, str(error), given) from None
 
-    def _problem(self, index: int, problem: str, prompt: str) -> RowProblem:
+    def _problem(self, index: int, problem: str, row: str | Chat) -> RowProblem:
+        users = [] if isinstance(row, str) else [m.get("content") for m in row.messages if m["role"] == "user"]
+        prompt = row if isinstance(row, str) else str(users[0] if users else row.messages[0].get("content"))
         where = f"the row whose prompt begins with {prompt[:60]!r}"
-        return RowProblem(index, f"{self.named}: {problem}, in {where}; correct the row, or use another template")
+        return RowProblem(
+            index, f"{self.named}: {problem}, in {where}; correct the row, or use another template, data.template=FILE"
+        )
 
 
 def _read(named: str, template: str, vocabulary: Vocabulary) -> ChatTemplate:
-    way_out = "give a Jinja file"
+    way_out = "give a Jinja file, data.template=FILE, or a tokenizer with a template, data.tokenizer=FOLDER"
     try:
         text = vocabulary.chat_template if template == "tokenizer" else expand_home(template).read_text("utf-8")
         if isinstance(text, list):

@@ -16,7 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -40,6 +40,22 @@ _START = "import sys; sys.path[:] = sys.argv[1:]; from data.templates import ser
 _MESSAGE_CHARACTERS = 500
 
 
+Span = tuple[int, float]  # the characters [start, end) of a text
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation.
+
+    Attributes:
+        messages: Each with a "role", and most often with "content".
+        tools: The JSON schemas of the functions that the assistant can call; None if there are none.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A chat template and the values that it can read in addition to messages.
@@ -60,23 +76,31 @@ class ChatTemplate:
         # A template can only read the day by this function.
         return [self.text, json.dumps(dict(self.special)), *[self.day] * ("strftime_now" in self.text)]
 
-    def check(self) -> None:
-        """Raise DataError, which describes the problem, if the text is not a template."""
-        _give_back(_take(self))
+    def check(self) -> bool:
+        """Return whether it has generation blocks; raise DataError with the problem if the text is not a template."""
+        process = _take(self)
+        _give_back(process)
+        return process.has_blocks
 
-    def render(self, prompt: str, answer: str | None) -> tuple[str, int]:
-        """Return a row as text, and how many characters of it are before the answer.
+    def render(self, chat: Chat, continued: bool = False) -> tuple[str, list[Span]]:
+        """Return a chat as text, and the places in it of what the assistant writes, in ascending order.
 
-        Without an answer the text ends where a model continues it.
+        The places are those of the template's ``{% generation %}`` blocks, if it has any. Otherwise each begins where
+        the messages before it end, and ends where the messages up to it end.
+
+        Args:
+            chat: The messages and tools.
+            continued: Whether the text ends where the assistant's next message begins, for a model to continue it.
 
         Raises:
-            DataError: If it cannot be rendered, exceeds the limits of a row, or does not begin as the prompt alone
-                does. The message describes the problem, but not the row.
+            DataError: If it cannot be rendered, exceeds the limits of a row, leaves out a message or the tools, or has
+                no generation blocks and does not begin as the messages before an answer do. The message describes the
+                problem, but not the row.
         """
         process = _take(self)
-        done = process.ask([prompt, answer])
+        done = process.ask([chat.messages, chat.tools, continued])
         _give_back(process)
-        return done["text"], done["prompt"]
+        return done["text"], [(start, end) for start, end in done["spans"]]
 
 
 # -- in the process that sends requests ------------------------------------------------------------------------------
@@ -103,12 +127,13 @@ class _Process:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         self._given, self._got = process.stdin, process.stdout
-        self.ask([template.text, dict(template.special), template.day])
+        self.has_blocks = self.ask([template.text, dict(template.special), template.day])["has_blocks"]
 
     def ask(self, request: Any) -> Any:
         """Return the answer to a request. If there is none, end the process and raise DataError."""
+        written = json.dumps(request).encode() + b"\n"
         try:
-            self._given.write(json.dumps(request).encode() + b"\n")
+            self._given.write(written)
             self._given.flush()
             line = self._got.readline()
         except BrokenPipeError:
@@ -125,7 +150,7 @@ class _Process:
         code = self._process.wait()
         self.end()
         if code == -signal.SIGXCPU:
-            raise DataError(f"it takes more than {_allowed(_SECONDS, request)} s of processor time")
+            raise DataError(f"it takes more than {_allowed(_SECONDS, len(written))} s of processor time")
         raise DataError(f"the process that renders it has ended with code {code}")
 
     def end(self) -> None:
@@ -168,24 +193,25 @@ def serve() -> None:
     Each line is answered by a line with a JSON object, which has the rendered text or a problem.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    given = text, special, day = json.loads(sys.stdin.buffer.readline())
-    _answer(given, lambda: _compiled(text, day) and {})
+    given = sys.stdin.buffer.readline()
+    text, special, day = json.loads(given)
+    _answer(len(given), lambda: {"has_blocks": _marks(_compiled(text, day)).has_blocks})
     for line in sys.stdin.buffer:
         row = json.loads(line)
-        _answer(row, lambda row=row: _rendered(_compiled(text, day), special, *row))
+        most = _allowed(_CHARACTERS, len(line))
+        _answer(len(line), lambda row=row, most=most: _rendered(_compiled(text, day), special, most, *row))
 
 
-def _allowed(limit: tuple[int, float], request: Sequence[Any]) -> int:
-    """Return the limit of a resource for a request, by the size of its texts."""
-    return limit[0] + int(limit[1] * sum(len(text) for text in request if isinstance(text, str)))
+def _allowed(limit: tuple[int, float], size: int) -> int:
+    """Return the limit of a resource for a request of so many bytes."""
+    return limit[0] + int(limit[1] * size)
 
 
-def _answer(request: Sequence[Any], work: Callable[[], dict[str, Any]]) -> None:
-    """Write the result of ``work`` for a request, which is computed within the limits."""
-    memory = _allowed(_BYTES, request)
-    _limit(resource.RLIMIT_CPU, math.ceil(process_time()) + _allowed(_SECONDS, request))
+def _answer(size: int, work: Callable[[], dict[str, Any]]) -> None:
+    """Write the result of ``work`` for a request of so many bytes, which is computed within the limits."""
+    memory = _allowed(_BYTES, size)
+    _limit(resource.RLIMIT_CPU, math.ceil(process_time()) + _allowed(_SECONDS, size))
     _limit(resource.RLIMIT_AS, memory)
-    random.seed(0)  # for Jinja's lipsum() and random, so that a row is the same at each read
     try:
         answer = json.dumps(work())
     except MemoryError:
@@ -205,38 +231,79 @@ def _limit(kind: int, most: int) -> None:
         resource.setrlimit(kind, (most, hard))
 
 
-def _rendered(template: Template, special: dict[str, str], prompt: str, answer: str | None) -> dict[str, Any]:
-    most = _allowed(_CHARACTERS, [prompt, answer])
+_seen = {"user", "assistant"}  # the roles of messages that the template writes, and "tools"
 
-    def render(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        options = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        text = template.render(messages=messages, **options, **special)
+
+def _rendered(
+    template: Template, special: dict[str, str], most: int, messages: list[dict], tools: list | None, continued: bool
+) -> dict[str, Any]:
+    marks = _marks(template)
+
+    def render(messages: list[dict], add_generation_prompt: bool = False, tools: list | None = tools) -> str:
+        random.seed(0)  # for Jinja's lipsum() and random, so that a row is the same at each read
+        marks.written, marks.spans = [], []
+        options = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        for part in template.generate(messages=messages, **options, **special):
+            marks.written.append(part)
+        text = "".join(marks.written)
         if len(text) > most:
             raise TemplateError(f"it writes {len(text):,} characters, more than {most:,}")
         text.encode()
         return text
 
-    user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
-    start = render([user], add_generation_prompt=True)
-    if answer is None:
-        return {"text": start, "prompt": len(start)}
-    whole = render([user, assistant], add_generation_prompt=False)
-    if not whole.startswith(start):
-        raise TemplateError(
-            f"it writes {start[-80:]!r} for a prompt alone, and something else before its answer, in {whole[:300]!r}"
-        )
-    return {"text": whole, "prompt": len(start)}
+    def begins(text: str, count: int, add_generation_prompt: bool) -> int:
+        start = render(messages[:count], add_generation_prompt)
+        if not text.startswith(start):
+            raise TemplateError(
+                f"it writes {start[-80:]!r} for the first {count} of {len(messages)} messages, and something else "
+                f"where all are written, in {text[:300]!r}, and has no {{% generation %}} blocks"
+            )
+        return len(start)
+
+    text = render(messages, continued)
+    spans = marks.spans
+    for i, message in enumerate(messages):
+        role, content = message["role"], message.get("content")
+        if role not in _seen and isinstance(content, str) and "tool_calls" not in message:
+            if render([*messages[:i], {**message, "content": f"{content}x"}, *messages[i + 1 :]], continued) == text:
+                raise TemplateError(f"it writes nothing of a message with the role {role!r}")
+            _seen.add(role)
+    if tools and "tools" not in _seen:
+        if render(messages, continued, tools=None) == text:
+            raise TemplateError("it writes nothing of the tools of a row")
+        _seen.add("tools")
+    if not marks.has_blocks and not continued:
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [(begins(text, i, True), begins(text, i + 1, False)) for i in answers]
+    return {"text": text, "spans": spans}
 
 
 class _Generation(Extension):
-    """The block in which some templates put the text that the model is to write."""
+    """The block in which some templates put the text that the model is to write. Its places in a text are recorded.
+
+    Attributes:
+        has_blocks: Whether the template has such a block.
+        written: The parts of a text before the block.
+        spans: The places of blocks.
+    """
 
     tags = {"generation"}
+    has_blocks, written, spans = False, [], []
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the content of the block."""
-        next(parser.stream)
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+        """Return the content of the block, as a call of ``_record``."""
+        line, self.has_blocks = next(parser.stream).lineno, True
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
+
+    def _record(self, caller: Callable[[], str]) -> str:
+        text, start = caller(), sum(map(len, self.written))
+        self.spans.append((start, start + len(text)))
+        return text
+
+
+def _marks(template: Template) -> _Generation:
+    return template.environment.extensions[_Generation.identifier]
 
 
 @cache

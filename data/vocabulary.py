@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -42,6 +43,7 @@ _FILES = (_TOKENIZER, _SETTINGS, _SPECIAL, _TEMPLATE, "added_tokens.json", "voca
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
 # Half of a character, a lone surrogate, which JSON can contain but text cannot. Tokenizers fail on it.
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+Placed = tuple[int, tuple[int, int]]  # a token, and the characters [start, end) of a text from which it is made
 # The argument of parse_extra_tokens.
 ExtraTokens = str | Mapping[str, str | None] | None
 
@@ -102,16 +104,25 @@ class Vocabulary(ABC):
         return
 
     def first_tokens(
-        self, texts: Sequence[str], most: int | None, threads: int = 1, rendered: bool = False
-    ) -> list[list[int]]:
-        """Return at most the first ``most`` tokens of each text, and encode little more; None for all. See tokens()."""
+        self,
+        texts: Sequence[str],
+        most: int | None,
+        threads: int = 1,
+        rendered: bool = False,
+        placed: bool = False,
+    ) -> list[list]:
+        """Return at most the first ``most`` tokens of each text, and encode little more; None for all.
+
+        They are those of ``placed_tokens`` if ``placed`` is set, and otherwise those of ``tokens``.
+        """
+        encode = self.placed_tokens if placed else self.tokens
         if most is None:
-            return self.tokens(texts, threads, rendered)
-        found: dict[int, list[int]] = {}
+            return encode(texts, threads, rendered)
+        found: dict[int, list] = {}
         characters = _CHARACTERS_A_TOKEN * (most + _TOKENS_MORE)
         while left := [i for i in range(len(texts)) if i not in found]:
             cut = [texts[i] if len(texts[i]) <= characters else self._beginning(texts[i], characters) for i in left]
-            for i, text, tokens in zip(left, cut, self.tokens(cut, threads, rendered), strict=True):
+            for i, text, tokens in zip(left, cut, encode(cut, threads, rendered), strict=True):
                 if len(text) == len(texts[i]) or len(tokens) >= most + _TOKENS_MORE:
                     found[i] = tokens[:most]
             characters *= 4
@@ -137,6 +148,10 @@ class Vocabulary(ABC):
 
         Special tokens are recognised in it; GPT-2's <|endoftext|> only if the text was ``rendered`` by a template.
         """
+
+    @abstractmethod
+    def placed_tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[Placed]]:
+        """Return the tokens of each text, each with its place in the text. See ``tokens``."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -173,6 +188,16 @@ class GPT2Vocabulary(Vocabulary):
         if threads == 1:  # a pool of one thread takes longer than a batch of rows
             return [gpt2(self.extra).encode(text, **known) for text in texts]
         return gpt2(self.extra).encode_batch(list(texts), num_threads=threads, **known)
+
+    def placed_tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[Placed]]:
+        """See Vocabulary. A character whose bytes are in several tokens belongs to each of them."""
+        placed = []
+        for tokens in self.tokens(texts, threads, rendered):
+            parts = gpt2(self.extra).decode_tokens_bytes(tokens)
+            ends = list(itertools.accumulate(sum(byte & 0xC0 != 0x80 for byte in part) for part in parts))
+            starts = [end - (part[0] & 0xC0 == 0x80) for end, part in zip([0, *ends], parts, strict=False)]
+            placed.append(list(zip(tokens, zip(starts, ends, strict=True), strict=True)))
+        return placed
 
     @property
     def _can_be_cut(self) -> bool:
@@ -259,6 +284,15 @@ class HuggingFaceVocabulary(Vocabulary):
         if threads == 1:  # does not use the library's threads, which a forked process does not have
             return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def placed_tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[Placed]]:
+        """See Vocabulary."""
+        tokenizer = _tokenizer(self.path, self._sha256)
+        if threads == 1:
+            encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        else:
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [list(zip(encoding.ids, encoding.offsets, strict=True)) for encoding in encodings]
 
     @cached_property
     def _can_be_cut(self) -> bool:

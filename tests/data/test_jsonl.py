@@ -1,5 +1,6 @@
 """JSON lines as a data set: samples, splits, what is checked and when, and the real gsm8k."""
 
+import gzip
 import json
 import os
 import pickle
@@ -158,8 +159,7 @@ def test_of_very_many_rows_some_are_checked_before_and_the_others_when_they_are_
 def test_rows_are_checked_and_counted_once(tmp_path, rows_of, monkeypatch):
     root = write(tmp_path / "a.jsonl", map(str, range(30)))
     rows_of(root, bucket_by_length=True)
-    for reads in ("texts_in_order", "texts"):  # to check rows, and to count their tokens
-        monkeypatch.setattr(jsonl_module.Rows, reads, lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(jsonl_module.Rows, "texts", lambda *_: pytest.fail("read again"))
     rows_of(root, bucket_by_length=True)
     with pytest.raises(pytest.fail.Exception):
         rows_of(root, field=["text", "text"])
@@ -213,6 +213,55 @@ def test_random_files_are_read_as_line_by_line(tmp_path, cache, monkeypatch):
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path, cache):
     assert everything(Rows([written(tmp_path / "a", b'\xef\xbb\xbf{"text": "a"}\n')], cache)) == ["a"]
+
+
+@pytest.mark.parametrize("end", [".gz", ".zst"])
+def test_compressed_files_are_the_same_rows_and_unpacked_once(tmp_path, rows_of, cache, monkeypatch, end):
+    root, said = tmp_path / "data", [f"row {i}" for i in range(300)]
+    plain = write(root / "train.jsonl", said).read_bytes()
+    write(root / "test.jsonl", ["a", "b"])
+    if end == ".gz":
+        halves = [gzip.compress(half) for half in (plain[:500], plain[500:])]
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="before Python 3.14, .zst needs it")
+        halves = [pyarrow.compress(half, "zstd", asbytes=True) for half in (plain[:500], plain[500:])]
+    packed = written(root / f"train.jsonl{end}", b"".join(halves))  # files may be several, one after the other
+    (root / "train.jsonl").unlink()
+    data = rows_of(root, seq_len=8)
+    assert sorted(texts(data.train) + texts(data.valid)) == sorted(said) and texts(data.test) == ["a", "b"]
+    monkeypatch.setattr("data.packed.shutil.copyfileobj", lambda *_: pytest.fail("unpacked again"))
+    assert len(rows_of(root, seq_len=8).train) == len(data.train)
+    monkeypatch.undo()
+    written(packed, packed.read_bytes()[:-20])
+    with pytest.raises(DataError, match=rf"train\.jsonl{end} cannot be unpacked \(.*; copy it again"):
+        rows_of(root, seq_len=8)
+    assert not list(cache.glob(".unpacked-*.tmp"))
+
+
+def test_a_row_of_a_compressed_file_is_named_by_that_file(tmp_path, rows_of):
+    root = written(tmp_path / "a.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text": 1}\n'))
+    with pytest.raises(DataError, match=rf"^{root} line 2: the field 'text' is not a string"):
+        rows_of(root)
+
+
+def test_what_nothing_here_unpacks_says_what_to_type(tmp_path, rows_of, monkeypatch):
+    root = written(tmp_path / "a.jsonl.zst", b"x")
+
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr("data.packed.import_module", missing)
+    with pytest.raises(DataError, match=r"from 3.14 on. Type pip install pyarrow, or unpack it: zstd -d .*a.jsonl.zst"):
+        rows_of(root)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_says_how_to_convert_it(tmp_path, rows_of, encoding):
+    root = written(tmp_path / "a.jsonl", '{"text": "a"}\r\n{"text": "b"}\r\n'.encode(encoding))
+    with pytest.raises(
+        DataError, match=r"line 1: UTF-16, not UTF-8. Convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+    ):
+        rows_of(root)
 
 
 def test_the_index_is_8_bytes_a_row_and_shared_by_all_who_read(tmp_path, cache, monkeypatch):

@@ -143,7 +143,8 @@ REFUSED = {
     "that writes into what it is given": ("{{ messages.append(1) }}", None, "unsafe.*use another template"),
     "that raises": (REFUSING, None, "my.jinja: I know no such question, in the row whose prompt begins with 'unknown'"),
     "that begins otherwise": (
-        "{{ messages | length }}", None, "writes '1' for a prompt alone, and something else before its answer, in '2'",
+        "{{ messages | length }}", None,
+        "writes '1' for the first 1 of 2 messages, and something else where all are written, in '2'",
     ),
 }  # fmt: skip
 

@@ -12,11 +12,11 @@ import pytest
 
 from common.errors import DataError
 from data import templates
-from data.templates import ChatTemplate
+from data.templates import Chat, ChatTemplate
 
 LONGER = "it takes more than 3 s of processor time"
 LARGER = r"it needs more than 1,024 MiB of memory"
-LONG = "it writes [0-9,]* characters, more than 1,000,0.."
+LONG = "it writes [0-9,]* characters, more than 1,00[0-9],..."
 # Jinja computes what is constant while it reads a template; the length of messages is not.
 ENDLESS = {
     "a repeated text": ("{{ 'x' * 10**10 }}", LARGER),
@@ -42,33 +42,37 @@ def chat(text: str) -> ChatTemplate:
     return ChatTemplate(text, (("eos_token", "</s>"),), "2026-01-31")
 
 
+def turns(*texts: str) -> Chat:
+    return Chat([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)])
+
+
 @pytest.mark.parametrize("text, message", ENDLESS.values(), ids=ENDLESS)
 def test_what_a_template_takes_is_limited(text, message):
     with pytest.raises(DataError, match=message):
         chat(text).check()
-        chat(text).render("a question", "an answer")
+        chat(text).render(turns("a question", "an answer"))
     whole = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    assert chat(whole).render("a", "b") == ("a</s>b</s>", 5), "the next one is rendered"
+    assert chat(whole).render(turns("a", "b")) == ("a</s>b</s>", [(5, 10)]), "the next one is rendered"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20
 
 
 def test_a_long_row_may_be_long():
     text, whole = "many words " * 500_000, "{{ messages | map(attribute='content') | join('') }}"
-    assert chat(whole).render(text, "x") == (f"{text}x", len(text))
+    assert chat(whole).render(turns(text, "x")) == (f"{text}x", [(len(text), len(text) + 1)])
 
 
 def test_one_process_renders_row_after_row_and_each_alike():
     template = chat("{{ messages[-1].content }}{{ range(10**4) | random }}{{ lipsum(n=1) }}{{ strftime_now('%F %H') }}")
     before = templates._take(template)
     templates._give_back(before)
-    prompt = template.render("a", None)
-    assert prompt == template.render("a", None) and "2026-01-31 00" in prompt[0]
+    prompt = template.render(turns("a"), continued=True)
+    assert prompt == template.render(turns("a"), continued=True) and "2026-01-31 00" in prompt[0]
     after = templates._take(template)
     templates._give_back(after)
     assert after is before
     start = time.perf_counter()
     for _ in range(100):
-        template.render("a", None)
+        template.render(turns("a"), continued=True)
     assert time.perf_counter() - start < 10
 
 
@@ -76,7 +80,7 @@ def test_threads_and_forked_processes_have_processes_of_their_own():
     template, wrong = chat("{{ messages[0].content }}"), []
 
     def read(name: str) -> None:
-        wrong.extend(i for i in range(50) if template.render(f"{name} {i}", None)[0] != f"{name} {i}")
+        wrong.extend(i for i in range(50) if template.render(turns(f"{name} {i}"))[0] != f"{name} {i}")
 
     read("before")
     child = os.fork()
@@ -96,10 +100,10 @@ def test_signals_for_the_whole_group_leave_the_process_and_its_end_is_said():
     process = templates._take(template)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(process._process.pid, number)
-    assert process.ask(["a", None]) == {"text": "a", "prompt": 1}
+    assert process.ask([turns("a").messages, None, False]) == {"text": "a", "spans": []}
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match="the process that renders it has ended with code -9"):
-        process.ask(["a", None])
+        process.ask([turns("a").messages, None, False])
 
 
 def test_only_a_template_that_asks_for_the_day_depends_on_it():

@@ -21,6 +21,7 @@ SHARD = GPT2 + "data=tokens data.root=HERE/x.bin"
 MNIST = CONVNET + "data=mnist data.root=HERE"
 RESUME = "train.resume=HERE/run train.steps=5"
 OWN = "--config-dir=HERE "  # options in files of the user's own
+CHAT = '{"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 NOWHERE = "/no/such/place"
 GOOD_TEXT = file("x.txt", b"a text of some words\n" * 500)
 GOOD_SHARD = file("x.bin", shard(np.arange(40_960) % 50000))
@@ -234,7 +235,9 @@ DATA = {
         _row(ROWS, "type int", content=b"1\n" * 40),
         _row(ROWS + " data.field=question", "'question'", "data.field", "'text'", content=rows()),
         _row(ROWS, "byte 0xff", content=b'{"text": "\xff\xfe"}\n' * 40),
+        _row(ROWS, "'text'", "type data.messages=chat", content=rows(CHAT)),
     ],
+    "data.messages=chat": _row(ROWS + " data.messages=chat", "have none", "data.template=FILE", content=rows(CHAT)),
     "HERE/x.jsonl": [
         _row(ROWS, "is empty", "JSON lines", content=b""),
         _row(ROWS, "no row", content=b"\n" * 40),
@@ -254,6 +257,7 @@ DATA = {
     "HERE/x.txt": [
         _row(TEXT, "is empty", "file of text", content=b""),
         _row(TEXT, "no text", "not UTF-8", content=b"\xff" * 100),
+        _row(TEXT, "UTF-16", "iconv -f UTF-16 -t UTF-8", content="some words".encode("utf-16")),
     ],
     "data.seq_len": [_row(TEXT, "tokens", content=b"a")],
     "HERE/train-images-idx3-ubyte": Refusal(MNIST, file=mnist(images=idx((20, 4, 4), bytes(319)))),

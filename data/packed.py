@@ -1,0 +1,51 @@
+"""Compressed files. They are unpacked into the cache, once, because rows are read in any order."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from common.errors import DataError
+from data.cache import cached_folder
+
+SUFFIXES = (".gz", ".zst")
+
+
+def unpacked(path: Path, cache_dir: str | os.PathLike | None) -> Path:
+    """Return the path of a file's content: the file itself, or what the cache has of a compressed one.
+
+    Raises:
+        DataError: If the file is damaged, or nothing here unpacks it.
+    """
+    if path.suffix not in SUFFIXES:
+        return path
+    status = path.stat()
+    content = json.dumps([str(path), status.st_size, status.st_mtime_ns])
+
+    def build(folder: Path) -> None:
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else _open_zstd(path) as packed:
+                with open(folder / path.stem, "wb") as file:
+                    shutil.copyfileobj(packed, file, 1 << 20)
+        except Exception as error:
+            if isinstance(error, DataError) or getattr(error, "errno", None) is not None:  # such as a full disk
+                raise
+            raise DataError(f"{path} cannot be unpacked ({error}); copy it again") from None
+
+    name = f"unpacked-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    return cached_folder(cache_dir, name, build) / path.stem
+
+
+def _open_zstd(path: Path) -> Any:
+    with suppress(ImportError):
+        return import_module("compression.zstd").open(path)  # since Python 3.14
+    with suppress(ImportError):
+        return import_module("pyarrow").input_stream(str(path), compression="zstd")
+    raise DataError(f"{path}: Python unpacks it from 3.14 on. Type pip install pyarrow, or unpack it: zstd -d {path}")

@@ -1,0 +1,236 @@
+"""Rows of chats: whose tokens count, beside transformers' own mask, and what is refused before a run."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tokenizer_folders import CHATML, LLAMA3, MARKED, tokenizer_folder
+
+from common.errors import DataError
+from data.jsonl import Jsonl
+from data.parquet import Parquet
+
+# Generation blocks where a template that goes message by message has its answers, so that transformers has a mask too.
+ANSWER = "{% if message.role == 'assistant' %}{% generation %}WRITTEN{% endgeneration %}{% else %}WRITTEN{% endif %}"
+CHATML_BLOCKS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    + ANSWER.replace("WRITTEN", "{{ message.content + '<|im_end|>\\n' }}")
+    + "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3_BLOCKS = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
+    + ANSWER.replace("WRITTEN", "{{ message.content | trim + '<|eot_id|>' }}")
+    + "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+WITHOUT = ("{% generation %}", "{% endgeneration %}")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": "number"}}}]
+
+
+def say(*turns: str) -> list[dict]:
+    """Messages of user and assistant in turns; the first is the system's if it begins with a hash."""
+    roles = [*["system"] * turns[0].startswith("#"), *["user", "assistant"] * len(turns)]
+    return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+
+
+CHATS = [
+    say("How many clips?", "48/2 = 24 clips."),
+    say(
+        "#Be brief.", "Two\n\nlines \u00e9 ", "72", "And May?", "  In May,\n\n with spaces ", "Why?", "\U0001f600 漢字"
+    ),
+    say("What is <|im_end|>?", "A token, <think>\n\n as </s> is.", "<b> & 'it'", ""),
+    [*say("1 + 2?", "I add."), {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}],
+    [*say("a", "b"), *say("c", "d", "a question without an answer")],
+]
+TEMPLATES = {
+    "ChatML": ("qwen", CHATML_BLOCKS),
+    "Llama 3": ("llama3", LLAMA3_BLOCKS),
+    "marked": ("qwen", MARKED),
+}
+
+
+@pytest.fixture
+def chats_of(prepared, tmp_path):
+    """``chats_of(rows, style, template)``: a data set of rows, each the messages, or an object."""
+
+    def build(rows, style="qwen", template=CHATML_BLOCKS, **options):
+        rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
+        (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folder = tokenizer_folder(tmp_path / "tokenizer", style, chat_template=template)
+        options = {"messages": "messages", "seq_len": 400, "tokenizer": str(folder), **options}
+        return prepared(Jsonl, tmp_path / "chat.jsonl", **options)
+
+    return build
+
+
+def rows_of(source) -> list[tuple[list[int], list[int]]]:
+    """Each row's inputs and targets, of the same length."""
+    return [
+        (row.tolist(), target.tolist()) for row, target in zip(*source.read(np.arange(len(source)), 0), strict=True)
+    ]
+
+
+def theirs(tmp_path):
+    """transformers' tokenizer of the same folder."""
+    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
+    return transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+
+
+def check(data, tokenizer, chats, **more) -> None:
+    """Compare each row, token by token, with transformers' tokens and mask."""
+    for (inputs, targets), chat in zip(rows_of(data.train), chats, strict=True):
+        both = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True, **more)
+        tokens, mask = both["input_ids"], both["assistant_masks"]
+        assert 0 < sum(mask) < len(tokens) <= len(inputs)
+        assert inputs[: len(tokens) - 1] == tokens[:-1]
+        wanted = [token if count else -100 for token, count in zip(tokens, mask, strict=True)]
+        assert targets == wanted[1:] + [-100] * (len(targets) - len(tokens) + 1)
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "by prefix"])
+@pytest.mark.parametrize("style, template", TEMPLATES.values(), ids=TEMPLATES)
+def test_every_token_of_every_row_counts_as_in_the_mask_of_transformers(chats_of, tmp_path, style, template, blocks):
+    """A template without blocks gives the same as with them, by what it writes up to each answer."""
+    own = template if blocks else template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    check(chats_of(CHATS, style, own), theirs(tmp_path), CHATS, chat_template=template)
+
+
+def test_tools_and_system_messages_reach_the_template(chats_of, tmp_path):
+    rows = [{"messages": CHATS[i], "tools": tools} for i, tools in ((1, TOOLS), (3, json.dumps(TOOLS)), (0, None))]
+    data, tokenizer = chats_of(rows), theirs(tmp_path)
+    for (inputs, _), row, tools in zip(rows_of(data.train), rows, (TOOLS, TOOLS, None), strict=True):
+        whole = tokenizer.apply_chat_template(row["messages"], tools=tools, return_dict=True)["input_ids"]
+        assert inputs[: len(whole) - 1] == whole[:-1]
+        assert ("parameters" in data.vocabulary.decode(inputs)) == bool(tools)
+
+
+def test_sharegpts_names_and_values_that_are_null_are_the_same_chat(chats_of):
+    names = {"user": "human", "assistant": "gpt", "system": "system", "tool": "tool"}
+    theirs = [[{"from": names[m["role"]], "value": m["content"]} for m in chat] for chat in CHATS]
+    nulls = [[{**m, "name": None, "tool_calls": None} for m in chat] for chat in CHATS]
+    wanted = rows_of(chats_of(CHATS).train)
+    assert rows_of(chats_of(nulls).train) == wanted
+    rows = [{"conversations": chat} for chat in theirs]
+    assert rows_of(chats_of(rows, messages="conversations").train) == wanted
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3], ids=["ChatML", "Llama 3"])
+def test_two_messages_are_a_prompt_and_its_answer(chats_of, prepared, tmp_path, template):
+    style = "qwen" if template is CHATML else "llama3"
+    pairs = [say("How many clips?", "48/2"), say("  Two\n\nlines ", "\n\n72 \n"), say("May?", "")] * 9
+    data = chats_of(pairs, style, template, bucket_by_length=True)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"q": user["content"], "a": answer["content"]}) + "\n" for user, answer in pairs)
+    )
+    options = {"field": "q", "answer": "a", "template": "tokenizer", "tokenizer": str(tmp_path / "tokenizer")}
+    same = prepared(Jsonl, tmp_path / "rows.jsonl", bucket_by_length=True, seq_len=400, **options)
+    assert rows_of(data.train) == rows_of(same.train) and rows_of(data.valid) == rows_of(same.valid)
+    assert data.train.lengths(np.arange(20)).tolist() == same.train.lengths(np.arange(20)).tolist()
+    assert data.encode_prompts(["How?"]) == same.encode_prompts(["How?"]), "mode=sample: a user's message"
+
+
+def test_gsm8k_as_chats_is_gsm8k_as_questions_and_answers(chats_of, prepared, tmp_path, published):
+    lines = [json.loads(line) for line in (published("gsm8k") / "test.jsonl").read_text().splitlines()]
+    chats = chats_of([say(row["question"], row["answer"]) for row in lines], template=CHATML, seq_len=1500)
+    options = {"field": "question", "answer": "answer", "template": "tokenizer", "seq_len": 1500}
+    pairs = prepared(Jsonl, published("gsm8k") / "test.jsonl", tokenizer=str(tmp_path / "tokenizer"), **options)
+    for split in ("train", "valid", "test"):
+        ours, theirs = (getattr(data, split) for data in (chats, pairs))
+        every = np.arange(len(theirs))
+        assert all(one.equal(other) for one, other in zip(ours.read(every, 0), theirs.read(every, 0), strict=True))
+
+
+def test_a_column_of_structs_is_a_chat_too(chats_of, prepared, tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    data = chats_of([{"messages": chat, "tools": None} for chat in CHATS])
+    for tools in ({}, {"tools": [json.dumps(TOOLS), *[None] * 4]}):
+        parquet.write_table(pa.table({"chat": CHATS, "id": range(5), **tools}), tmp_path / "a.parquet")
+        options = {"messages": "chat", "tokenizer": str(tmp_path / "tokenizer"), "seq_len": 400}
+        rows = rows_of(prepared(Parquet, tmp_path / "a.parquet", **options).train)
+        assert (rows == rows_of(data.train)) == (not tools) and rows[1:] == rows_of(data.train)[1:]
+    for wrong, says in (
+        ({"column": "chat"}, "'chat' is a chat: type data.messages=chat"),
+        ({}, "'text' .* is missing; .*'chat' is a chat: type data.messages=chat"),
+        ({"messages": "id"}, "row 0 .from 0.: id is 0, not a list of messages"),
+    ):
+        with pytest.raises(DataError, match=says):
+            prepared(Parquet, tmp_path / "a.parquet", **({"tokenizer": options["tokenizer"]} | wrong))
+
+
+GOOD = {"messages": CHATS[0]}
+REFUSED = {
+    "the field missing": ({"chat": CHATS[0]}, {}, "'messages' .data.messages=. is missing; .*type data.messages=chat"),
+    "no list": ({"messages": "hello"}, {}, """'messages' .data.messages=. is "hello", not a list of messages"""),
+    "an empty list": ({"messages": []}, {}, r"is \[\], not a list of messages"),
+    "no role": ({"messages": [{"text": "a"}]}, {}, "not a list of messages"),
+    "a role that is no text": ({"messages": [{"role": 1, "content": "a"}]}, {}, "has no role in message 1"),
+    "no content": ({"messages": [*CHATS[0], {"role": "user"}]}, {}, "has no content in message 3, of the role 'user'"),
+    "tools that are no list": ({**GOOD, "tools": "3"}, {}, "comes with tools of type int"),
+    "a role that nothing is written of": (
+        {"messages": [*CHATS[0], {"role": "critic", "content": "no"}]},
+        {"template": "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"},
+        "it writes nothing of a message with the role 'critic'",
+    ),
+    "tools that nothing is written of": (
+        {**GOOD, "tools": TOOLS}, {"template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+        "it writes nothing of the tools of a row",
+    ),
+    "a role that the template refuses": (
+        {"messages": [*CHATS[0], {"role": "critic", "content": "no"}]},
+        {"template": "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('Roles must alternate') }}"
+         "{% endif %}{{ m.content }}{% endfor %}"},
+        "Roles must alternate, in the row whose prompt begins with 'How many clips",
+    ),
+    "an answer that is written otherwise once others follow": (
+        {"messages": say("a", "b", "c", "d")},
+        {"template": "{% for m in messages %}{{ m.role }}{{ m.content if m.role == 'user' or loop.last }}{% endfor %}"},
+        "for the first 2 of 4 messages, and something else where all are written, .*has no {% generation %} blocks, "
+        ".*use another template, data.template=FILE",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row, more, says", REFUSED.values(), ids=REFUSED)
+def test_a_row_that_cannot_be_read_as_a_chat_is_named_before_the_run(chats_of, row, more, says):
+    with pytest.raises(DataError, match=f"chat.jsonl line 3: .*{says}"):
+        chats_of([GOOD, GOOD, row, GOOD], **more)
+
+
+def test_chats_of_which_nothing_would_count_are_refused(chats_of):
+    bots = [[{"role": role, "content": "a"} for role in ("user", "bot")]] * 3
+    with pytest.raises(DataError, match="nothing would count in the loss, because no row has .* the role assistant"):
+        chats_of(bots)
+
+
+def test_options_that_contradict_each_other_or_lack_a_template_say_what_to_type(chats_of, prepared, tmp_path):
+    with pytest.raises(DataError, match="set data.answer=null for chats"):
+        chats_of(CHATS, answer="answer")
+    for tokenizer, whose in ((None, "GPT-2 tokens"), (str(tmp_path / "tokenizer"), "tokens of .*tokenizer.json")):
+        if tokenizer:
+            tokenizer_folder(tmp_path / "tokenizer", chat_template=None)
+        says = (
+            f".data.template=tokenizer. cannot be read .{whose} have none.; give a Jinja file, data.template=FILE, or"
+        )
+        with pytest.raises(DataError, match=f"data.messages=messages {says} a tokenizer .*, data.tokenizer=FOLDER"):
+            prepared(Jsonl, tmp_path / "chat.jsonl", messages="messages", tokenizer=tokenizer)
+
+
+def test_chats_without_the_key_say_which_to_type(chats_of, prepared, tmp_path):
+    chats_of(CHATS)
+    for options, problem in (({}, "'text' .data.field=. is missing"), ({"field": "messages"}, "is not a string")):
+        with pytest.raises(
+            DataError, match=f"line 1: .*{problem}.*; 'messages' is a chat: type data.messages=messages"
+        ):
+            prepared(Jsonl, tmp_path / "chat.jsonl", **options)
+
+
+def test_gpt2s_tokens_have_chats_by_a_file(prepared, chats_of, tmp_path):
+    chats_of(CHATS)
+    (tmp_path / "my.jinja").write_text(CHATML_BLOCKS)
+    options = {"messages": "messages", "template": str(tmp_path / "my.jinja"), "seq_len": 400}
+    data = prepared(Jsonl, tmp_path / "chat.jsonl", **options)
+    for (_, targets), chat in zip(rows_of(data.train), CHATS, strict=True):
+        said = data.vocabulary.decode([token for token in targets if token != -100])
+        assert said == "".join(f"{m['content']}<|im_end|>\n" for m in chat if m["role"] == "assistant")
