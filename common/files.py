@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 from common.errors import UserError
 
 TYPED_IN = "TRAIN_PATHS_TYPED_IN"  # the variable with the folder of relative paths, if it is not the current folder
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # ORGANISATION/NAME, or NAME
 _PLAIN = (type(None), bool, int, str)  # types that JSON has as well
 
 
@@ -82,9 +84,30 @@ def expand_home(path: str | os.PathLike, base: Path | None = None) -> Path:
         raise UserError(f"{path}: no such home folder, or HOME is not set; give a whole path") from None
 
 
+def find_weights(weights: str | os.PathLike) -> Path:
+    """Return the path of weights. A name of the Hugging Face hub is the folder that ``hf download`` has filled."""
+    path = expand_home(weights)
+    if path.exists() or not _HUB_NAME.fullmatch(str(weights)):
+        return path
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = expand_home(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    repository = cache / f"models--{str(weights).replace('/', '--')}"
+    try:
+        return repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return path
+
+
+def download_hint(weights: str | os.PathLike) -> str:
+    """Return what to type for weights that do not exist, if their path can be a name of the Hugging Face hub."""
+    if not _HUB_NAME.fullmatch(str(weights)):
+        return ""
+    return f". If it is a model of the Hugging Face hub, type hf download {weights}, then the same command again"
+
+
 def folder_of(weights: str | os.PathLike) -> Path:
     """Return the folder of weights: the path itself, or the folder of a .safetensors file."""
-    path = expand_home(weights)
+    path = find_weights(weights)
     return path.parent if path.suffix == ".safetensors" and not path.is_dir() else path
 
 

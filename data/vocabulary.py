@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.errors import DataError
-from common.files import folder_of, parse_json
+from common.files import download_hint, folder_of, parse_json
 from common.machine import usable_cores
 from data.documents import Document, batches
 
@@ -237,6 +237,7 @@ class HuggingFaceVocabulary(Vocabulary):
         if not self.path.is_file():
             raise DataError(
                 f"{self.path} does not exist; data.tokenizer={tokenizer} must be a folder with a {_TOKENIZER}"
+                + ("" if path.is_dir() else download_hint(tokenizer))
             )
         given = (self._settings(_SPECIAL) | self._settings(_SETTINGS)).items()
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given}

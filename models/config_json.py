@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError
-from common.files import parse_json
+from common.files import folder_of, parse_json
 
 # Keys that transformers writes for any model and on which no logit depends.
 _FREE = {
@@ -28,6 +28,11 @@ _FREE = {
     "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
 }  # fmt: skip
+# The word after ``model=`` for the architectures that have a family; others are models of transformers.
+WORDS = {
+    "GPT2LMHeadModel": "gpt2",
+    **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), "llama"),
+}
 _FIXED = {"is_encoder_decoder": [False], "chunk_size_feed_forward": [0], "pruned_heads": [{}]}
 
 
@@ -68,21 +73,56 @@ class Family:
 
     def describe(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the sizes that the content of a config.json describes; see ``read``."""
+        kinds = content.get("architectures")
+        if not isinstance(kinds, list) or not kinds:
+            raise ModelError(
+                f'{where} names no architecture; write "architectures": ["{next(iter(self.kinds))}"] into it if '
+                f"model={self.name} is right, or use model=transformers"
+            )
+        if (kind := str(kinds[0])) not in self.kinds:
+            raise ModelError(f"{where} is {kind}; use model={WORDS.get(kind, 'transformers')}")
         config = self.complete({key: value for key, value in content.items() if value is not None})
-        kind = config["architectures"][0]
-        known = kind in self.kinds
-        problems = [] if known else [f"describes {kind} (here {' or '.join(self.kinds)})"]
-        problems += [f"lacks {theirs}" for theirs in self.sizes.values() if known and theirs not in config]
+        problems = [f"lacks {theirs}" for theirs in self.sizes.values() if theirs not in config]
         fixed, free = {**_FIXED, **self.fixed}, _FREE | self.free | {*self.sizes.values()}
         for key, value in config.items():
             if key in fixed and value not in fixed[key]:
                 problems.append(f"has {key}={value} (here {' or '.join(map(str, fixed[key])) or 'none'})")
-            elif known and key not in fixed and key not in free:
+            elif key not in fixed and key not in free:
                 problems.append(f"has {key}={value}, which is not known here")
         if problems:
             listed = ", ".join(problems)
-            raise ModelError(f"{where} {listed}; model={self.name} would compute other numbers than {kind}")
+            raise ModelError(
+                f"{where} {listed}; model={self.name} would compute other numbers than {kind}. Use model=transformers"
+            )
         return {**{key: config[theirs] for key, theirs in self.sizes.items()}, **self.kinds[kind]}
+
+    def beside(
+        self, model: Mapping[str, Any], typed: Mapping[str, Any], named: Callable[[], Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return the sizes in the config.json beside the weights of ``model.init_from``, and those that are typed.
+
+        Args:
+            model: The section ``model``.
+            typed: Its sizes that are not null. A larger vocabulary than the file's is kept.
+            named: Returns the sizes of ``model.size``, if that is not null.
+
+        Returns:
+            The sizes; None if there is no such file, or all sizes are typed.
+
+        Raises:
+            ModelError: If config.json describes another kind of model, or a size contradicts it.
+        """
+        path = None if model.get("init_from") is None else folder_of(model["init_from"]) / "config.json"
+        if path is None or not path.is_file():
+            return None
+        sizes = self.read(path)
+        chosen = {} if model["size"] is None else named()
+        for model_sizes, source, out in ((typed, "", None), (chosen, f"size={model['size']} has ", "size")):
+            if (differs := first_difference(sizes, model_sizes)) is not None:
+                key, value, mine = differs
+                theirs = f"{path} has {self.sizes.get(key, key)}={value}"
+                raise ModelError(f"model.{source}{key}={mine}, but {theirs}; leave model.{out or key} out")
+        return {**sizes, **typed}
 
 
 def first_difference(sizes: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

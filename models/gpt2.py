@@ -18,7 +18,7 @@ from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, check_width, draw_normal
 from models.cut import Columns, Rows, Vocabulary
 from models.fused_cross_entropy import FusedHead
-from models.gpt2_sizes import GPT2, Size, with_sizes
+from models.gpt2_sizes import DEFAULT, GPT2, Size, sizes_of, with_defaults
 from models.huggingface import HuggingFace
 from models.losses import TokenCrossEntropy
 
@@ -109,22 +109,22 @@ def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
 
 
 def gpt2(
-    size: Literal["124M", "350M", "774M", "1558M", "tiny"] = "124M",
+    size: Literal["124M", "350M", "774M", "1558M", "tiny"] | None = DEFAULT,
     n_layer: int | None = None,
     n_head: int | None = None,
     n_embd: int | None = None,
     block_size: int | None = None,
-    vocab_size: int = 50304,
+    vocab_size: int | None = None,
     dropout: float = 0.0,
 ) -> Chain:
     """Build GPT-2 as a chain: ``embedding``, ``h.0`` … ``h.N-1``, ``head`` (final norm and tied projection).
 
     Token ids [b, t] -> logits [b, t, vocab_size]. Each of the four numbers after ``size`` that is given replaces that
-    of the size. GPT-2's vocabulary has 50257 words; 50304 = 393 x 128 is faster on every device, and the model learns
-    that the further words are rare. Raises ValueError for sizes that do not fit together.
+    of the size, which is 124M if it is None. GPT-2's vocabulary has 50257 words; 50304 = 393 x 128, the default, is
+    faster on every device, and the model learns that the further words are rare. Raises ValueError for sizes that do
+    not fit together.
     """
-    given = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
-    chosen: Size = with_sizes(size, given)
+    chosen, vocab_size = with_defaults(locals())
     check_sizes(**vars(chosen), vocab_size=vocab_size, dropout=dropout)
     check_width("n_embd", chosen.n_embd, chosen.n_head)
     block = partial(Block, chosen, dropout)
@@ -140,7 +140,7 @@ def gpt2(
         limits={"positions": chosen.block_size, "vocabulary": vocab_size},
         embedding=EMBEDDING,
         continues=True,
-        hugging_face=_hugging_face(chosen, dropout),
+        hugging_face=_hugging_face(chosen, vocab_size, dropout),
         cut={
             "embedding.wte": Vocabulary(),
             "h.*.attn.c_attn": Columns(groups=3, unit=chosen.n_embd // chosen.n_head),
@@ -152,7 +152,7 @@ def gpt2(
     )
 
 
-def _hugging_face(size: Size, dropout: float) -> HuggingFace:
+def _hugging_face(size: Size, vocab_size: int, dropout: float) -> HuggingFace:
     """Return how ``GPT2LMHeadModel`` stores it. Projections are ``Conv1D``, a Linear with its weight transposed."""
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -162,6 +162,7 @@ def _hugging_face(size: Size, dropout: float) -> HuggingFace:
         "n_embd": size.n_embd,
         "n_layer": size.n_layer,
         "n_head": size.n_head,
+        "vocab_size": vocab_size,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
@@ -186,3 +187,6 @@ def _is_causal(mask: Tensor) -> bool:
 
 def _is_low(masked: Tensor) -> bool:
     return bool((masked < -1e3).all())  # its share in a softmax is 0
+
+
+gpt2.sizes_of = sizes_of  # the values of sizes that are null: see training.run.prepare.model_and_data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +42,9 @@ SIZES = {
     "1558M": Size(48, 25, 1600),
     "tiny": Size(6, 4, 64, block_size=256),
 }
+DEFAULT = "124M"
+# 50257 words are GPT-2's own; 50304 = 393 x 128 are faster on every device.
+PADDED_TO, VOCABULARY = 128, 50304
 
 
 def with_sizes(size: str, given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> Any:
@@ -59,7 +62,10 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
 GPT2 = Family(
     "gpt2",
     kinds={"GPT2LMHeadModel": {}},
-    sizes={"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"},
+    sizes={
+        "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions",
+        "vocab_size": "vocab_size",
+    },
     fixed={
         "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "layer_norm_epsilon": [1e-5], "n_inner": ["4 n_embd"],
         "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "tie_word_embeddings": [True],
@@ -67,7 +73,7 @@ GPT2 = Family(
     },
     # The order of attention's operations, dropout (here model.dropout), and keys that GPT2LMHeadModel does not read.
     free=frozenset({
-        "reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "vocab_size", "n_ctx", "n_special",
+        "reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "n_special",
         "predict_special_tokens", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
         "summary_type", "summary_use_proj",
     }),
@@ -76,10 +82,33 @@ GPT2 = Family(
 )  # fmt: skip
 
 
+def with_defaults(model: Mapping[str, Any]) -> tuple[Size, int]:
+    """Return the sizes of the GPT-2 that a section ``model`` describes, and its number of words."""
+    given = {field.name: model[field.name] for field in fields(Size)}
+    return with_sizes(model["size"] or DEFAULT, given), model["vocab_size"] or VOCABULARY
+
+
+def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
+    """Return the values of the nulls in a section ``model``.
+
+    If there is a config.json beside the weights ``init_from``, they are its sizes. The vocabulary is at least
+    ``VOCABULARY``, unless it is typed. Otherwise only the vocabulary is returned.
+
+    Raises:
+        ModelError: If config.json describes another kind of model, or a size in the section contradicts it.
+    """
+    size, vocabulary = with_defaults(model)
+    typed = {key: model[key] for key in GPT2.sizes if model[key] is not None}
+    if len(typed) == len(GPT2.sizes) or (sizes := GPT2.beside(model, typed, lambda: vars(size))) is None:
+        return {"vocab_size": vocabulary}
+    padded = -(-sizes["vocab_size"] // PADDED_TO) * PADDED_TO
+    return sizes | {"vocab_size": typed.get("vocab_size") or max(padded, VOCABULARY)}
+
+
 def parameters_of(model: Mapping[str, Any]) -> int:
-    """Return the number of parameters of the GPT-2 that a section ``model`` describes."""
-    given = {key: model[key] for key in ("n_layer", "n_head", "n_embd", "block_size")}
-    return with_sizes(model["size"], given).parameters(model["vocab_size"])
+    """Return the number of parameters of the GPT-2 that a section ``model`` describes, without its config.json."""
+    size, vocabulary = with_defaults(model)
+    return size.parameters(vocabulary)
 
 
 def published_rate(parameters: int) -> float:

@@ -7,8 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from common.errors import ModelError
-from common.files import folder_of
-from models.config_json import Family, first_difference
+from models.config_json import Family
 from models.gpt2_sizes import with_sizes
 
 
@@ -74,7 +73,7 @@ KEYS = {  # this project's names, and those of Hugging Face's config.json
 
 
 def _complete(config: dict[str, Any]) -> dict[str, Any]:
-    heads, kind = config.get("num_attention_heads"), config["architectures"][0]
+    heads, kind = config.get("num_attention_heads"), config["architectures"][0]  # Family.describe has checked it
     full = {"tie_word_embeddings": False, "initializer_range": 0.02, "rope_theta": 10_000.0}
     if heads is not None and "hidden_size" in config:
         head_dim = 128 if kind == "Qwen3ForCausalLM" else config["hidden_size"] // heads
@@ -141,17 +140,10 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     """
     known, size = {field.name: model.get(field.name) for field in fields(Size)}, model["size"]
     typed = {key: value for key, value in known.items() if value is not None}
-    path = None if model.get("init_from") is None else folder_of(model["init_from"]) / "config.json"
-    if path is None or not path.is_file() or typed.keys() | {"rope_scaling"} == known.keys():
+    all_typed = typed.keys() | {"rope_scaling"} == known.keys()
+    if all_typed or (sizes := LLAMA.beside(model, typed, lambda: vars(chosen_size(size, known)))) is None:
         vocabulary = chosen_size(size, known).vocab_size
         return {"vocab_size": vocabulary if known["vocab_size"] else max(vocabulary, words or 0)}
-    sizes = LLAMA.read(path)
-    chosen = {} if size is None else vars(chosen_size(size, known))
-    for model_sizes, source, out in ((typed, "", None), (chosen, f"size={size} has ", "size")):
-        if (differs := first_difference(sizes, model_sizes)) is not None:
-            key, value, mine = differs
-            theirs = f"{path} has {LLAMA.sizes.get(key, key)}={value}"
-            raise ModelError(f"model.{source}{key}={mine}, but {theirs}; leave model.{out or key} out")
     return sizes
 
 

@@ -107,7 +107,7 @@ def published(folder, **options):
 @torch.no_grad()
 def loaded(folder):
     """The chain's layers with a folder's weights, by its config.json."""
-    chain = gpt2(size="tiny", **GPT2.read(folder / "config.json"), vocab_size=100)
+    chain = gpt2(size=None, **GPT2.read(folder / "config.json"))
     layers = chain.build(chain.names, 5, CPU).eval()
     weights = Weights(to_config({"init_from": str(folder)}), chain)
     for name, tensor in layers.named_parameters():

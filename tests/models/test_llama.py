@@ -126,7 +126,7 @@ def test_a_size_is_what_its_own_config_json_says(tmp_path, size):
 
 BASE = {"architectures": ["LlamaForCausalLM"], **{k: v for k, v in to_config(SIZES["tiny"]).items() if v is not None}}
 STRANGE = {
-    "another kind": ({"architectures": ["MistralForCausalLM"]}, "describes MistralForCausalLM .here LlamaForCausalLM"),
+    "another kind": ({"architectures": ["MistralForCausalLM"]}, "is MistralForCausalLM; use model=transformers"),
     "another function": ({"hidden_act": "gelu"}, "hidden_act=gelu .here silu"),
     "a bias": ({"mlp_bias": True}, "mlp_bias=True"),
     "a window of a kind that has no switch for it": ({"sliding_window": 4096}, "sliding_window=4096 .here none"),

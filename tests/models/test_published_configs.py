@@ -10,6 +10,7 @@ import json
 import pytest
 
 from common.errors import ModelError
+from models.config_json import WORDS
 from models.gpt2 import gpt2
 from models.gpt2_sizes import GPT2
 from models.gpt2_sizes import SIZES as GPT2_SIZES
@@ -199,19 +200,38 @@ def test_a_named_size_is_the_published_model_s(path, size, name):
 @pytest.mark.parametrize("size, published", PUBLISHED_GPT2.items(), ids=PUBLISHED_GPT2)
 def test_a_published_gpt2_is_the_size_of_its_name(path, size, published):
     content, count = published
-    assert GPT2.read(path(content)) == vars(GPT2_SIZES[size])
+    assert GPT2.read(path(content)) == {**vars(GPT2_SIZES[size]), "vocab_size": 50257}
     chain = gpt2(size=size, vocab_size=50257)
     assert parameters(chain) == count and chain.hugging_face.difference(path(content)) is None
 
 
 def test_how_a_model_generates_and_what_its_tokenizer_is_changes_no_number_of_it(path):
-    assert GPT2.read(path({**GPT2_SMALL, **OF_ANY_MODEL})) == vars(GPT2_SIZES["124M"])
+    assert GPT2.read(path({**GPT2_SMALL, **OF_ANY_MODEL})) == GPT2.read(path(GPT2_SMALL))
     assert LLAMA.read(path({**SMOL, **OF_ANY_MODEL})) == LLAMA.read(path(SMOL))
 
 
-def test_mistral_is_refused_by_its_name_and_for_its_window(path):
-    with pytest.raises(ModelError, match="describes MistralForCausalLM .*, has sliding_window=4096 .here none"):
-        LLAMA.read(path(MISTRAL))
+OTHERS = {
+    "Mistral": (LLAMA, MISTRAL, "is MistralForCausalLM; use model=transformers$"),
+    "Mixtral": (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "is MixtralForCausalLM; use model=transformers$"),
+    "Bloom": (GPT2, {"architectures": ["BloomForCausalLM"]}, "is BloomForCausalLM; use model=transformers$"),
+    "GPT-2 as Llama": (LLAMA, GPT2_SMALL, "is GPT2LMHeadModel; use model=gpt2$"),
+    "Llama as GPT-2": (GPT2, SMOL, "is LlamaForCausalLM; use model=llama$"),
+    "nothing": (LLAMA, {}, 'names no architecture; write "architectures": ."LlamaForCausalLM". .*model=transformers$'),
+    "none": (GPT2, {"architectures": []}, 'names no architecture; write "architectures": ."GPT2LMHeadModel". into it'),
+    "a word": (LLAMA, {"architectures": "Llama"}, "names no architecture"),
+    "another setting": (LLAMA, {**SMOL, "mlp_bias": True}, "has mlp_bias=True .* numbers .* Use model=transformers$"),
+}
+
+
+@pytest.mark.parametrize("family, content, says", OTHERS.values(), ids=OTHERS)
+def test_another_model_s_folder_is_refused_by_its_name_with_the_word_to_type(path, family, content, says):
+    with pytest.raises(ModelError, match=says):
+        family.read(path(content))
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=lambda family: family.name)
+def test_the_word_to_type_is_that_of_the_family(family):
+    assert {kind for kind, word in WORDS.items() if word == family.name} == family.kinds.keys()
 
 
 @pytest.mark.parametrize("heads", [0, "9", [9]])

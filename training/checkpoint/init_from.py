@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import TrainingError
-from common.files import expand_home, folder_of, parse_json
+from common.files import download_hint, find_weights, folder_of, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
 from models.chain import Chain
 from parallel.sharding import Box, Boxes, fill
@@ -62,7 +62,7 @@ def check_base(cfg: Any, chain: Chain) -> None:
         return
     model, lora = cfg.model, cfg.model.lora
     if model.init_from is not None:
-        base = "sha256=" + "+".join(map(sha256, _files(expand_home(model.init_from))))
+        base = "sha256=" + "+".join(map(sha256, _files(find_weights(model.init_from))))
     else:
         base = f"weights={chain.fingerprint}" if chain.fingerprint else f"seed={cfg.seed}"
     if lora.base not in (None, base):
@@ -90,7 +90,7 @@ def digest_read(cfg: Any, chain: Chain) -> str | None:
         return None
     digest = hashlib.sha256()
     try:
-        files = _files(expand_home(model.init_from))
+        files = _files(find_weights(model.init_from))
         beside = [files[0].with_name(name) for name in ("config.json", "tokenizer.json")]
         for path in [*files, *filter(Path.exists, beside)]:
             size = path.stat().st_size
@@ -140,6 +140,18 @@ def check_copies(model: Any, weights: Weights) -> None:
         raise TrainingError(f"model.init_from={model.init_from} is not what model={model.name} computes: {said}")
 
 
+def check_new_words(model: Any, chain: Chain, weights: Weights, words: int | None) -> None:
+    """Check that the file has all ``words`` of the data, if only adapters are trained. Raises TrainingError."""
+    if chain.base is None or chain.embedding is None or words is None:
+        return
+    known = weights.stored(chain.embedding).shape[0]
+    if known < words:
+        raise TrainingError(
+            f"model.lora.rank={model.lora.rank}: the rows of {words - known} new tokens would not be trained, because "
+            f"the data has {words} tokens and model.init_from={model.init_from} {known}; leave model.lora.rank out"
+        )
+
+
 def unseen(model: Any, chain: Chain) -> str | None:
     """Return a warning if there is no config.json with the settings that weights do not show; otherwise None."""
     folder, form = folder_of(model.init_from), chain.hugging_face
@@ -179,12 +191,13 @@ class Weights(dict):
         Raises:
             TrainingError: There is no such file, or it holds another model.
         """
-        files = _files(expand_home(model.init_from))
+        files = _files(find_weights(model.init_from))
         self._file_of = {name: path for path in files for name in _open(path).keys()}
         self._format = form = chain.hugging_face
         self.added: tuple[str, ...] = ()
         if form is not None and "extra_tokens" in model:
             self.added = _known_tokens(model, files[0].parent)
+        self._words = chain.limits.get("vocabulary")
         skeleton = (chain.base or chain).skeleton()
         self.expected = {name: t for name, t in skeleton.state_dict().items() if name not in chain.tied}
         super().__init__({name: key for name in self.expected if (key := self._key(name)) in self._file_of})
@@ -197,14 +210,18 @@ class Weights(dict):
         self.unexpected = [name for name in others if name not in self._redundant]
 
     def __getitem__(self, name: str) -> Boxes:
-        stored = self._stored(super().__getitem__(name))
-        if self._format is None:
-            return stored
-        if name.endswith(self._format.transposed):
+        stored = self.stored(name)
+        if self._format is not None and name.endswith(self._format.transposed):
             return _Transposed(stored)
-        rows, *width = self.expected[name].shape
-        grows = name in self._format.words and rows > stored.shape[0] and width == list(stored.shape[1:])
+        rows, *width = self.expected[name].shape or (0,)
+        known, *stored_width = stored.shape or (0,)
+        of_words = rows == self._words if self._format is None else name in self._format.words
+        grows = of_words and known < rows and width == stored_width
         return _Padded(stored, rows) if grows else stored
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a parameter's tensor as it is in its file."""
+        return self._stored(super().__getitem__(name))
 
     def contradictions(self) -> list[str]:
         """Return the problems of tensors that should follow from others, tied and redundant ones."""
@@ -251,7 +268,7 @@ class _Transposed:
 
 
 class _Padded:
-    """An embedding in a file, extended by rows that equal the mean row.
+    """The parameters of words in a file, extended by rows that equal the mean row.
 
     Rows of zeros would have logit 0, which is more than most words get.
     """
@@ -266,7 +283,8 @@ class _Padded:
         own = self._stored[(slice(min(start, known), min(stop, known)), *others)]
         if stop <= known:
             return own
-        return torch.cat([own, _mean(self._stored)[tuple(others)].to(own.dtype).expand(stop - start - len(own), -1)])
+        mean = _mean(self._stored)[tuple(others)].to(own.dtype)
+        return torch.cat([own, mean.expand(stop - start - len(own), *mean.shape)])
 
 
 def _files(path: Path) -> list[Path]:
@@ -288,7 +306,8 @@ def _files(path: Path) -> list[Path]:
             raise TrainingError(f"{given} holds no model.safetensors; give a folder that does, or a .safetensors file")
         path = pickled[0]
     if not path.exists():
-        raise TrainingError(f"{given} does not exist; give a folder with model.safetensors, or a .safetensors file")
+        ways = f"give a folder with model.safetensors, or a .safetensors file{download_hint(path)}"
+        raise TrainingError(f"{given} does not exist; {ways}")
     if path.suffix in _PICKLES:
         raise TrainingError(
             f"{path} is a pickle, which can run any code when it is opened, and is not read. If you trust it, convert "

@@ -104,9 +104,10 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
     texts = tokenizer(data, chain)
     if chain.hugging_face is not None:
         theirs = _published(published)
-        state, config = chain.hugging_face.export(state, None if _CONFIG in theirs else data.vocab_size)
-        end = getattr(data.vocabulary, "end", min(END_OF_TEXT, config["vocab_size"] - 1))  # words have no end
         known = json.loads(theirs.get(_CONFIG, "{}"))
+        words = max(filter(None, (known.get("vocab_size"), data.vocab_size)), default=None)
+        state, config = chain.hugging_face.export(state, words)
+        end = getattr(data.vocabulary, "end", min(END_OF_TEXT, config["vocab_size"] - 1))  # words have no end
         ends = {key: known[key] for key in _ENDS if key in known} or dict.fromkeys(_ENDS[:2], end)
         texts[_CONFIG] = json.dumps({**config, **ends}, indent=1)
         texts[_GENERATION] = theirs.get(_GENERATION, json.dumps(ends, indent=1))

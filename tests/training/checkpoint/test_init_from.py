@@ -145,15 +145,17 @@ def test_fewer_words_than_gpt2s_cannot_be_grown(recipe):
 @pytest.mark.parametrize(
     "words, changed, says",
     [
-        ("model.n_head=8", {}, r"config.json says n_head=4, the model has 8; set model.n_head=4"),
-        ("model.n_embd=64", {}, r"config.json says n_embd=32, the model has 64; set model.n_embd=32"),
-        ("model.n_layer=3", {}, r"config.json says n_layer=2, the model has 3; set model.n_layer=2"),
+        ("model.n_head=8", {}, r"model.n_head=8, but .*/config.json has n_head=4; leave model.n_head out"),
+        ("model.n_embd=64", {}, r"model.n_embd=64, but .*/config.json has n_embd=32; leave model.n_embd out"),
+        ("model.n_layer=3", {}, r"model.n_layer=3, but .*/config.json has n_layer=2; leave model.n_layer out"),
+        ("model.size=124M", {}, r"model.size=124M has n_head=12, but .* has n_head=4; leave model.size out"),
+        ("model.vocab_size=300", {}, r"model.vocab_size=300, but .*/config.json has vocab_size=50257"),
         ("seed=1", {"wte": torch.zeros(50305, 32)}, r"wte.weight has \(50305, 32\), the model \(50304, 32\)"),
     ],
 )
 def test_weights_that_do_not_fit_the_model_are_named(recipe, altered, words, changed, says):
     folder = altered(lambda state: state.update({f"transformer.{name}.weight": t for name, t in changed.items()}))
-    with pytest.raises(TrainingError, match=says):
+    with pytest.raises(UserError, match=says):
         prepare(config(*recipe, words, f"model.init_from='{folder}'"))
 
 
@@ -187,6 +189,68 @@ def test_a_head_in_the_file_must_be_the_embedding_to_which_the_model_ties_it(rec
         prepare(config(*recipe, f"model.init_from='{folder}'"))
 
 
+BARE = ["model=gpt2", "data.seq_len=16", "train.global_batch_size=4", "train.precision=fp32"]
+
+
+def test_a_folder_says_the_sizes_and_trained_weights_the_rate(text, published, tmp_path):
+    """Nothing is typed but the folder: as model=llama has it."""
+    cfg = config(*BARE, *text, f"model.init_from='{published}'", *NO_STEP[:1])
+    assert (cfg.optim.lr, cfg.scheduler.warmup_ratio, cfg.recipe) == (2e-5, 0.05, "finetune")
+    prepare(cfg)
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 256, "vocab_size": 50304}
+    assert cfg.model.size is None and {key: cfg.model[key] for key in sizes} == sizes
+    lora = config(*BARE, *text, f"model.init_from='{published}'", "model.lora.rank=2")
+    assert lora.optim.lr == 2e-4
+    assert config(*BARE, *text, f"model.init_from='{published}'", "recipe=published").optim.lr == 6e-4
+
+
+def test_a_folder_comes_out_with_the_words_that_it_had(text, published, tmp_path):
+    line = [*BARE, *text, f"model.init_from='{published}'"]
+    run(tmp_path / "run", *line, *NO_STEP)
+    execute(config(*line, "mode=export", f"checkpoint='{tmp_path / 'run'}'"), tmp_path, None)
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (published, tmp_path / "export"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["vocab_size"] == 50257
+
+
+def test_another_architecture_is_named_before_anything_starts(text, altered):
+    folder = altered(architectures=["MixtralForCausalLM"])
+    with pytest.raises(UserError, match="config.json is MixtralForCausalLM; use model=transformers"):
+        prepare(config(*BARE, *text, f"model.init_from='{folder}'"))
+
+
+HUB = "some-people/Small-GPT2.1"
+
+
+def hub(folder, monkeypatch, published=None):
+    """The cache of the hub, as ``hf download`` fills it."""
+    monkeypatch.setenv("HF_HOME", str(folder))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    if published is not None:
+        repository = folder / "hub" / f"models--{HUB.replace('/', '--')}"
+        shutil.copytree(published, repository / "snapshots" / "0123abc")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0123abc")
+
+
+def test_a_name_of_the_hub_is_what_was_downloaded(text, published, tmp_path, monkeypatch):
+    hub(tmp_path / "hf", monkeypatch, published)
+    run(tmp_path / "run", *BARE, *text, f"model.init_from={HUB}", *NO_STEP)
+    assert torch.equal(saved(tmp_path / "run", 1)[EMBEDDING][:50257], rows_of(published))
+
+
+def rows_of(folder):
+    return load_file(folder / "model.safetensors")["transformer.wte.weight"]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_a_name_that_was_not_downloaded_says_what_to_type(text, tmp_path, monkeypatch, model):
+    hub(tmp_path / "hf", monkeypatch)
+    says = f"{HUB} does not exist.*type hf download {HUB}, then the same command again"
+    with pytest.raises(UserError, match=says):
+        prepare(config(f"model={model}", *BARE[1:], *text, f"model.init_from={HUB}"))
+
+
 def test_the_published_file_has_no_prefix(recipe, published, tmp_path):
     state = load_file(published / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}
@@ -215,6 +279,24 @@ def test_any_other_model_starts_from_its_own_export(tmp_path):
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
     with pytest.raises(TrainingError, match=r"net1.weight has \(10, 10\), the model \(20, 10\)"):
         prepare(config(*length, from_export, "model.hidden=20"))
+
+
+def test_any_model_with_a_vocabulary_grows_by_rows_that_are_the_mean_of_its_own(text, tmp_path):
+    line = ["model=transformer", "model.d_model=16", "model.d_hid=16", "model.n_layer=1", *text, "optim.lr=0.5"]
+    line += ["train.steps=2", "train.epochs=null", "train.eval_every=null", "train.global_batch_size=4"]
+    run(tmp_path / "run", *line)
+    execute(config(*line, "mode=export", f"checkpoint='{tmp_path / 'run'}'"), tmp_path, None)
+    before = saved(tmp_path / "run", 2)
+    words = len(before["encoder.embedding.weight"])
+    start = [f"model.init_from='{tmp_path / 'export'}'", f"model.vocab_size={words + 5}", *NO_STEP]
+    run(tmp_path / "again", *line, *start)
+    after = saved(tmp_path / "again", 1)
+    for name, tensor in before.items():
+        grown = after[name][words:]
+        assert torch.equal(after[name][: len(tensor)], tensor) and len(grown) == (5 if len(tensor) == words else 0)
+        assert torch.allclose(grown, tensor.mean(dim=0).expand_as(grown), atol=1e-6)
+    with pytest.raises(TrainingError, match="the data has .* tokens, model.vocab_size=.* is too few|does not fit"):
+        prepare(config(*line, *start, f"model.vocab_size={words - 1}"))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json", None])

@@ -15,6 +15,7 @@ from commandline import ROOT, train
 from composed import config, execute, losses, run, run_layout
 from hugging_face import make_folder, write_rows
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from common.errors import UserError
 from training.run.prepare import describe, prepare
@@ -32,6 +33,19 @@ KINDS = {
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("rows") / "gsm8k")
+
+
+@pytest.fixture(scope="module")
+def chats(rows, tmp_path_factory):
+    """The same rows as chats."""
+    folder = tmp_path_factory.mktemp("chats")
+    for file in rows.glob("*.jsonl"):
+        with open(folder / file.name, "w") as chats:
+            for row in map(json.loads, file.read_text().splitlines()):
+                said = zip(("user", "assistant"), (row["question"], row["answer"]), strict=True)
+                chat = [{"role": role, "content": content} for role, content in said]
+                chats.write(json.dumps({"messages": chat}) + "\n")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +87,42 @@ def test_a_folder_comes_out_as_it_went_in_bit_for_bit(folders, rows, tmp_path, k
     before, after = (json.loads((place / "config.json").read_text()) for place in (folder, again))
     assert {k: before[k] for k in before.keys() & after.keys() if after[k] != before[k]} == {}
     assert before["architectures"] == after["architectures"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_grown_tokenizer_grows_the_words_by_rows_that_are_the_mean_of_the_others(folders, rows, tmp_path, kind):
+    folder = shutil.copytree(folders(kind), tmp_path / "grown")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"<{i}>" for i in range(420 - tokenizer.get_vocab_size())])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="the data has 420 tokens, model.vocab_size=416 is too few; set .*=420 or more"):
+        prepare(config(*words(folder, rows)))
+    with pytest.raises(
+        UserError, match="rank=2: the rows of 4 new tokens would not be trained, because the data has 420"
+    ):
+        prepare(config(*words(folder, rows, "model.vocab_size=420", "model.lora.rank=2")))
+    run(tmp_path / "run", *words(folder, rows, "model.vocab_size=420", *KEPT))
+    exported(tmp_path / "run", tmp_path, *words(folder, rows, "model.vocab_size=420"))
+    before, after = {}, load_file(tmp_path / "export" / "model.safetensors")
+    for part in folder.glob("*.safetensors"):
+        before |= load_file(part)
+    for name, tensor in after.items():
+        own = before[name]
+        assert torch.equal(tensor[: len(own)], own) and len(tensor) - len(own) == (4 if len(own) == 416 else 0)
+        assert torch.allclose(tensor[len(own) :], own.mean(dim=0).expand_as(tensor[len(own) :]), atol=1e-6)
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["vocab_size"] == 420
+
+
+def test_rows_as_chats_have_the_loss_of_rows_as_questions_and_answers(folders, rows, chats, tmp_path, capsys):
+    folder, train = folders("qwen2"), ["train.epochs=null", "train.steps=4", "train.precision=fp32", "optim.lr=1e-2"]
+    pairs = words(folder, rows, *train, "data.template=tokenizer")
+    line = words(folder, chats, *train, "data.messages=messages", "data.field=text", "data.answer=null")
+    for name, command in (("pairs", pairs), ("chats", line)):
+        run(tmp_path / name, *command)
+    assert losses(tmp_path / "chats") == pytest.approx(losses(tmp_path / "pairs"), rel=1e-7)
+    ask = ["mode=sample", "sample.prompt='How many fruits?'", "sample.tokens=3", f"checkpoint='{tmp_path / 'chats'}'"]
+    execute(config(*line, *ask), tmp_path, None)
+    assert "<|im_start|>user\nHow many fruits?<|im_end|>\n<|im_start|>assistant\n" in capsys.readouterr().out
 
 
 def test_stages_and_shares_start_from_the_same_folder_as_one_process(ranks, folders, rows, tmp_path):
@@ -152,13 +202,18 @@ def test_a_part_that_is_missing_is_named(folders, rows, tmp_path):
         prepare(config(*words(folder, rows)))
 
 
-def test_the_page_leads_from_a_folder_to_a_folder(rows, folders, tmp_path, capsys):
+def test_the_page_leads_from_a_folder_to_a_folder(rows, folders, chats, tmp_path, capsys):
     """Its commands in their order, with few steps; then its program, whose last line is a difference of logits."""
     page = (ROOT / "docs" / "finetuning.md").read_text()
-    for word, place in (("FOLDER", folders("llama, tied")), ("GSM8K", rows), ("runs/", f"{tmp_path}/runs/")):
+    for word, place in (
+        ("FOLDER", folders("llama, tied")),
+        ("GSM8K", rows),
+        ("CHATS", chats),
+        ("runs/", f"{tmp_path}/runs/"),
+    ):
         page = page.replace(f"={word}", f"={place}").replace(f'"{word}', f'"{place}')
     commands = re.findall(r"^    python train.py (.*)$", page.partition("```python")[0], flags=re.M)
-    assert len(commands) == 5
+    assert len(commands) == 6
     short = ["data.seq_len=64", "train.epochs=null", "train.steps=12", "optim.lr=0.02", "train.eval_every=null"]
     runs = []
     (tmp_path / "runs").mkdir()
@@ -166,10 +221,10 @@ def test_the_page_leads_from_a_folder_to_a_folder(rows, folders, tmp_path, capsy
         line, where = shlex.split(command), tmp_path / "runs" / str(number)
         if line[-1].startswith("hydra.run.dir="):
             where = Path(line.pop().partition("=")[2])
-        line += short if "experiment=" in command else ["sample.tokens=20"]
+        line += short if "data.root=" in command else ["sample.tokens=20"]
         runs.append(train([*line, "device=cpu", "logger=none"], where))
         assert runs[-1].code == 0, runs[-1].console
-    assert runs[0].losses[-1] < runs[0].losses[0] - 0.1
+    assert all(run.losses[-1] < run.losses[0] - 0.1 for run in runs[:2])
     exec(compile(re.search(r"```python\n(.*?)```", page, flags=re.S)[1], "finetuning.md", "exec"), {})
     printed = capsys.readouterr().out.strip().splitlines()
     assert float(re.search(r"tensor\(([\d.e-]+)", printed[-1])[1]) < 1e-4, printed

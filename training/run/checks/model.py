@@ -14,7 +14,7 @@ from models.chain import Chain
 from parallel.devices import check_compiler
 from parallel.schedules import SCHEDULES
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.init_from import check_base, check_copies, check_start
+from training.checkpoint.init_from import check_base, check_copies, check_new_words, check_start
 from training.checkpoint.load import check_fits
 from training.optimizer import check_layout, check_others, check_rates
 from training.reporting.summary import check_objective
@@ -68,7 +68,9 @@ def check_saved_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
     if (saved := _checkpoint(cfg)) is not None:
         check_fits(saved, chain, cfg)
     if reads_weights(cfg, chain):
-        check_copies(cfg.model, check_start(cfg.model, chain))
+        weights = check_start(cfg.model, chain)
+        check_copies(cfg.model, weights)
+        check_new_words(cfg.model, chain, weights, data.vocab_size)
     check_base(cfg, chain)
 
 
