@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import cache
+from os.path import commonprefix
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -86,7 +87,7 @@ class ChatTemplate:
         """Return a chat as text, and the places in it of what the assistant writes, in ascending order.
 
         The places are those of the template's ``{% generation %}`` blocks, if it has any. Otherwise each begins where
-        the messages before it end, and ends where the messages up to it end.
+        the messages before it end with the beginning of an answer, and ends where the messages up to it end.
 
         Args:
             chat: The messages and tools.
@@ -251,21 +252,40 @@ def _rendered(
         text.encode()
         return text
 
-    def begins(text: str, count: int, add_generation_prompt: bool) -> int:
-        start = render(messages[:count], add_generation_prompt)
-        if not text.startswith(start):
-            raise TemplateError(
-                f"it writes {start[-80:]!r} for the first {count} of {len(messages)} messages, and something else "
-                f"where all are written, in {text[:300]!r}, and has no {{% generation %}} blocks"
-            )
-        return len(start)
+    def longer(i: int, count: int) -> str:
+        """Return what is written of the first messages with an x behind the content of message i."""
+        message = {**messages[i], "content": f"{messages[i].get('content', '')}x"}
+        return render([*messages[:i], message, *messages[i + 1 : count]], continued)
+
+    def start_of(i: int) -> int:
+        before = render(messages[:i], add_generation_prompt=True)
+        if not text.startswith(before):
+            raise differs(before, i)
+        return len(before)
+
+    def end_of(i: int) -> int:
+        alone = render(messages[: i + 1])
+        if text.startswith(alone):
+            return len(alone)
+        # Some templates write only the last answer with its thoughts. Then what follows its content ends an answer.
+        after = alone[len(commonprefix((alone, longer(i, i + 1)))) :]
+        content_end = len(commonprefix((text, longer(i, len(messages)))))
+        if content_end == len(text) or not text.startswith(after, content_end):
+            raise differs(alone, i + 1)
+        return content_end + len(after)
+
+    def differs(written: str, count: int) -> TemplateError:
+        return TemplateError(
+            f"it writes {written[-80:]!r} for the first {count} of {len(messages)} messages, and something else where "
+            f"all are written, in {text[:300]!r}, and has no {{% generation %}} blocks"
+        )
 
     text = render(messages, continued)
     spans = marks.spans
     for i, message in enumerate(messages):
-        role, content = message["role"], message.get("content")
-        if role not in _seen and isinstance(content, str) and "tool_calls" not in message:
-            if render([*messages[:i], {**message, "content": f"{content}x"}, *messages[i + 1 :]], continued) == text:
+        role = message["role"]
+        if role not in _seen and isinstance(message.get("content"), str) and "tool_calls" not in message:
+            if longer(i, len(messages)) == text:
                 raise TemplateError(f"it writes nothing of a message with the role {role!r}")
             _seen.add(role)
     if tools and "tools" not in _seen:
@@ -273,8 +293,7 @@ def _rendered(
             raise TemplateError("it writes nothing of the tools of a row")
         _seen.add("tools")
     if not marks.has_blocks and not continued:
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [(begins(text, i, True), begins(text, i + 1, False)) for i in answers]
+        spans = [(start_of(i), end_of(i)) for i, message in enumerate(messages) if message["role"] == "assistant"]
     return {"text": text, "spans": spans}
 
 

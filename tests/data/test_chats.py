@@ -97,6 +97,21 @@ def test_every_token_of_every_row_counts_as_in_the_mask_of_transformers(chats_of
     check(chats_of(CHATS, style, own), theirs(tmp_path), CHATS, chat_template=template)
 
 
+def test_the_thoughts_that_only_the_last_answer_has_count_there(chats_of):
+    """As in Qwen3's template, which leaves out those of earlier answers, and so is no prefix of itself."""
+    thinking = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{{ '<think>' + m.thoughts + '</think>' if loop.last }}{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = [{**message, "thoughts": "Hm."} for message in CHATS[1]]
+    data = chats_of([chat], template=thinking)
+    ((_, targets),) = rows_of(data.train)
+    said = data.vocabulary.decode([token for token in targets if token != -100])
+    first, second, last = (message["content"] for message in chat if message["role"] == "assistant")
+    assert said == f"{first}<|im_end|>\n{second}<|im_end|>\n<think>Hm.</think>{last}<|im_end|>\n"
+
+
 def test_tools_and_system_messages_reach_the_template(chats_of, tmp_path):
     rows = [{"messages": CHATS[i], "tools": tools} for i, tools in ((1, TOOLS), (3, json.dumps(TOOLS)), (0, None))]
     data, tokenizer = chats_of(rows), theirs(tmp_path)
