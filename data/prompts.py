@@ -116,8 +116,8 @@ class RowTokens:
         self._overlap_only = self.template is not None and self.template.check()
         text = [list(fields), [answer]] if self.answers else [list(fields)]
         self.parts = text if messages is None else [[messages]]
-        rendered = self.template.key if self.template is not None else ()
-        self.key = [*fields, answer or "", vocabulary.key, *rendered, *["messages", messages] * (messages is not None)]
+        self.key = [*fields, answer or "", vocabulary.key, *(self.template.key if self.template is not None else ())]
+        self.key += [] if messages is None else ["messages", messages]
 
     def encode(
         self, rows: Sequence[Any], answers: Sequence[str] | None = None, most: int | None = None, threads: int = 1

@@ -426,6 +426,15 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
     return tokens
 
 
+def has_gpt2_tokens(folder: Path) -> bool:
+    """Return whether a folder's Hugging Face tokenizer has GPT-2's own tokens; True if no tokenizer can be read."""
+    try:
+        known = parse_json((folder / _TOKENIZER).read_bytes())["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    return isinstance(known, dict) and _encoder().items() <= known.items()
+
+
 def added_tokens(folder: Path) -> dict[str, int]:
     """Return the tokens that a folder's Hugging Face tokenizer has after GPT-2's own, in the order of their numbers.
 

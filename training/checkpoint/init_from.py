@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.files import download_hint, find_weights, folder_of, parse_json
-from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, parse_extra_tokens
+from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, has_gpt2_tokens, parse_extra_tokens
 from models.chain import Chain
 from parallel.sharding import Box, Boxes, fill
 from parallel.strategy import Strategy
@@ -195,7 +195,7 @@ class Weights(dict):
         self._file_of = {name: path for path in files for name in _open(path).keys()}
         self._format = form = chain.hugging_face
         self.added: tuple[str, ...] = ()
-        if form is not None and "extra_tokens" in model:
+        if form is not None and "extra_tokens" in model and has_gpt2_tokens(files[0].parent):
             self.added = _known_tokens(model, files[0].parent)
         self._words = chain.limits.get("vocabulary")
         skeleton = (chain.base or chain).skeleton()

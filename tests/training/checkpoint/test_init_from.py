@@ -219,6 +219,19 @@ def test_another_architecture_is_named_before_anything_starts(text, altered):
         prepare(config(*BARE, *text, f"model.init_from='{folder}'"))
 
 
+def test_a_folder_with_other_tokens_than_gpt2s_says_so_and_has_its_own(text, published, tmp_path):
+    from tokenizer_folders import tokenizer_folder
+
+    folder = tokenizer_folder(shutil.copytree(published, tmp_path / "german"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"][0]["id"] = 50300  # which is not a token of a run's own
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    line = [*BARE, *text, f"model.init_from='{folder}'"]
+    with pytest.raises(UserError, match="tokenizer.json has other tokens than GPT-2's, which .*type data.tokenizer="):
+        prepare(config(*line))
+    assert "german" in prepare(config(*line, f"data.tokenizer='{folder}'")).data.description
+
+
 HUB = "some-people/Small-GPT2.1"
 
 

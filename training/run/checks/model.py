@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.errors import PlanError, TrainingError
+from common.files import folder_of
 from conf.instantiate import to_dict
 from data.dataset import Batch, DataSet
+from data.vocabulary import GPT2Vocabulary, has_gpt2_tokens
 from models.chain import Chain
 from parallel.devices import check_compiler
 from parallel.schedules import SCHEDULES
@@ -71,6 +73,12 @@ def check_saved_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
         weights = check_start(cfg.model, chain)
         check_copies(cfg.model, weights)
         check_new_words(cfg.model, chain, weights, data.vocab_size)
+        folder = folder_of(cfg.model.init_from)
+        if isinstance(data.vocabulary, GPT2Vocabulary) and not has_gpt2_tokens(folder):
+            raise TrainingError(
+                f"{folder / 'tokenizer.json'} has other tokens than GPT-2's, which the data has; type "
+                f"data.tokenizer={cfg.model.init_from}"
+            )
     check_base(cfg, chain)
 
 
