@@ -107,7 +107,7 @@ class Family:
             named: Returns the sizes of ``model.size``, if that is not null.
 
         Returns:
-            The sizes; None if there is no such file, or all sizes are typed.
+            The sizes; None if there is no such file.
 
         Raises:
             ModelError: If config.json describes another kind of model, or a size contradicts it.

@@ -84,8 +84,9 @@ GPT2 = Family(
 
 def with_defaults(model: Mapping[str, Any]) -> tuple[Size, int]:
     """Return the sizes of the GPT-2 that a section ``model`` describes, and its number of words."""
-    given = {field.name: model[field.name] for field in fields(Size)}
-    return with_sizes(model["size"] or DEFAULT, given), model["vocab_size"] or VOCABULARY
+    size = DEFAULT if model["size"] is None else model["size"]
+    vocabulary = VOCABULARY if model["vocab_size"] is None else model["vocab_size"]
+    return with_sizes(size, {field.name: model[field.name] for field in fields(Size)}), vocabulary
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     if len(typed) == len(GPT2.sizes) or (sizes := GPT2.beside(model, typed, lambda: vars(size))) is None:
         return {"vocab_size": vocabulary}
     padded = -(-sizes["vocab_size"] // PADDED_TO) * PADDED_TO
-    return sizes | {"vocab_size": typed.get("vocab_size") or max(padded, VOCABULARY)}
+    return {**sizes, "vocab_size": max(padded, VOCABULARY), **typed}
 
 
 def parameters_of(model: Mapping[str, Any]) -> int:
