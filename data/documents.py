@@ -19,7 +19,7 @@ _MINIMUM_DOCUMENTS = 20
 # single newline between two other characters, or before a space and a word.
 _CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\n)(?= \S)")
 # What to type for a file in UTF-16, which Windows' programs write.
-TO_UTF8 = "Convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW, and give NEW by data.root="
+TO_UTF8 = "Convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW, and type data.root=NEW"
 
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "val", "dev"), "valid")}
 

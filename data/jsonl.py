@@ -402,8 +402,10 @@ class Rows(RowFiles):
             try:
                 values.append(take(parse_json(_decoded(line))))
             except (ValueError, LookupError, TypeError) as error:
-                problem = _problem(line, fields, key, str(error))
-                raise DataError(f"{self.name(index)}: {problem}. Correct the line, or delete it") from None
+                problem = f"{_problem(line, fields, key, str(error))}. Correct the line, or delete it"
+                if is_utf16(line):
+                    problem = f"UTF-16, not UTF-8. {TO_UTF8}"
+                raise DataError(f"{self.name(index)}: {problem}") from None
         return values
 
     def name(self, index: int) -> str:
@@ -460,8 +462,6 @@ def _joined(fields: Sequence[str], row: dict[str, Any]) -> str:
 
 def _problem(line: bytes, fields: Sequence[str], key: str, reason: str) -> str:
     """Return a description of what is wrong with a row. ``reason`` is the error's, for a row that is a JSON object."""
-    if is_utf16(line):
-        return f"UTF-16, not UTF-8. {TO_UTF8}"
     try:
         row = parse_json(_decoded(line))
     except json.JSONDecodeError as error:
