@@ -98,15 +98,15 @@ class ParquetRows(RowFiles):
         number, group, _ = self._groups[position].tolist()
         return f"{self.files[number]} row {index - self._starts[position - group]} (from 0)"
 
-    def _columns(self, number: int, group: int, fields: Sequence[str], key: str) -> list[Any]:
-        """Return some columns of a row group, each a pyarrow.ChunkedArray."""
+    def _columns(self, number: int, group: int, fields: Sequence[str], option: str) -> list[Any]:
+        """Return some columns of a row group, each a pyarrow.ChunkedArray. ``option`` is the one that names them."""
         key = (self.key, number, group, *fields)
         if (columns := _decoded.pop(key, None)) is None:
             with self._parquet(number) as file:
                 present = self._names[number]
                 if missing := [field for field in fields if field not in present]:
                     chats = [field.name for field in file.schema_arrow if _CHATS.match(str(field.type))]
-                    problem = f"the column {missing[0]!r} ({key}) is missing; there are {present[:10]}{_hint(chats)}"
+                    problem = f"the column {missing[0]!r} ({option}) is missing; there are {present[:10]}{_hint(chats)}"
                     raise DataError(f"{self.files[number]}: {problem}")
                 # Without Arrow's threads, which a forked process would not have.
                 table = file.read_row_group(group, columns=list(fields), use_threads=False)

@@ -322,7 +322,8 @@ class _Generation(Extension):
 
 
 def _marks(template: Template) -> _Generation:
-    return template.environment.extensions[_Generation.identifier]
+    marks: Any = template.environment.extensions[_Generation.identifier]
+    return marks
 
 
 @cache

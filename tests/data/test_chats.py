@@ -167,7 +167,8 @@ def test_a_column_of_structs_is_a_chat_too(chats_of, prepared, tmp_path):
         assert (rows == rows_of(data.train)) == (not tools) and rows[1:] == rows_of(data.train)[1:]
     for wrong, says in (
         ({"column": "chat"}, "'chat' is a chat: type data.messages=chat"),
-        ({}, "'text' .* is missing; .*'chat' is a chat: type data.messages=chat"),
+        ({}, "'text' .data.column=. is missing; .*'chat' is a chat: type data.messages=chat"),
+        ({"messages": "chats"}, "'chats' .data.messages=. is missing; .*'chat' is a chat: type data.messages=chat"),
         ({"messages": "id"}, "row 0 .from 0.: id is 0, not a list of messages"),
     ):
         with pytest.raises(DataError, match=says):
