@@ -15,12 +15,14 @@ builds four layers, with exactly the weights that they have if one device holds 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,16 +141,54 @@ class LayerSpec:
             )
 
     def made(self) -> nn.Module:
-        """Build the layer, with its dropout by sample; raise ModelError if ``build`` returns no module."""
-        layer = self.build()
+        """Build the layer on the meta device, with its dropout by sample.
+
+        Tensors that a module holds beside its parameters and buffers become buffers, which move with it.
+
+        Raises:
+            ModelError: ``build`` returns no module.
+        """
+        with torch.device("meta"):
+            try:
+                layer = self.build()
+            except Exception as error:
+                if "meta" not in str(error).lower():
+                    raise
+                layer = without_weights(self._template)  # it reads numbers: ``.item()``, an ``if``, numpy
         if not isinstance(layer, nn.Module):
             kind = type(layer).__name__
             raise ModelError(f"layer {self.name!r}: build() returned a {kind}; it must return an nn.Module")
+        for module in layer.modules():
+            for key in [key for key, value in vars(module).items() if isinstance(value, Tensor)]:
+                module.register_buffer(key, vars(module).pop(key), persistent=False)
         return by_sample(self.name, layer)
+
+    def constructed(self, seed: int) -> nn.Module:
+        """Build the layer on the CPU, with the numbers that its constructor draws from ``seed``."""
+        with seeded(derive_seed(seed, self.name)), torch.device("cpu"):
+            return self.build()
+
+    @cached_property
+    def _template(self) -> nn.Module:
+        return without_weights(self.constructed(0))
+
+
+def without_weights(layer: nn.Module) -> nn.Module:
+    """Return a copy of ``layer`` on the current default device, in the default dtype, with uninitialised memory."""
+    empty: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        empty[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
+    for buffer in layer.buffers():
+        empty[id(buffer)] = _empty_like(buffer)
+    return copy.deepcopy(layer, empty)  # which treats these as copies that it has made already
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=None if tensor.is_floating_point() else tensor.dtype)
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
-    """Initialise a module as torch does. Without ``reset_parameters()`` it keeps the numbers of its constructor."""
+    """Initialise a module by its ``reset_parameters()``; without one it keeps the numbers of its constructor."""
     getattr(module, "reset_parameters", lambda: None)()
 
 
@@ -183,7 +223,7 @@ class Chain:
         initialise: (full module name, module) -> None, called once for every submodule that holds parameters or buffers
             itself, under a seed made of the name, so that no module's numbers depend on another's. If one of them has
             no ``reset_parameters()`` (``nn.MultiheadAttention``), its layer is first constructed under a seed made of
-            the layer's name; with the default ``initialise`` it keeps these numbers.
+            the layer's name. None: every layer keeps the numbers that its constructor draws under this seed.
         limits: The limits of the model on its inputs, such as {"positions": 1024, "vocabulary": 50304}.
         channels_last: Whether images are computed faster with their channels innermost in memory.
         embedding: The name of the token embedding's weight, if the vocabulary can grow (``model.extra_tokens``).
@@ -201,7 +241,7 @@ class Chain:
     layers: Sequence[LayerSpec]
     loss: Loss
     tied: Mapping[str, str] = field(default_factory=dict)
-    initialise: Callable[[str, nn.Module], None] = reset_parameters
+    initialise: Callable[[str, nn.Module], None] | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
     channels_last: bool = False
     embedding: str | None = None
@@ -254,9 +294,7 @@ class Chain:
         unknown = wanted - set(self.names)
         if unknown:
             raise ValueError(f"no such layers: {sorted(unknown)}; this chain has {self.names}")
-        with torch.device("meta"):
-            built = [(layer.name, layer.made()) for layer in self.layers if layer.name in wanted]
-        layers = Layers(built)
+        layers = Layers([(layer.name, layer.made()) for layer in self.layers if layer.name in wanted])
         layers.tie(self.tied)
         return layers
 
@@ -309,20 +347,20 @@ class Chain:
 
     def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
         """Return a layer's modules by name, on the CPU, if only its constructor sets their numbers; else nothing."""
-        if all(hasattr(module, "reset_parameters") for module in layer.modules() if _own_tensors(module)):
+        with_tensors = [module for module in layer.modules() if _own_tensors(module)]
+        if self.initialise is not None and all(hasattr(module, "reset_parameters") for module in with_tensors):
             return {}
         spec = next(spec for spec in self.layers if spec.name == name)
-        with seeded(derive_seed(seed, name)), torch.device("cpu"):
-            return dict(spec.build().named_modules(prefix=name))
+        return dict(spec.constructed(seed).named_modules(prefix=name))
 
     def _fill(self, name: str, module: nn.Module, constructed: Mapping[str, nn.Module], seed: int) -> None:
         """Give a module of the skeleton memory on the CPU and its initial numbers."""
         module.to_empty(device="cpu", recurse=False)
         with seeded(seed), torch.no_grad():
-            if name in constructed:
+            if constructed:
                 for key, tensor in _own_tensors(module).items():
                     tensor.copy_(getattr(constructed[name], key))
-            if name not in constructed or self.initialise is not reset_parameters:
+            if self.initialise is not None:
                 self.initialise(name, module)
 
     @cached_property

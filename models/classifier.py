@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.chain import Chain, LayerSpec, check_sizes
+from models.chain import Chain, LayerSpec, check_sizes, reset_parameters
 from models.losses import ClassCrossEntropy
 
 CHANNELS = (16, 32, 64)
@@ -38,6 +38,7 @@ def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10
             LayerSpec(f"fc{len(WIDTHS) + 1}", partial(nn.Linear, WIDTHS[-1], num_classes)),
         ],
         loss=ClassCrossEntropy(),
+        initialise=reset_parameters,
         limits={"channels": in_channels, "image_size": image_size, "classes": num_classes},
     )
 

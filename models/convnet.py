@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from models.batchnorm import BatchNorm2d
-from models.chain import Chain, LayerSpec, check_sizes
+from models.chain import Chain, LayerSpec, check_sizes, reset_parameters
 from models.losses import ClassCrossEntropy
 
 
@@ -28,6 +28,7 @@ def convnet(in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -
             LayerSpec("fc", partial(nn.Linear, side * side * 32, num_classes)),
         ],
         loss=ClassCrossEntropy(),
+        initialise=reset_parameters,
         limits={"channels": in_channels, "image_size": image_size, "classes": num_classes},
     )
 

@@ -117,7 +117,7 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
     return replace(
         chain,
         layers=[adapted(layer) for layer in chain.layers],
-        initialise=initialise if initialise is reset_parameters else partial(_initialise, initialise),
+        initialise=None if initialise is None else partial(_initialise, initialise),
         base=chain,
     )
 

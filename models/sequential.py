@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError
 from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNorm
-from models.chain import Chain, LayerSpec
+from models.chain import Chain, LayerSpec, without_weights
 from models.losses import Loss
 
 # torch's layers update their running statistics with every micro-batch, and differently in each replica.
@@ -87,20 +87,6 @@ def _as_ours(name: str, norm: nn.Module) -> StepBatchNorm:
     for parameter, original in zip(ours.parameters(), norm.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad)
     return ours
-
-
-def without_weights(layer: nn.Module) -> nn.Module:
-    """Return a copy of ``layer`` on the current default device, in the default dtype, with uninitialised memory."""
-    empty: dict[int, Any] = {}
-    for parameter in layer.parameters():
-        empty[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
-    for buffer in layer.buffers():
-        empty[id(buffer)] = _empty_like(buffer)
-    return copy.deepcopy(layer, empty)  # which treats these as copies that it has made already
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=None if tensor.is_floating_point() else tensor.dtype)
 
 
 def _fingerprint(net: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from models.chain import Chain, LayerSpec
+from models.chain import Chain, LayerSpec, reset_parameters
 from models.losses import SquaredError
 
 
@@ -21,4 +21,5 @@ def toy(in_features: int = 10, hidden: int = 10, out_features: int = 5) -> Chain
             LayerSpec("net2", lambda: nn.Linear(hidden, out_features)),
         ],
         loss=SquaredError(),
+        initialise=reset_parameters,
     )

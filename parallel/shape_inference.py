@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import PlanError
 from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
-from models.chain import LOSS, Chain, Tensors, as_tuple, checked, converted
+from models.chain import LOSS, Chain, Tensors, as_tuple, checked, converted, without_weights
 from models.seeds import Samples, computing
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.plan import Plan
@@ -96,6 +96,10 @@ def trace(
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     dtype = parameter_dtype(precision)
+    blank: dict[Callable, nn.Module] = {}  # outside of the mode, where an initialiser finds that there are no numbers
+    for layer in chain.layers:
+        if layer.build not in blank:
+            blank[layer.build] = layer.made()
     traces = []
     with FakeTensorMode(allow_non_fake_inputs=True), autocast(precision, device_type):
 
@@ -113,7 +117,7 @@ def trace(
                 traces.append(replace(traced, name=layer.name))
                 continue
             with torch.device(device_type), _default_dtype(dtype):
-                module = layer.made()
+                module = without_weights(blank[layer.build])
             if hasattr(module, "step_cache"):
                 # As in the middle of a step.
                 module.step_cache = {}  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
@@ -171,8 +175,7 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
         last = layer is chain.layers[-1]
         key = layer.build, last, *((t.shape, t.dtype) for t in inputs[0])
         if key not in known:
-            with torch.device("meta"):
-                module = layer.made()
+            module = layer.made()
             seen, notes, outputs = False, [], []
             for batch, tensors in zip(batches, inputs, strict=True):
                 notes.append([])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.gpt2 import gpt2
 from models.losses import SquaredError
 from models.toy import toy
+from parallel.shape_inference import TensorSpec, trace
 from parallel.stage import Stage
 
 CPU = torch.device("cpu")
@@ -51,7 +55,7 @@ def test_building_a_stage_builds_nothing_else():
         return LayerSpec(name, build)
 
     Chain([layer(name) for name in "abcd"], loss=SquaredError()).build(["b", "c"], 1, CPU)
-    assert built == ["b", "c"]
+    assert set(built) == {"b", "c"}
 
 
 def test_weights_do_not_depend_on_the_global_random_state():
@@ -149,3 +153,54 @@ def test_copies_are_equal_also_where_their_modules_are_initialised_differently()
     head = chain.build(["head"], 5, CPU)
     assert torch.equal(head["head"].weight, whole["words"].weight)
     assert torch.equal(head["head"].bias, whole["head"].bias)
+
+
+class Initialised(nn.Linear):
+    """A linear layer of 8 numbers whose constructor draws its weight by a function, and that keeps a tensor."""
+
+    def __init__(self, draw):
+        super().__init__(8, 8)
+        draw(self.weight)
+        self.mask = torch.ones(8).cumsum(0)
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+def halved_if_large(weight):
+    if weight.max() > 0.1:
+        weight.data.mul_(0.5)
+
+
+def scaled(weight):
+    weight.data.div_(weight.std().item())
+
+
+def by_numpy(weight):
+    weight.data.copy_(torch.from_numpy(weight.detach().numpy().round(1)))
+
+
+INITIALISERS = {
+    "trunc_normal_": (partial(nn.init.trunc_normal_, std=0.02), lambda w: 0.01 < w.std() < 0.03),
+    "orthogonal_": (nn.init.orthogonal_, lambda w: torch.allclose(w @ w.T, torch.eye(8), atol=1e-5)),
+    "sparse_": (partial(nn.init.sparse_, sparsity=0.5), lambda w: ((w == 0).sum(0) == 4).all()),
+    "an if": (halved_if_large, lambda w: w.abs().max() < 0.18),
+    "item": (scaled, lambda w: torch.isclose(w.std(), torch.tensor(1.0))),
+    "numpy": (by_numpy, lambda w: torch.equal(w, (w * 10).round() / 10)),
+}
+
+
+@pytest.mark.parametrize("name", INITIALISERS)
+def test_a_constructor_may_look_at_the_numbers_that_it_draws(name):
+    draw, holds = INITIALISERS[name]
+    chain = Chain([LayerSpec(f"h.{i}", partial(Initialised, draw)) for i in range(3)], loss=SquaredError())
+    whole = chain.build(chain.names, 7, CPU)
+    assert all(holds(whole[name].weight) for name in chain.names)
+    assert not torch.equal(whole["h.0"].weight, whole["h.1"].weight)
+    part = chain.build(["h.1", "h.2"], 7, CPU)
+    assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in part.state_dict().items())
+    x, layer = torch.randn(3, 8), part["h.1"]
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias) * torch.arange(1, 9))
+    for precision, dtype in (("fp64", torch.float64), ("bf16", torch.float32)):  # what the mask makes of bf16
+        traced = trace(chain, Batch(x, x), precision, "cpu")
+        assert traced[0].outputs == traced[1].outputs == (TensorSpec((3, 8), dtype),)

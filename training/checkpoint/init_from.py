@@ -166,12 +166,14 @@ def unseen(model: Any, chain: Chain) -> str | None:
 
 def not_drawn(model: Any, chain: Chain) -> Chain:
     """Return the chain with initial weights drawn only where ``model.init_from`` has none: others need no memory."""
-    weights = Weights(model, chain)
+    weights, drawn = Weights(model, chain), chain.initialise
+    if drawn is None:  # constructors draw
+        return chain
 
     def initialise(name: str, module: nn.Module) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if not all(f"{name}.{key}" in weights for key, _ in own):
-            chain.initialise(name, module)
+            drawn(name, module)
 
     return replace(chain, initialise=initialise)
 
