@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from common.errors import ModelError, TrainingError
 from models.cut import CutOf
 from models.huggingface import HuggingFace
-from models.losses import Loss, check_loss
+from models.losses import Loss, as_sums, check_loss, loss_of
 from models.seeds import by_sample, derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each layer is several Python objects
@@ -215,10 +215,10 @@ class Chain:
 
     Attributes:
         layers: In the order of computation. The first takes the batch's inputs.
-        loss: (output of the last layer, targets, weights) -> Sums. If the last layer has a method
-            ``loss(*tensors, targets, weights)``, training calls that instead, with the layer's *input* (a fused linear
-            + cross entropy needs no logits). Its attribute ``step_cache``, if it has one, is set to an empty dict for
-            each step and to None after it.
+        loss: (output of the last layer, targets, weights) -> Sums, or a loss of torch (``models.losses.as_sums``). If
+            the last layer has a method ``loss(*tensors, targets, weights)``, training calls that instead, with the
+            layer's *input* (a fused linear + cross entropy needs no logits). Its attribute ``step_cache``, if it has
+            one, is set to an empty dict for each step and to None after it.
         tied: {alias: canonical} names of parameters that are one parameter.
         initialise: (full module name, module) -> None, called once for every submodule that holds parameters or buffers
             itself, under a seed made of the name, so that no module's numbers depend on another's. If one of them has
@@ -259,6 +259,7 @@ class Chain:
                     f"a chain is made of a list of LayerSpec(name, build), not of a {type(layer).__name__}; layers "
                     "that exist become a chain by models.sequential.chain_of(nn.Sequential(...), loss)"
                 )
+        object.__setattr__(self, "loss", as_sums(self.loss))
         check_loss(self.loss)
         names = self.names
         if not names:
@@ -281,7 +282,7 @@ class Chain:
     def with_loss(self, loss: Loss) -> Chain:
         """Return this chain with another loss; raise TrainingError if the last layer computes the loss."""
         last = self.names[-1]
-        if hasattr(self.skeleton([last])[last], "loss"):
+        if loss_of(self.skeleton([last])[last]) is not None:
             raise TrainingError(
                 f"model.loss: the last layer of this model, {last}, computes the loss together with the logits; leave "
                 "model.loss out, or write a model whose last layer does not"

@@ -6,12 +6,14 @@ which is also correct with padding, with token budgets and with a short last eva
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import ModelError
 
@@ -72,9 +74,9 @@ def check_loss(loss: Any) -> None:
         name = f"{given.__module__}.{given.__name__}".removeprefix("builtins.")
         raise ModelError(
             f"{name} is not a loss of this project. A loss returns a sum and a count (models.losses.Sums), from which "
-            "the mean over the global batch is right in every layout, and names its metrics. In place of "
-            "nn.CrossEntropyLoss use models.losses.ClassCrossEntropy(), or TokenCrossEntropy() for tokens; in place of "
-            "nn.MSELoss use SquaredError(). docs/extending.md, 'A metric', shows how to write a loss"
+            "the mean over the global batch is right in every layout, and names its metrics. Of torch's losses "
+            f"{', '.join(f'nn.{kind.__name__}()' for kind in _OF_TORCH)} are turned into that; docs/extending.md, "
+            "'A loss', shows how to write another"
         )
     if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
         raise ModelError(f"{type(loss).__name__}.metrics={metrics!r} must be names, such as ('accuracy',)")
@@ -114,6 +116,15 @@ def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
     return targets.masked_fill(padding, IGNORED)
 
 
+def loss_of(layer: nn.Module) -> Callable[..., Sums] | None:
+    """Return the method ``loss`` of a last layer that computes the loss itself; None for other layers.
+
+    A loss of torch that a layer keeps under this name is not one.
+    """
+    loss = getattr(layer, "loss", None)
+    return loss if callable(loss) and not isinstance(loss, nn.Module) else None
+
+
 class SquaredError:
     """Squared error summed over all elements of output and targets [b, ...].
 
@@ -124,11 +135,7 @@ class SquaredError:
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
         """See ``Loss``. Raises ValueError if output and targets differ in shape."""
-        if output.shape != targets.shape:  # torch would broadcast them
-            raise ValueError(
-                f"SquaredError compares element with element: the model gives {tuple(output.shape)}, the targets are "
-                f"{tuple(targets.shape)}; bring both to one shape, such as targets[:, None]"
-            )
+        _check_same_shape(self, output, targets)
         errors = F.mse_loss(_at_least_float32(output), targets, reduction="none")
         scale = per_element(weights, errors)
         return Sums((errors * scale).sum(), scale.sum())
@@ -184,6 +191,109 @@ class TokenCrossEntropy:
         logits = _at_least_float32(output.flatten(0, 1))
         loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
         return Sums(loss, (targets != IGNORED).sum())
+
+
+class ElementwiseLoss:
+    """A loss of torch that compares element with element, summed over all elements; the count is their number.
+
+    Args:
+        loss: Such as ``nn.MSELoss()``, with reduction "mean".
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.terms = _without_reduction(loss)
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``. Raises ValueError if output and targets differ in shape."""
+        _check_same_shape(self.terms, output, targets)
+        terms = _terms(self.terms, output, targets)
+        scale = per_element(weights, terms)
+        return Sums((terms * scale).sum(), scale.sum())
+
+
+class TorchCrossEntropy:
+    """``nn.CrossEntropyLoss`` of logits [b, c, ...] against classes [b, ...] or their probabilities [b, c, ...].
+
+    The count is what torch divides by: the number of targets that are not ignored, or the sum of their weights.
+
+    Args:
+        loss: With reduction "mean".
+    """
+
+    def __init__(self, loss: nn.CrossEntropyLoss) -> None:
+        self.terms = _without_reduction(loss)
+        self.metrics = ("accuracy",) if loss.weight is None else ()
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        """See ``Loss``. Raises ValueError if the classes are in the last dimension."""
+        if output.dim() > 2 and targets.shape == output.shape[:-1] and targets.shape[1] != output.shape[2]:
+            raise ValueError(
+                f"nn.CrossEntropyLoss takes logits [b, classes, ...], and the model gives {tuple(output.shape)} for "
+                f"targets {tuple(targets.shape)}: use models.losses.TokenCrossEntropy(), or move the classes forward"
+            )
+        terms, of_classes = _terms(self.terms, output, targets), self.terms.weight
+        counts, classes = torch.ones_like(terms), targets
+        if targets.is_floating_point():
+            classes = targets.argmax(dim=1)
+        else:
+            counted = targets != self.terms.ignore_index
+            counts = counts * counted
+            if of_classes is not None:
+                counts = counts * of_classes.to(terms)[targets.where(counted, 0)]
+        scale = per_element(weights, terms)
+        right = ((output.argmax(dim=1) == classes) * counts * scale).sum()
+        return Sums((terms * scale).sum(), (counts * scale).sum(), (right,) * len(self.metrics))
+
+
+_ELEMENTWISE = (nn.MSELoss, nn.BCEWithLogitsLoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_OF_TORCH = (nn.CrossEntropyLoss, *_ELEMENTWISE)
+
+
+def as_sums(loss: Any) -> Any:
+    """Return a loss of torch that is a mean over its terms as their sum and count; anything else is returned as it is.
+
+    Raises:
+        ModelError: Its options make it something else than that mean.
+    """
+    if type(loss) not in _OF_TORCH:
+        return loss
+    name = f"nn.{type(loss).__name__}"
+    if loss.reduction != "mean":
+        raise ModelError(
+            f'{name}(reduction="{loss.reduction}"): training takes the mean over the global batch; leave reduction out'
+        )
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return TorchCrossEntropy(loss)
+    if getattr(loss, "weight", None) is not None:
+        raise ModelError(
+            f"{name}(weight=...) weighs the places of a batch, which every layout cuts differently; weigh classes by "
+            "pos_weight=, or write a loss (docs/extending.md, 'A loss')"
+        )
+    return ElementwiseLoss(loss)
+
+
+def _without_reduction(loss: Any) -> Any:
+    terms = copy.copy(loss)
+    terms.reduction = "none"
+    return terms
+
+
+def _terms(loss: nn.Module, output: Tensor, targets: Tensor) -> Tensor:
+    """Return the terms of a loss of torch, at least in float32, with its own tensors where the output is."""
+    output = _at_least_float32(output)
+    own = {name: buffer.to(output) for name, buffer in loss.named_buffers()}
+    of_classes = isinstance(loss, nn.CrossEntropyLoss) and not targets.is_floating_point()
+    return torch.func.functional_call(loss, own, (output, targets if of_classes else targets.to(output.dtype)))
+
+
+def _check_same_shape(loss: Any, output: Tensor, targets: Tensor) -> None:
+    if output.shape != targets.shape:  # torch would broadcast them
+        raise ValueError(
+            f"{type(loss).__name__} compares element with element: the model gives {tuple(output.shape)}, the targets "
+            f"are {tuple(targets.shape)}; bring both to one shape, such as targets[:, None]"
+        )
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

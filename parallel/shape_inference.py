@@ -20,6 +20,7 @@ from common.errors import PlanError
 from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
 from models.chain import LOSS, Chain, Tensors, as_tuple, checked, converted, without_weights
+from models.losses import loss_of
 from models.seeds import Samples, computing
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.plan import Plan
@@ -181,7 +182,7 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
                 notes.append([])
                 try:
                     with torch.no_grad(), _Draws(len(batch), notes[-1]) as draws:
-                        if last and hasattr(module, "loss"):
+                        if last and loss_of(module) is not None:
                             _loss(chain, module, tensors, batch.targets)
                         else:
                             outputs.append(module(*tensors))
@@ -228,7 +229,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
     """Return the loss of the last layer, whose output never leaves the stage."""
-    if (head_loss := getattr(module, "loss", None)) is not None:
+    if (head_loss := loss_of(module)) is not None:
         return head_loss(*tensors, targets, None).loss
     return chain.loss(module(*tensors), targets, None).loss
 

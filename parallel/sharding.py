@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from models.losses import loss_of
 from parallel.mesh import COPIES, REPLICAS, SHARDS, TENSOR, Mesh
 from parallel.plan import even_split
 from parallel.stage import Stage
@@ -83,7 +84,7 @@ class Sharding:
         sharded = fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             sharded.set_reduce_scatter_unused_params(True)  # ranks may differ in what they use
-        if hasattr(module, "loss"):  # a head that owns the loss is called by that name
+        if loss_of(module) is not None:  # a head that owns the loss is called by that name
             fsdp.register_fsdp_forward_method(module, "loss")
 
     def before_backward(self, stages: Iterable[Stage], last: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.chain import LOSS, Chain, Tensors, converted, is_within
-from models.losses import Sums
+from models.losses import Sums, loss_of
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
 
 # The attribute of an error with a description of the layer that raised it.
@@ -152,7 +152,7 @@ class Stage(nn.Module):
         """Compute all layers and, if there are targets, the loss. ``where`` is None if nothing is random."""
         layers = [(name, self.layers.get_submodule(name)) for name in self.layers.names]
         last_name, last = layers[-1]
-        head_loss = None if targets is None else getattr(last, "loss", None)
+        head_loss = None if targets is None else loss_of(last)
         tensors = tuple(map(self._in_order, tensors))
         output: Tensors = tensors
         for name, layer in layers if head_loss is None else layers[:-1]:
@@ -262,7 +262,7 @@ class Stage(nn.Module):
                     module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]  # its stub: or a decorator
             layer.compile()
         last = layers[-1][1]
-        if (loss := getattr(last, "loss", None)) is not None:
+        if (loss := loss_of(last)) is not None:
             last.loss = torch.compile(loss)  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
 
     def take_sums(self) -> Tensor | None:

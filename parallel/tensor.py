@@ -38,6 +38,7 @@ from models.chain import Chain
 from models.cut import Columns, CutOf, Region, Rows, Vocabulary, cut_of
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
+from models.losses import loss_of
 from models.seeds import BySample, Part
 from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
 from parallel.sharding import Cut, Piece, piece_of
@@ -131,7 +132,7 @@ class Cutting:
         if self.sequence and first and not last:
             layer.register_forward_hook(self._divide)
         if self.sequence and last and not first and not divided:
-            if hasattr(layer, "loss"):
+            if loss_of(layer) is not None:
                 raise PlanError(
                     f"parallel.sequence=true needs the vocabulary of {layer_name} cut, whose loss gets a part of the "
                     "sequence; add its projection to the chain's cut as Vocabulary(), or leave parallel.sequence out"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from models.losses import (
     SquaredError,
     Sums,
     TokenCrossEntropy,
+    as_sums,
     mask_targets,
     per_element,
 )
@@ -21,7 +24,7 @@ DRAWN = torch.Generator().manual_seed(1)
 OUTPUT, TARGETS = torch.randn(4, 5, generator=DRAWN), torch.randn(4, 5, generator=DRAWN)
 LOGITS, WORDS = torch.randn(4, 6, 9, generator=DRAWN), torch.randint(0, 9, (4, 6), generator=DRAWN)
 CLASS_LOGITS, CLASSES = torch.randn(6, 10, generator=DRAWN), torch.randint(0, 10, (6,), generator=DRAWN)
-OF_CLASSES = ["class cross entropy", "one-hot squared error"]
+OF_CLASSES = ["class cross entropy", "one-hot squared error", "nn.CrossEntropyLoss"]
 
 
 def token_mean(logits, words):
@@ -38,6 +41,9 @@ LOSSES = {
     "cross entropy": (TokenCrossEntropy(), LOGITS, WORDS, token_mean, 6),
     "class cross entropy": (ClassCrossEntropy(), CLASS_LOGITS, CLASSES, nn.CrossEntropyLoss(), 1),
     "one-hot squared error": (OneHotSquaredError(), CLASS_LOGITS, CLASSES, one_hot_mean, 10),
+    "nn.CrossEntropyLoss": (as_sums(nn.CrossEntropyLoss()), CLASS_LOGITS, CLASSES, nn.CrossEntropyLoss(), 1),
+    "nn.MSELoss": (as_sums(nn.MSELoss()), OUTPUT, TARGETS, nn.MSELoss(), 5),
+    "nn.BCEWithLogitsLoss": (as_sums(nn.BCEWithLogitsLoss()), OUTPUT, TARGETS.sigmoid(), nn.BCEWithLogitsLoss(), 5),
 }
 CASES = pytest.mark.parametrize("loss, output, targets, mean, terms", LOSSES.values(), ids=LOSSES)
 
@@ -95,6 +101,42 @@ def test_ignored_targets_count_nothing(name):
         loss(logits[1:], classes[1:], None).stack().tolist(), rel=1e-6
     )
     assert not loss(logits, torch.full_like(classes, IGNORED), None).stack().any()
+
+
+SOME_IGNORED = CLASSES.index_fill(0, torch.tensor([1, 4]), 3)
+SEVERAL, IMAGES = torch.randn(4, 9, 6, generator=DRAWN), torch.randint(0, 9, (4, 6), generator=DRAWN)
+BY_CLASS = torch.rand(10, generator=DRAWN)
+OF_TORCH = {
+    "classes": (nn.CrossEntropyLoss(), CLASS_LOGITS, CLASSES),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=3), CLASS_LOGITS, SOME_IGNORED),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=3), CLASS_LOGITS, SOME_IGNORED),
+    "weighed": (nn.CrossEntropyLoss(BY_CLASS, label_smoothing=0.1, ignore_index=3), CLASS_LOGITS, SOME_IGNORED),
+    "of places": (nn.CrossEntropyLoss(), SEVERAL, IMAGES),
+    "probabilities": (nn.CrossEntropyLoss(label_smoothing=0.1), SEVERAL, SEVERAL.flip(0).softmax(1)),
+    "of weighed classes": (nn.CrossEntropyLoss(BY_CLASS), CLASS_LOGITS, CLASS_LOGITS.flip(0).softmax(1)),
+    "yes or no": (nn.BCEWithLogitsLoss(pos_weight=BY_CLASS), CLASS_LOGITS, (CLASS_LOGITS.flip(0) > 0).float()),
+    "smooth": (nn.SmoothL1Loss(beta=0.5), OUTPUT, TARGETS),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+@pytest.mark.parametrize("dtype, equal", [(torch.float32, 2e-7), (torch.float64, 1e-14)], ids=str)
+def test_a_loss_of_torch_is_a_sum_and_a_count_that_give_its_mean_and_its_gradient_over_all_micro_batches(
+    name, dtype, equal
+):
+    loss, output, targets = OF_TORCH[name]
+    loss, output = copy.deepcopy(loss).to(dtype), output.to(dtype).requires_grad_()
+    targets = targets.to(dtype) if targets.is_floating_point() else targets
+    mean = loss(output, targets)
+    (expected,) = torch.autograd.grad(mean, output)
+    sums = [as_sums(loss)(output[part], targets[part], None) for part in (slice(0, 3), slice(3, None))]
+    total = sum(part.loss for part in sums) / sum(part.count for part in sums)
+    assert total.item() == pytest.approx(mean.item(), rel=equal)
+    (gradient,) = torch.autograd.grad(total, output)
+    torch.testing.assert_close(gradient, expected, rtol=10 * equal, atol=equal)
+    padded = as_sums(loss)(output, targets, torch.ones(len(targets)).index_fill(0, torch.tensor([0]), 0.0))
+    without = as_sums(loss)(output[1:], targets[1:], None)
+    assert padded.stack().tolist() == pytest.approx(without.stack().tolist(), rel=1e-6)
 
 
 def test_accuracy_counts_the_samples_whose_largest_logit_is_theirs():

@@ -186,7 +186,7 @@ MODELS = {
         file=option("model/own", "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 2}"),
     ),
     "model.loss=mse": Refusal("model.loss=mse", "write 'model.loss={_target_: models.losses.SquaredError}'"),
-    "MSELoss is not a loss": Refusal("model.loss='{_target_: torch.nn.MSELoss}'", "SquaredError()"),
+    "NLLLoss is not a loss": Refusal("model.loss='{_target_: torch.nn.NLLLoss}'", "nn.MSELoss()", "'A loss'"),
     "model.size": Refusal("model=gpt2 model.size=125M", "125M", "124M, 350M, 774M, 1558M, tiny"),
     "model.n_layer": Refusal(GPT2 + "model.n_layer=0", "model.n_layer=0 must be at least 1"),
     "n_embd": Refusal(GPT2 + "model.n_embd=100 model.n_head=12", "n_head=12", "the nearest width that does is 96"),

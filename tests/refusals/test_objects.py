@@ -126,7 +126,10 @@ def source(*given):
 
 # What is refused when it is made or handed over: no configuration is composed.
 AT_ONCE = {
-    "a loss of torch": (lambda: chain(nn.CrossEntropyLoss()), r"CrossEntropyLoss is not a loss.*ClassCrossEntropy\(\)"),
+    "another loss of torch": (lambda: chain(nn.NLLLoss()), r"NLLLoss is not a loss.*CrossEntropyLoss\(\).*'A loss'"),
+    "a sum": (lambda: chain(nn.MSELoss(reduction="sum")), r'MSELoss\(reduction="sum"\).*mean over the global batch'),
+    "weighed places": (lambda: chain(nn.BCEWithLogitsLoss(INPUTS)), "weighs the places of a batch.*pos_weight="),
+    "a loss that is a function": (lambda: chain(F.cross_entropy), r"cross_entropy is not a loss.*CrossEntropyLoss\(\)"),
     "a list of layers": (lambda: chain(layers=[nn.Linear(4, 2)]), r"not a list.*Write nn.Sequential\(\*layers\)"),
     "a forward of its own": (lambda: chain(layers=Twice(nn.Linear(4, 2))), "not a Twice, whose forward may not"),
     "no layers": (lambda: chain_of(nn.Sequential(), ClassCrossEntropy()), "at least one layer"),

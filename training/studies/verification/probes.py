@@ -24,6 +24,7 @@ from data.dataset import Batch
 from launchers import Interrupted, stopping
 from models.batchnorm import StepBatchNorm
 from models.chain import CPU, LOSS, Chain, as_tuple, is_within
+from models.losses import loss_of
 from parallel.devices import parameter_dtype
 from parallel.shape_inference import drawing_by_microbatch, trace
 from parallel.stage import Stage
@@ -74,7 +75,7 @@ class Layer:
         self.seed, self.dtype = setup.cfg.seed, parameter_dtype(setup.plan.precision)
         self.stage = Stage(self.chain, [name], seed=self.seed, device=CPU, dtype=self.dtype)
         self.module: nn.Module = self.stage.layers[name]
-        loss = self.module if hasattr(self.module, "loss") else self.chain.loss
+        loss = self.module if loss_of(self.module) is not None else self.chain.loss
         self.loss, self.kind = f"loss {type(loss).__name__}", f"{name} ({type(self.module).__name__})"
         self.norms = any(isinstance(module, _BatchNorm) for module in self.module.modules())
         self.sizes: tuple[int, ...] = ()  # of batches to compute in one go
