@@ -34,43 +34,42 @@ class Role:
     Attributes:
         what: A description of the object, for messages.
         way_out: How to specify one, for messages.
-        kind: The class that it must be an instance of, as "module:Class"; "" for any class.
+        kinds: The classes of which it must be an instance of one, as "module:Class"; empty for any class.
         methods: Names of methods.
         least: How many of ``methods`` it must have.
     """
 
     what: str
     way_out: str
-    kind: str = ""
+    kinds: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     least: int = 1
 
     def fits(self, item: Any) -> bool:
         """Return whether an object, or the objects of a class, can play the role."""
-        if self.kind:
-            module, _, name = self.kind.partition(":")
-            kind = getattr(import_module(module), name)
-            return issubclass(item, kind) if inspect.isclass(item) else isinstance(item, kind)
+        if self.kinds:
+            places = (kind.split(":") for kind in self.kinds)
+            kinds = tuple(getattr(import_module(module), name) for module, name in places)
+            return issubclass(item, kinds) if inspect.isclass(item) else isinstance(item, kinds)
         return sum(callable(getattr(item, method, None)) for method in self.methods) >= self.least
 
 
 CALLBACK_METHODS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 ROLES = {
     "model": Role(
-        "a model (models.chain.Chain)",
-        "choose one by model=NAME; from Python, model=models.sequential.chain_of(nn.Sequential(...), "
-        "models.losses.ClassCrossEntropy())",
-        kind="models.chain:Chain",
+        "a model (an nn.Module, or a models.chain.Chain)",
+        "choose one by model=NAME; from Python, train(model=nn.Sequential(...), loss=nn.CrossEntropyLoss())",
+        kinds=("models.chain:Chain", "torch.nn:Module"),
     ),
     "data": Role(
         "a data set (data.dataset.DataSet)",
         "choose one by data=NAME; from Python, data=data.tensors.TensorData(inputs, targets) of tensors or arrays",
-        kind="data.dataset:DataSet",
+        kinds=("data.dataset:DataSet",),
     ),
     "optim": Role(
         "an optimizer (torch.optim.Optimizer)",
         "choose one by optim=NAME, or name a class such as torch.optim.RMSprop",
-        kind="torch.optim:Optimizer",
+        kinds=("torch.optim:Optimizer",),
     ),
     "scheduler": Role(
         "a schedule, with a method factor(step, total, per_epoch)", "choose one by scheduler=NAME", methods=("factor",)

@@ -28,11 +28,10 @@ from torch.utils._pytree import tree_map_only
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
-from models.chain import Chain, LayerSpec, nest
+from models.chain import Chain, LayerSpec, nest, without_weights
 from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary
 from models.fused_cross_entropy import FusedHead
 from models.losses import TokenCrossEntropy
-from models.sequential import without_weights
 
 _TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32

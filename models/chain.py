@@ -35,6 +35,10 @@ from models.seeds import by_sample, derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each layer is several Python objects
 CPU = torch.device("cpu")
+ONE_LAYER = (
+    "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
+    "an nn.Sequential or as a Chain (docs/extending.md, 'A model')"
+)
 LOSS = ""  # the name of the chain's loss among the names of layers; no layer has this name
 
 Tensors = Tensor | tuple[Tensor, ...]  # the output of a layer
@@ -97,6 +101,13 @@ class Layers(nn.Module):
             if alias in parameters and original in parameters:
                 module, _, attribute = alias.rpartition(".")
                 setattr(self.get_submodule(module), attribute, parameters[original])
+
+
+def shared_parameters(module: nn.Module, prefix: str = "") -> dict[str, str]:
+    """Return {alias: first name} of the parameters that a module has under several names."""
+    first: dict[nn.Parameter, str] = {}
+    named = module.named_parameters(prefix, remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in named if first.setdefault(parameter, name) != name}
 
 
 def check_sizes(dropout: float = 0.0, **sizes: int) -> None:

@@ -1,9 +1,11 @@
-"""A chain from an existing ``nn.Sequential``, with its layers, its names and its weights."""
+"""A chain from an existing module: the layers of an ``nn.Sequential``, or any other module as one layer."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,15 +15,22 @@ from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError
 from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNorm
-from models.chain import Chain, LayerSpec, without_weights
-from models.losses import Loss
+from models.chain import Chain, LayerSpec, shared_parameters, without_weights
+from models.losses import Loss, loss_of
 
 # torch's layers update their running statistics with every micro-batch, and differently in each replica.
 _OURS = {nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d}
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
+MODULE = "module"  # the name of a module that is the only layer
+
+
+def chain_of(net: nn.Module, loss: Loss | nn.Module, **fields: Any) -> Chain:
     """Make a chain that starts from the weights of ``net``; ``net`` itself is not changed by training.
+
+    The children of an ``nn.Sequential`` are the layers. A module with a forward of its own is one layer, ``module``,
+    which is computed as a whole: strategies with stages cannot run it.
 
     Every process of a run holds all these weights once, in addition to those of its layers. Parameters that layers
     share are tied, frozen parameters stay frozen, and torch's BatchNorm becomes that of ``models.batchnorm``.
@@ -29,18 +38,17 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
         chain = chain_of(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), ClassCrossEntropy())
 
     Args:
-        net: Its children are the layers, in order and by their names ("0", "1", ... unless they have others).
-        loss: See ``models.losses``.
+        net: An ``nn.Sequential``, whose children have the names "0", "1", ... unless they have others; or any module.
+        loss: See ``models.losses``; or a loss of torch, such as ``nn.CrossEntropyLoss()``.
         **fields: Further fields of ``Chain``, such as ``limits={"vocabulary": 50257}``.
 
     Raises:
-        ModelError: If ``net`` is not an ``nn.Sequential`` or ``loss`` is not a loss, or for a ``SyncBatchNorm``, a
+        ModelError: If ``net`` is not a module or ``loss`` is not a loss, or for a ``SyncBatchNorm``, a
             BatchNorm without weights or running statistics, a lazy module that has not been called yet, and weights
             that are on the meta device or cannot be copied.
     """
-    _check_sequential(net)
     try:
-        source = copy.deepcopy(net).cpu()
+        source = copy.deepcopy(_as_sequential(net)).cpu()
     except (TypeError, RuntimeError) as error:
         raise ModelError(f"this model cannot be copied: {error}") from error
     for name, module in list(source.named_modules()):
@@ -48,34 +56,49 @@ def chain_of(net: nn.Sequential, loss: Loss, **fields: Any) -> Chain:
             raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise ModelError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
-        if type(module) in _OURS:
-            source.set_submodule(name, _as_ours(name, module))
+    _use_our_batchnorm(source)
     names = [name for name, _ in source.named_modules(remove_duplicate=False) if name and "." not in name]
-    first: dict[nn.Parameter, str] = {}
-    shared = {
-        name: first[parameter]
-        for name, parameter in source.named_parameters(remove_duplicate=False)
-        if first.setdefault(parameter, name) != name
-    }
     return Chain(
         layers=[LayerSpec(name, partial(without_weights, source.get_submodule(name))) for name in names],
         loss=loss,
-        tied=shared,
+        tied=shared_parameters(source),
         initialise=partial(_copy_weights, source),
         fingerprint=_fingerprint(source),
         **fields,
     )
 
 
-def _check_sequential(net: Any) -> None:
-    """Check that ``net`` computes its children in their order."""
-    if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward:
+def chain_of_module(build: Callable[[], nn.Module], loss: Loss | nn.Module) -> Chain:
+    """Make a chain of one layer, ``module``, that is constructed by ``build`` from the run's seed."""
+    return Chain([LayerSpec(MODULE, partial(_whole, build))], loss)
+
+
+def _whole(build: Callable[[], nn.Module]) -> nn.Module:
+    return _use_our_batchnorm(_as_sequential(build(), whole=True)).get_submodule(MODULE)
+
+
+def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
+    """Return ``net`` if it computes its children in their order, otherwise a module whose only child it is."""
+    if not isinstance(net, nn.Module) or isinstance(net, _WRAPPERS) or hasattr(net, "_orig_mod"):
         given = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
         raise ModelError(
-            f"chain_of takes an nn.Sequential, not {given}, whose forward may not compute its children one after the "
-            "other. Write nn.Sequential(*layers), or a Chain of layers (docs/extending.md, 'A model'). parallel=ddp "
-            "and train.compile=true wrap the model by themselves"
+            f"chain_of takes an nn.Module, not {given}. Write nn.Sequential(*layers), or a Chain of layers "
+            "(docs/extending.md, 'A model'). parallel=ddp and train.compile=true wrap the model by themselves"
         )
+    if type(net).forward is nn.Sequential.forward and not whole:
+        return net
+    if loss_of(net) is not None:
+        raise ModelError(
+            f"{type(net).__name__}.loss would be called in the place of the loss that is given: rename this method"
+        )
+    return nn.Sequential(OrderedDict({MODULE: net}))
+
+
+def _use_our_batchnorm(net: nn.Module) -> nn.Module:
+    for name, module in list(net.named_modules()):
+        if type(module) in _OURS:
+            net.set_submodule(name, _as_ours(name, module))
+    return net
 
 
 def _as_ours(name: str, norm: nn.Module) -> StepBatchNorm:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from common.errors import PlanError
-from models.chain import Chain, Layers
+from models.chain import ONE_LAYER, Chain, Layers
 from models.cut import Columns, CutOf, Region, Rows, Vocabulary, check_pairs, check_table, cut_of, example
 from parallel.devices import Hardware
 from parallel.layout import Layout
@@ -442,6 +442,8 @@ def partition_layers(
     names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]
 ) -> list[list[str]]:
     """Cut the layers into stages. Raises PlanError."""
+    if stages > len(names) == 1:
+        raise PlanError(f"{stages} stages (parallel.pp x stages_per_rank) need as many layers, and {ONE_LAYER}")
     if stages > len(names):
         raise PlanError(
             f"{stages} stages (parallel.pp x stages_per_rank) but only {len(names)} layers: {', '.join(names)}; "

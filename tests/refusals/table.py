@@ -181,9 +181,14 @@ LAYOUTS = {
 
 MODELS = {
     "model=null": Refusal("model=null", "a run needs this section"),
-    "torch.nn.Linear is not a model": Refusal(
-        OWN + "model=own train.steps=1",
+    "torch.nn.Linear gives an nn.Module": Refusal(
+        OWN + "model=own train.steps=1", "'model.loss={_target_: torch.nn.CrossEntropyLoss}'",
         file=option("model/own", "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 2}"),
+    ),
+    "the model is one layer": Refusal(
+        OWN + "model=own train.steps=1 parallel=pipelined model.loss='{_target_: torch.nn.MSELoss}'",
+        "nn.Sequential or as a Chain",
+        file=option("model/own", "model: {_target_: torch.nn.Linear, in_features: 10, out_features: 5}"),
     ),
     "model.loss=mse": Refusal("model.loss=mse", "write 'model.loss={_target_: models.losses.SquaredError}'"),
     "NLLLoss is not a loss": Refusal("model.loss='{_target_: torch.nn.NLLLoss}'", "nn.MSELoss()", "'A loss'"),

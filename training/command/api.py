@@ -23,7 +23,7 @@ from training.command.app import execute, plain, run_words
 from training.reporting.metrics import METRICS, SUMMARY, read_object, read_records
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from data.dataset import DataSet
     from models.chain import Chain
@@ -40,11 +40,13 @@ class Result:
         run_dir: The run directory.
         summary: The content of summary.json; empty for a mode that does not write it, such as plan.
         tied: {alias: canonical} names of tied parameters of the model that was given.
+        prefix: The beginning of the names in files that the names of the model given do not have.
     """
 
     run_dir: Path
     summary: dict[str, Any]
     tied: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -60,7 +62,8 @@ class Result:
         from training.checkpoint.load import read_weights
 
         weights = read_weights(self.run_dir)
-        return weights | {alias: weights[name] for alias, name in self.tied.items()}
+        weights |= {alias: weights[name] for alias, name in self.tied.items()}
+        return {name.removeprefix(self.prefix): tensor for name, tensor in weights.items()}
 
 
 def load_config(*overrides: str) -> Any:
@@ -84,7 +87,8 @@ def load_config(*overrides: str) -> Any:
 def train(
     *overrides: str,
     config: Any = None,
-    model: Chain | None = None,
+    model: Chain | nn.Module | None = None,
+    loss: Any = None,
     data: DataSet | tuple | None = None,
 ) -> Result:
     """Run what ``python train.py *overrides`` runs, and return its results.
@@ -96,8 +100,11 @@ def train(
         *overrides: Words of the command line.
         config: A configuration from ``load_config``, to run instead of the one that the words compose. Only keys of
             Hydra may be given as words then, such as "hydra.run.dir=runs/a".
-        model: A model to use instead of ``model=``: a ``Chain``, such as ``models.sequential.chain_of`` makes of an
-            ``nn.Sequential``. Choose data, optimizer and steps by overrides, since no model's YAML selects them.
+        model: A model to use instead of ``model=``: an ``nn.Sequential``, whose children are the layers, another
+            ``nn.Module``, which is one layer, or a ``Chain``. Choose data, optimizer and steps by overrides, since no
+            model's YAML selects them.
+        loss: The loss of ``model``, such as ``torch.nn.CrossEntropyLoss()`` or one of ``models.losses``; a ``Chain``
+            has one already.
         data: A data set to use instead of ``data=``, such as ``data.tensors.TensorData(inputs, targets)``, for
             which ``(inputs, targets)`` may be written.
 
@@ -108,17 +115,27 @@ def train(
         UserError: An error that the command line would report as a message.
         KeyboardInterrupt: The run was interrupted; its processes have ended.
     """
+    chain = _chain_of(model, loss)
 
     def act(composed: Composed, world: World | None) -> Result:
         execute(composed, world)
         run_dir = composed.run_dir
-        return Result(run_dir, read_object(run_dir / SUMMARY), model.tied if model is not None else {})
+        summary = read_object(run_dir / SUMMARY)
+        if chain is None:
+            return Result(run_dir, summary)
+        from models.sequential import MODULE
 
-    return _run_words(act, overrides, config, model, data)
+        return Result(run_dir, summary, chain.tied, f"{MODULE}." if chain.names == [MODULE] else "")
+
+    return _run_words(act, overrides, config, chain, data)
 
 
 def verify(
-    *overrides: str, config: Any = None, model: Chain | None = None, data: DataSet | tuple | None = None
+    *overrides: str,
+    config: Any = None,
+    model: Chain | nn.Module | None = None,
+    loss: Any = None,
+    data: DataSet | tuple | None = None,
 ) -> Report:
     """Verify a model under every layout, as ``python train.py mode=verify *overrides`` does.
 
@@ -126,6 +143,7 @@ def verify(
         *overrides: Words of the command line. With ``parallel=NAME``, only that layout is verified.
         config: See ``train``.
         model: See ``train``.
+        loss: See ``train``.
         data: See ``train``.
 
     Returns:
@@ -144,11 +162,31 @@ def verify(
 
         return prove(plain(composed), composed.run_dir, typed)
 
-    return _run_words(act, words, config, model, data)
+    return _run_words(act, words, config, _chain_of(model, loss), data)
+
+
+def _chain_of(model: Any, loss: Any) -> Any:
+    """Return a model with its loss as a chain; what is no model is returned as it is, to be refused with the others."""
+    if model is None and loss is None:
+        return None
+    from torch import nn
+
+    from models.chain import Chain
+    from models.sequential import chain_of
+
+    if isinstance(model, Chain) and loss is not None:
+        return model.with_loss(loss)
+    if isinstance(model, nn.Module):
+        if loss is None:
+            raise TrainingError("a module has no loss: train(model=net, loss=torch.nn.CrossEntropyLoss(), data=...)")
+        return chain_of(model, loss)
+    if loss is not None:
+        raise TrainingError("loss= belongs to model=, an object; with words, write 'model.loss={_target_: ...}'")
+    return model
 
 
 def _run_words(
-    act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Chain | None, data: DataSet | tuple | None
+    act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Any, data: DataSet | tuple | None
 ) -> Any:
     """Compose the words of a call of ``train`` and return ``act(composed, world)``."""
     _check_words(overrides)

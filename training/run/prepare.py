@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 from common.errors import TrainingError
 from conf import OWN_KEYS
@@ -11,8 +15,9 @@ from conf.instantiate import build, environment, instantiate, target_of, to_conf
 from data.dataset import DataSet
 from launchers import World, call_in_workers
 from launchers.heartbeat import note
-from models.chain import Chain
+from models.chain import ONE_LAYER, Chain, shared_parameters
 from models.lora import adapt
+from models.sequential import chain_of_module
 from parallel.devices import Hardware
 from parallel.plan import Plan, make_plan
 from planner.balance import equal_stages, seconds_per_layer, stage_shares
@@ -132,7 +137,8 @@ def describe(setup: Setup) -> str:
     plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.data.seq_len, setup.shares)
     warning = unseen(setup.cfg.model, setup.chain) if reads_weights(setup.cfg, setup.chain) else None
     warnings = [f"warning: {text}" for text in (warning, across_nodes(setup)) if text is not None]
-    return "\n".join([plan, *setup.by_microbatch[1], *warnings]) + recipe
+    whole = [ONE_LAYER] if len(setup.chain.layers) == 1 else []
+    return "\n".join([plan, *whole, *setup.by_microbatch[1], *warnings]) + recipe
 
 
 def describe_recipe(cfg: Any) -> str:
@@ -174,6 +180,21 @@ def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
     return build_chain(cfg.model, data.vocab_size), data
 
 
+def _chain_of(model: Any, arguments: dict[str, Any]) -> Chain:
+    """Build the chain that a section's target returns, or a chain of one layer if that is a module."""
+    target = target_of("model", arguments)
+    is_module = inspect.isclass(target) and issubclass(target, nn.Module)
+    made = None if is_module else build("model", arguments)
+    if not is_module and not isinstance(made, nn.Module):
+        return made
+    if not hasattr(model.get("loss"), "keys"):
+        raise TrainingError(
+            f"model={model.name}: {arguments['_target_']} gives an nn.Module, which says no loss; write "
+            "'model.loss={_target_: torch.nn.CrossEntropyLoss}'"
+        )
+    return chain_of_module(partial(build, "model", arguments), instantiate(model.loss))
+
+
 def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     """Build the chain that the section ``model`` describes.
 
@@ -194,15 +215,19 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
         arguments["vocab_size"] = vocabulary_with(arguments["vocab_size"], model.extra_tokens)
     if "loss" in arguments and "loss" not in inspect.signature(target_of("model", arguments)).parameters:
         raise TrainingError(f"model.loss={loss}: write 'model.loss={{_target_: models.losses.SquaredError}}'")
-    chain = build("model", arguments)
+    chain = _chain_of(model, arguments)
     try:
-        names = {name for name, _ in chain.skeleton().named_parameters(remove_duplicate=False)}
+        skeleton = chain.skeleton()
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         given = ", ".join(f"{key}={value}" for key, value in arguments.items() if isinstance(value, int))
         sizes = f" with {given}" if given else ""
         raise TrainingError(f"model={model.name} cannot be built{sizes}: {str(error).splitlines()[0]}") from None
-    if unknown := sorted({*chain.tied, *chain.tied.values()} - names):
+    tied = {*chain.tied, *chain.tied.values()}
+    if unknown := sorted(tied - {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}):
         raise TrainingError(f"model={model.name} ties {', '.join(unknown)}, which is no parameter of it")
+    for name, layer in skeleton.items():  # what a layer shares within itself
+        inside = {a: b for a, b in shared_parameters(layer, name).items() if not {a, b} & tied}
+        chain = replace(chain, tied={**chain.tied, **inside})
     if own_loss:
         chain = chain.with_loss(instantiate(loss))
     if model.get("extra_tokens") is not None and chain.embedding is None:
