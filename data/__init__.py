@@ -4,7 +4,7 @@
     loader.py       train and evaluation batches: which samples, in buckets of similar length, read ahead
 
     Data sets, each in the file of its name: torch_docs, stdlib, text, wikitext2, jsonl, parquet and tokens (language),
-    random_images, digits, mnist, cifar10 and image_folder (images), random_regression (numbers)
+    random_images, digits, mnist, cifar10 and image_folder (images), random_regression and arrays (numbers)
 
     language.py     the base of data sets of text: documents -> cached tokens -> windows
     documents.py vocabulary.py words.py token_windows.py     its steps

@@ -117,6 +117,13 @@ def check_at_least(least: int, **options: float) -> None:
             raise DataError(f"data.{name}={value}: it must be at least {least}")
 
 
+def check_fractions(prefix: str = "", **fractions: float) -> None:
+    """Raise DataError, which names the keys, if fractions to hold out are negative, or leave nothing to train on."""
+    if min(fractions.values(), default=0) < 0 or sum(fractions.values()) >= 1:
+        named = " and ".join(f"{prefix}{key}={value}" for key, value in fractions.items())
+        raise DataError(f"{named} must be 0 or more, and less than 1 together")
+
+
 _Data = TypeVar("_Data", bound="DataSet")
 
 

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import DataSet, InMemory, to_tensor
+from data.dataset import DataSet, InMemory, check_fractions, to_tensor
 
 _IGNORED = -100  # torch's own ignore_index
 
 
+Samples = tuple[Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...], Tensor | np.ndarray]  # inputs and targets
+
+
 class TensorData(DataSet):
-    """Samples in two tensors, which are shuffled and divided into splits. Every process of a run holds them once."""
+    """Samples in two tensors, of which some are held out. Every process of a run holds them once.
+
+    Attributes:
+        rows: {split: its rows of ``inputs`` and ``targets``}, for the splits that were drawn from these.
+    """
 
     def __init__(
         self,
         inputs: Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...],
         targets: Tensor | np.ndarray,
-        valid: float = 0.1,
-        test: float = 0.1,
+        valid: float | Samples = 0.1,
+        test: float | Samples = 0.1,
         vocab_size: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -33,44 +41,65 @@ class TensorData(DataSet):
             inputs: [n, ...], or tokens [n, t] if ``vocab_size`` is given; a tuple of such tensors or arrays if a model
                 has several inputs.
             targets: [n, ...]; whole numbers, such as classes, become int64.
-            valid: The fraction to validate on, in [0, 1).
-            test: The fraction to test on, in [0, 1).
+            valid: What to validate on: a fraction of these samples in [0, 1), or others, as (inputs, targets).
+            test: What to test on, as ``valid``.
             vocab_size: The number of tokens; None for data that is not language.
-            seed: The seed of the division.
+            seed: The seed by which rows are drawn.
 
         Raises:
             DataError: If the tensors or the fractions do not fit together.
         """
         super().__init__()
-        if isinstance(inputs, tuple) and not inputs:
-            raise DataError("inputs is an empty tuple; give a tensor, or one for each input of the model")
-        targets = to_tensor("targets", targets)
-        whole = InMemory(inputs, targets if targets.is_floating_point() else targets.long())
-        several, targets = whole.inputs if isinstance(whole.inputs, tuple) else (whole.inputs,), whole.targets
-        if min(valid, test) < 0 or valid + test >= 1:
-            raise DataError(f"valid={valid} and test={test} must be 0 or more, and less than 1 together")
-        samples = len(targets)
-        order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
-        sizes = [int(valid * samples), int(test * samples)]
-        if vocab_size is not None:
-            _check_tokens(several, vocab_size)
-            if targets.shape == several[0].shape:
-                _check_tokens((targets.where(targets != _IGNORED, 0),), vocab_size, "targets")
-
-        def part(rows: Tensor) -> InMemory | None:
-            return InMemory(*whole.read(rows.numpy(), epoch=0)) if len(rows) else None
-
-        self.valid, self.test, train = map(part, order.split([*sizes, samples - sum(sizes)]))
-        if train is None:
-            raise DataError(f"{samples} samples leave none to train on")
-        self.train = train
-        self.vocab_size, self.seq_len = vocab_size, several[0].shape[1] if vocab_size is not None else None
-        counts = ", ".join(f"{name} {size:,}" for name, size in zip(("valid", "test"), sizes, strict=True))
+        whole = _samples(inputs, targets, vocab_size)
+        given = {split: part for split, part in (("valid", valid), ("test", test)) if isinstance(part, tuple)}
+        fractions = {split: part for split, part in (("valid", valid), ("test", test)) if not isinstance(part, tuple)}
+        check_fractions(**fractions)
+        sizes = {split: int(fraction * len(whole)) for split, fraction in fractions.items()}
+        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
+        drawn = order.split([*sizes.values(), len(whole) - sum(sizes.values())])
+        self.rows = dict(zip((*sizes, "train"), drawn, strict=True))
+        parts = {split: InMemory(*whole.read(rows.numpy(), epoch=0)) for split, rows in self.rows.items() if len(rows)}
+        if "train" not in parts:
+            raise DataError(f"{len(whole)} samples leave none to train on")
+        for split, pair in given.items():
+            parts[split] = _samples(*pair, vocab_size)
+            _check_like(split, parts[split], whole)
+        self.train, self.valid, self.test = parts["train"], parts.get("valid"), parts.get("test")
+        first = _tensors(whole)[0]
+        self.vocab_size, self.seq_len = vocab_size, first.shape[1] if vocab_size is not None else None
+        shares = {
+            split: "as given" if split in given else f"{fractions[split]:g} of all" for split in ("valid", "test")
+        }
+        counts = ", ".join(f"{split} {len(parts.get(split, ())):,} ({share})" for split, share in shares.items())
         self.description = f"tensors: train {len(self.train):,} samples, {counts}"
-        self.fingerprint = hashlib.sha256(b"".join(_bytes(tensor) for tensor in (*several, targets))).hexdigest()[:16]
+        tensors = [tensor for samples in (whole, *(parts[split] for split in given)) for tensor in _tensors(samples)]
+        self.fingerprint = hashlib.sha256(b"".join(map(_bytes, tensors))).hexdigest()[:16]
 
     def prepare(self) -> None:
         """Do nothing, because the samples are in memory."""
+
+
+def _samples(inputs: Any, targets: Any, vocab_size: int | None) -> InMemory:
+    if isinstance(inputs, tuple) and not inputs:
+        raise DataError("inputs is an empty tuple; give a tensor, or one for each input of the model")
+    targets = to_tensor("targets", targets)
+    samples = InMemory(inputs, targets if targets.is_floating_point() else targets.long())
+    *several, targets = _tensors(samples)
+    if vocab_size is not None:
+        _check_tokens(several, vocab_size)
+        if targets.shape == several[0].shape:
+            _check_tokens((targets.where(targets != _IGNORED, 0),), vocab_size, "targets")
+    return samples
+
+
+def _tensors(samples: InMemory) -> tuple[Tensor, ...]:
+    return *(samples.inputs if isinstance(samples.inputs, tuple) else (samples.inputs,)), samples.targets
+
+
+def _check_like(split: str, samples: InMemory, whole: InMemory) -> None:
+    own, theirs = ([f"{t.dtype} {list(t.shape[1:])}" for t in _tensors(s)] for s in (samples, whole))
+    if own != theirs:
+        raise DataError(f"the rows of {split} are {', '.join(own)}, and those to train on {', '.join(theirs)}")
 
 
 def _check_tokens(several: Sequence[Tensor], vocab_size: int, name: str = "inputs") -> None:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from common.errors import DataError
+from data.arrays import Arrays
 from data.cifar10 import CIFAR10
 from data.dataset import DataSet
 from data.digits import Digits
@@ -82,6 +83,13 @@ CASES = {
         ImageFolder, (36, 2, 2), ((3, 8, 8), ()), {"image_size": 8}, "images",
         {"image_size": [0], "num_workers": [-1], "mean": [[0.5]], "std": [[1.0, 1.0, 0.0]]}, 3000,
     ),
+    "arrays": Case(
+        Arrays, (49, 6, 5), ((3,), (2,)), {"inputs": "x", "targets": "y", "test": 0.09}, "arrays",
+        {"valid": [-0.1], "test": [0.9], "num_workers": [-1]}, 3000,
+    ),
+    "arrays with a split of their own": Case(
+        Arrays, (54, 6, 60), ((3,), (2,)), {"inputs": "x", "targets": "y"}, "split arrays", bytes=3000,
+    ),
     "mnist": Case(
         MNIST, (110, 10, 20), ((1, 28, 28), ()), root="files", refused={"image_size": [0], "channels": [0]},
     ),
@@ -104,6 +112,12 @@ def made(prepared, tmp_path, mnist_files):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(60)))
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(60)]}), tmp_path / "rows.parquet")
     np.arange(1000, dtype="<u2").tofile(tmp_path / "tokens")
+    numbers = {"x": np.random.default_rng(0).normal(size=(60, 3)), "y": np.arange(120.0).reshape(60, 2)}
+    for folder in ("arrays", "split arrays/train"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name, array in numbers.items():
+            np.save(tmp_path / folder / name, array)
+    np.savez(tmp_path / "split arrays" / "test.npz", **numbers)
     for i in range(40):
         path = tmp_path / "images" / "ab"[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,151 @@
+"""Arrays of numpy in files: .npy, which are memory-mapped, and .npz, which are read into memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zipfile import BadZipFile
+
+import numpy as np
+
+from common.errors import DataError
+from common.files import expand_home
+from data.dataset import DataSet, Source, check_fractions, once, to_tensor
+from data.documents import SPLITS
+from data.loader import permute
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Arrays(DataSet):
+    """The rows of root/INPUTS.npy and root/TARGETS.npy, or of the arrays of these names in a file root.npz.
+
+    Splits with files of their own are folders root/train, root/valid (or val) and root/test, or root/train.npz and so
+    on. A split without files is a fraction of the rows to train on, which are drawn from ``seed``.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        inputs: str | list[str] = "inputs",
+        targets: str = "targets",
+        valid: float = 0.1,
+        test: float = 0.1,
+        seed: int = 0,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+    ):
+        """Check the arguments. No file is opened before prepare().
+
+        Raises:
+            DataError: ``root`` is missing, or the fractions are out of range.
+        """
+        super().__init__(num_workers)
+        if not root:
+            raise DataError("data=arrays needs the folder of the .npy files, or an .npz file: data.root=PATH")
+        check_fractions("data.", valid=valid, test=test)
+        self.root, self.seed, self.held_out = expand_home(root).absolute(), seed, {"valid": valid, "test": test}
+        self.inputs, self.targets = inputs, targets
+
+    @once
+    def prepare(self) -> None:
+        """Open the arrays, and hold rows out for the splits that have none of their own.
+
+        Raises:
+            DataError: Arrays are missing, damaged, not of numbers, or do not fit together.
+        """
+        stored = {split: _Stored(place, self.inputs, self.targets) for split, place in self._places().items()}
+        train, start, sources = stored["train"], 0, {}
+        for split, fraction in self.held_out.items():
+            if split in stored:
+                stored[split].check_like(train)
+                sources[split] = _Rows(stored[split], 0, len(stored[split]), self.seed)
+            elif size := int(fraction * len(train)):
+                sources[split] = _Rows(train, start, size, self.seed)
+                start += size
+        self.train = _Rows(train, start, len(train) - start, self.seed)
+        self.valid, self.test = sources.get("valid"), sources.get("test")
+        shares = {s: "its own files" if s in stored else f"data.{s}={f:g}" for s, f in self.held_out.items()}
+        counts = ", ".join(f"{split} {len(sources.get(split, ())):,} ({shares[split]})" for split in shares)
+        self.description = f"arrays of {self.root}: train {len(self.train):,} rows, {counts}"
+
+    def _places(self) -> dict[str, Path]:
+        """Return the folder or .npz file of each split that has one; of "train" only if nothing is divided."""
+        if not self.root.exists():
+            raise DataError(f"data.root={self.root} does not exist; give a folder of .npy files, or an .npz file")
+        inside = sorted(self.root.iterdir()) if self.root.is_dir() else []
+        found = {SPLITS[p.stem]: p for p in inside if p.stem in SPLITS and (p.is_dir() or p.suffix == ".npz")}
+        if found and "train" not in found:
+            raise DataError(f"data.root={self.root} has {', '.join(p.name for p in found.values())} and no train")
+        return found or {"train": self.root}
+
+
+class _Stored:
+    """Arrays of equal length in a folder or an .npz file. Another process gets the path, and opens them again."""
+
+    def __init__(self, place: Path, inputs: str | list[str], targets: str) -> None:
+        self.place, self.inputs, self.targets = place, inputs, targets
+        self.names = [*([inputs] if isinstance(inputs, str) else inputs), targets]
+        self.arrays = [_opened(place, name) for name in self.names]
+        for name, array in zip(self.names, self.arrays, strict=True):
+            to_tensor(f"{place}: {name}", array[:1].copy() if array.ndim else array)
+            if len(array) != len(self):
+                raise DataError(
+                    f"{place}: {name} has {len(array):,} rows and {targets} {len(self):,}; give each input one target"
+                )
+
+    def __len__(self) -> int:
+        return len(self.arrays[-1])
+
+    def __reduce__(self) -> tuple:
+        return _Stored, (self.place, self.inputs, self.targets)
+
+    def read(self, rows: np.ndarray) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+        """Return inputs and targets of some rows, [b, ...] each."""
+        pairs = zip(self.names, self.arrays, strict=True)
+        *inputs, targets = (to_tensor(name, np.asarray(array[rows])) for name, array in pairs)
+        if not targets.is_floating_point():
+            targets = targets.long()
+        return inputs[0] if isinstance(self.inputs, str) else tuple(inputs), targets
+
+    def check_like(self, train: _Stored) -> None:
+        """Check that rows are like those to train on. Raises DataError."""
+        for name, own, theirs in zip(self.names, self.arrays, train.arrays, strict=True):
+            if (own.dtype, own.shape[1:]) != (theirs.dtype, theirs.shape[1:]):
+                raise DataError(
+                    f"{self.place}: {name} has rows of {own.dtype} {list(own.shape[1:])}, and {train.place} of "
+                    f"{theirs.dtype} {list(theirs.shape[1:])}"
+                )
+
+
+def _opened(place: Path, name: str) -> np.ndarray:
+    archive = place.suffix == ".npz"
+    try:
+        if not archive:
+            return np.load(place / f"{name}.npy", mmap_mode="r")
+        with np.load(place) as arrays:
+            return arrays[name]
+    except (KeyError, FileNotFoundError, NotADirectoryError):
+        with_names = np.load(place).files if archive else sorted(path.stem for path in place.glob("*.npy"))
+        raise DataError(
+            f"{place} holds no array {name!r}; it has {', '.join(with_names) or 'none'}. Type data.inputs=NAME (or "
+            "[NAME,NAME] for a model with several inputs) and data.targets=NAME"
+        ) from None
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
+        raise DataError(f"{place}: {name} cannot be read ({error}); write numbers by numpy.save or savez") from error
+
+
+class _Rows(Source):
+    """Some rows: in an order drawn from ``seed``, ``size`` of them from ``start`` on."""
+
+    def __init__(self, stored: _Stored, start: int, size: int, seed: int) -> None:
+        self.stored, self.start, self.size, self.seed = stored, start, size, seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+        """See Source."""
+        rows = self.start + np.asarray(indices, dtype=np.int64)
+        return self.stored.read(permute(rows, len(self.stored), (self.seed,)))
