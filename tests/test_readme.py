@@ -90,6 +90,7 @@ def test_every_setting_that_they_name_exists():
         ("gpt2", "parquet"),
         ("convnet", "mnist"),
         ("convnet", "image_folder"),
+        ("toy", "arrays"),
     )
     trees = [compose(f"model={model}", f"data={data}") for model, data in kinds]
     words = [word.strip('"') for code in CODE for word in code.split()]
