@@ -66,12 +66,17 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from ``seed`` on the CPU inside the block, and restore the generator's state after it."""
-    state = torch.default_generator.get_state()
+    """Draw from ``seed`` on the CPU inside the block, and restore the generator's state after it.
+
+    One thread computes: the numbers of a decomposition (``nn.init.orthogonal_``) depend on how many do.
+    """
+    state, threads = torch.default_generator.get_state(), torch.get_num_threads()
     torch.default_generator.manual_seed(seed)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         torch.default_generator.set_state(state)
 
 

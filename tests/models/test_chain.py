@@ -190,6 +190,23 @@ INITIALISERS = {
 }
 
 
+class Orthogonal(nn.Linear):
+    def __init__(self):
+        super().__init__(32, 96)
+        nn.init.orthogonal_(self.weight)
+
+
+def test_a_decomposition_gives_the_same_numbers_for_every_number_of_threads():
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        layer = LayerSpec("a", Orthogonal)
+        found.append(Chain([layer], SquaredError()).build(["a"], 1, CPU)["a"].weight)
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", INITIALISERS)
 def test_a_constructor_may_look_at_the_numbers_that_it_draws(name):
     draw, holds = INITIALISERS[name]

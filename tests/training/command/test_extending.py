@@ -18,6 +18,7 @@ LAYOUTS = {
     "tensor": ["parallel=tensor", "parallel.sequence=true"],
     "single in pieces": ["parallel=single", "parallel.chunks=4"],  # for what depends on the micro-batch
     "ddp": ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"],
+    "fsdp": ["parallel=fsdp", "parallel.dp=2", "parallel.chunks=2"],
     "pipelined": ["parallel=pipelined", "parallel.chunks=4"],
     "pipe_ddp": ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"],
     "checked_ddp": ["parallel=checked_ddp", "parallel.dp=2", "parallel.chunks=2"],
@@ -27,7 +28,7 @@ SHORT = [
     "train.checkpoint_every=null", "train.precision=fp32",
 ]  # fmt: skip
 ADDED = {
-    "model": ["gated", "lstm", "moe", "skip", "translator"], "data": ["backwards", "csv_regression"],
+    "model": ["gated", "lstm", "moe", "reader", "skip", "translator", "vit"], "data": ["backwards", "csv_regression"],
     "optim": ["lion", "rmsprop"], "scheduler": ["inverse_sqrt"], "logger": ["losses"], "callbacks": ["weight_norm"],
     "parallel": ["checked_ddp"],
 }  # fmt: skip
@@ -85,6 +86,8 @@ def runs(house):
         "lstm": (lstm, ["single", "ddp", "pipe_ddp"]),
         "csv": (table, ["single", "checked_ddp", "pipelined"]),
         "skip": (["model=skip", "optim=rmsprop"], ["single", "pipe_ddp"]),
+        "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipe_ddp", "fsdp"]),
+        "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "ddp", "fsdp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipe_ddp"]),
         "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor"]),
         "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single in pieces", "pipe_ddp"]),
@@ -109,14 +112,14 @@ def losses(runs):
     return json.loads((runs / "losses.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "translator", "gated", "moe"])
+@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "vit", "reader", "translator", "gated", "moe"])
 def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
     runs = {name: values for name, values in losses.items() if name.startswith(f"{model} ")}
     assert len(runs) > 1
     (reference,) = (values for name, values in runs.items() if "single" in name)
     for name, values in runs.items():
         assert values == pytest.approx(reference, rel=1e-5), name
-    if model not in ("skip", "translator"):  # whose four batches are all different
+    if model not in ("skip", "translator", "vit", "reader"):  # whose four batches are all different
         assert values[-1] < values[0]
 
 
