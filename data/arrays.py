@@ -44,8 +44,8 @@ class Arrays(DataSet):
         super().__init__(num_workers)
         if not root:
             raise DataError("data=arrays needs the folder of the .npy files, or an .npz file: data.root=PATH")
-        check_fractions("data.", valid=valid, test=test)
         self.root, self.seed, self.held_out = expand_home(root).absolute(), seed, {"valid": valid, "test": test}
+        check_fractions(self.held_out, "data.")
         self.inputs, self.targets = inputs, targets
 
     @once
@@ -77,7 +77,8 @@ class Arrays(DataSet):
         inside = sorted(self.root.iterdir()) if self.root.is_dir() else []
         found = {SPLITS[p.stem]: p for p in inside if p.stem in SPLITS and (p.is_dir() or p.suffix == ".npz")}
         if found and "train" not in found:
-            raise DataError(f"data.root={self.root} has {', '.join(p.name for p in found.values())} and no train")
+            names = ", ".join(path.name for path in found.values())
+            raise DataError(f"data.root={self.root} has {names} and no train: put the arrays to train on into train")
         return found or {"train": self.root}
 
 

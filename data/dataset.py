@@ -6,7 +6,7 @@ A Batch is the data of a replica for one step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -117,7 +117,7 @@ def check_at_least(least: int, **options: float) -> None:
             raise DataError(f"data.{name}={value}: it must be at least {least}")
 
 
-def check_fractions(prefix: str = "", **fractions: float) -> None:
+def check_fractions(fractions: Mapping[str, float], prefix: str = "") -> None:
     """Raise DataError, which names the keys, if fractions to hold out are negative, or leave nothing to train on."""
     if min(fractions.values(), default=0) < 0 or sum(fractions.values()) >= 1:
         named = " and ".join(f"{prefix}{key}={value}" for key, value in fractions.items())

@@ -53,7 +53,7 @@ class TensorData(DataSet):
         whole = _samples(inputs, targets, vocab_size)
         given = {split: part for split, part in (("valid", valid), ("test", test)) if isinstance(part, tuple)}
         fractions = {split: part for split, part in (("valid", valid), ("test", test)) if not isinstance(part, tuple)}
-        check_fractions(**fractions)
+        check_fractions(fractions)
         sizes = {split: int(fraction * len(whole)) for split, fraction in fractions.items()}
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
         drawn = order.split([*sizes.values(), len(whole) - sum(sizes.values())])

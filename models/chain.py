@@ -152,13 +152,7 @@ class LayerSpec:
             )
 
     def made(self) -> nn.Module:
-        """Build the layer on the meta device, with its dropout by sample.
-
-        Tensors that a module holds beside its parameters and buffers become buffers, which move with it.
-
-        Raises:
-            ModelError: ``build`` returns no module.
-        """
+        """Build the layer on the meta device, with its dropout by sample; raise ModelError if it is no module."""
         with torch.device("meta"):
             try:
                 layer = self.build()
@@ -169,9 +163,7 @@ class LayerSpec:
         if not isinstance(layer, nn.Module):
             kind = type(layer).__name__
             raise ModelError(f"layer {self.name!r}: build() returned a {kind}; it must return an nn.Module")
-        for module in layer.modules():
-            for key in [key for key, value in vars(module).items() if isinstance(value, Tensor)]:
-                module.register_buffer(key, vars(module).pop(key), persistent=False)
+        keep_tensors(layer)
         return by_sample(self.name, layer)
 
     def constructed(self, seed: int) -> nn.Module:
@@ -182,6 +174,13 @@ class LayerSpec:
     @cached_property
     def _template(self) -> nn.Module:
         return without_weights(self.constructed(0))
+
+
+def keep_tensors(layer: nn.Module) -> None:
+    """Make buffers of the tensors that modules hold beside their parameters and buffers, so that these move too."""
+    for module in layer.modules():
+        for key in [key for key, value in vars(module).items() if isinstance(value, Tensor)]:
+            module.register_buffer(key, vars(module).pop(key), persistent=False)
 
 
 def without_weights(layer: nn.Module) -> nn.Module:

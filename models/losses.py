@@ -116,7 +116,7 @@ def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
     return targets.masked_fill(padding, IGNORED)
 
 
-def loss_of(layer: nn.Module) -> Callable[..., Sums] | None:
+def loss_of(layer: Any) -> Callable[..., Any] | None:
     """Return the method ``loss`` of a last layer that computes the loss itself; None for other layers.
 
     A loss of torch that a layer keeps under this name is not one.

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError
 from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNorm
-from models.chain import Chain, LayerSpec, shared_parameters, without_weights
-from models.losses import Loss, loss_of
+from models.chain import Chain, LayerSpec, keep_tensors, shared_parameters, without_weights
+from models.losses import Loss, as_sums, loss_of
 
 # torch's layers update their running statistics with every micro-batch, and differently in each replica.
 _OURS = {nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d}
@@ -57,10 +57,11 @@ def chain_of(net: nn.Module, loss: Loss | nn.Module, **fields: Any) -> Chain:
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise ModelError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
     _use_our_batchnorm(source)
+    keep_tensors(source)
     names = [name for name, _ in source.named_modules(remove_duplicate=False) if name and "." not in name]
     return Chain(
         layers=[LayerSpec(name, partial(without_weights, source.get_submodule(name))) for name in names],
-        loss=loss,
+        loss=as_sums(loss),
         tied=shared_parameters(source),
         initialise=partial(_copy_weights, source),
         fingerprint=_fingerprint(source),
@@ -70,7 +71,7 @@ def chain_of(net: nn.Module, loss: Loss | nn.Module, **fields: Any) -> Chain:
 
 def chain_of_module(build: Callable[[], nn.Module], loss: Loss | nn.Module) -> Chain:
     """Make a chain of one layer, ``module``, that is constructed by ``build`` from the run's seed."""
-    return Chain([LayerSpec(MODULE, partial(_whole, build))], loss)
+    return Chain([LayerSpec(MODULE, partial(_whole, build))], as_sums(loss))
 
 
 def _whole(build: Callable[[], nn.Module]) -> nn.Module:

@@ -183,10 +183,10 @@ def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
 def _chain_of(model: Any, arguments: dict[str, Any]) -> Chain:
     """Build the chain that a section's target returns, or a chain of one layer if that is a module."""
     target = target_of("model", arguments)
-    is_module = inspect.isclass(target) and issubclass(target, nn.Module)
-    made = None if is_module else build("model", arguments)
-    if not is_module and not isinstance(made, nn.Module):
-        return made
+    if not (inspect.isclass(target) and issubclass(target, nn.Module)):
+        made = build("model", arguments)
+        if not isinstance(made, nn.Module):
+            return made
     if not hasattr(model.get("loss"), "keys"):
         raise TrainingError(
             f"model={model.name}: {arguments['_target_']} gives an nn.Module, which says no loss; write "
