@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.table import RESULTS, TRIALS, Benchmark
 
 NAMES = (
-    "ddp", "exporting", "faults", "first_run", "gpt2", "gpu", "jsonl", "overhead", "parity", "pipelining", "planner",
-    "promise", "published_figures", "readme", "sampling", "tensor",
+    "architectures", "ddp", "exporting", "faults", "first_run", "gpt2", "gpu", "jsonl", "overhead", "parity",
+    "pipelining", "planner", "promise", "published_figures", "readme", "sampling", "tensor",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The runner, how contenders are timed, and how their seconds become the rows and the figures of each benchmark."""
 
 import contextlib
+import csv
 import json
 import sys
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks import ddp, gpt2, overhead, parity, pipelining, published_figures
+from benchmarks import architectures, ddp, gpt2, overhead, parity, pipelining, published_figures
 from benchmarks.pipelining import Way
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import Spread, paired, take_turns
@@ -86,6 +87,11 @@ def test_ratios_are_taken_within_a_round_where_noise_is_the_same():
     assert paired({"fast": [1.0, 10.0, 1.0], "slow": [2.0, 20.0, 2.0]}, "fast", "slow") == 2.0
 
 
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
 # -- from seconds to rows ------------------------------------------------------------------------------------------
 
 
@@ -128,6 +134,22 @@ def test_parity_has_a_row_for_every_layout_with_all_that_was_compared(monkeypatc
         "model": "toy", "parameters": 7, "run": "parallel=ddp dp=2", "loss": "0e+00", "gradients": "0e+00",
     }  # fmt: skip
     assert set(parity.SIZES) < set(options("model"))
+
+
+def test_an_architecture_has_a_row_of_layouts_and_one_of_seconds(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    runner.run(["architectures", "--quick", "--output", str(tmp_path)])
+    (verified,) = read_csv(tmp_path / "architectures.csv")
+    assert verified["layouts"] == "1 of 1" and float(verified["largest difference"]) < 1e-9, verified
+    (timed,) = read_csv(tmp_path / "architectures_speed.csv")
+    assert timed["architecture"] == "qwen3" and timed["the chain takes"].endswith("x")
+
+
+def test_an_architecture_that_cannot_be_cut_has_a_row_with_the_reason():
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    (kind,) = architectures.REFUSED
+    row = architectures.verified(kind)
+    assert row["layouts"] == "0 of 6" and "BloomForCausalLM cannot be cut into layers" in row["why not"]
 
 
 def test_published_figures_have_mean_and_spread_of_every_split_and_are_one_curve(tmp_path):
