@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ModelError
 from common.files import expand_home, folder_of, parse_json
 from common.packages import load_transformers
+from models.causal_lm_files import Conversions, Opened
 from models.config_json import Family
 from models.huggingface import HuggingFace
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CONFIG = "config.json"
 # Keys of a configuration that say nothing about the numbers of a model.
@@ -89,13 +93,28 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
 
 @dataclass(frozen=True)
 class Published(HuggingFace):
-    """How transformers stores the model that it is itself."""
+    """How transformers stores the model that it is itself.
+
+    Attributes:
+        conversions: What it does with the tensors of a folder.
+    """
+
+    conversions: Conversions = field(kw_only=True)
 
     @classmethod
     def of(cls, model: Any, names: Mapping[str, str], words: tuple[str, ...]) -> Published:
         """Return it for a model of transformers, ``names`` as in ``HuggingFace``."""
         config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-        return cls(_FAMILY, config, names, words, optional=f"{model.base_model_prefix}.")
+        return cls(_FAMILY, config, names, words, conversions=Conversions(model))
+
+    def read(self, opened: Mapping[str, Opened]) -> Mapping[str, Opened]:
+        """See ``HuggingFace.read``."""
+        return self.conversions.read(opened)
+
+    def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See ``HuggingFace.export``."""
+        tensors, config = super().export(state, words)
+        return self.conversions.write(tensors), config
 
     def difference(self, path: Path) -> str | None:
         """Return a message about the first key in which the model differs from a config.json; None if there is none."""

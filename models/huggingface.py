@@ -47,6 +47,10 @@ class HuggingFace:
         """Convert the parameter ``name`` from this project's form to Hugging Face's, or back."""
         return tensor.t().contiguous() if name.endswith(self.transposed) else tensor
 
+    def read(self, opened: Mapping[str, Callable[[], Any]]) -> Mapping[str, Callable[[], Any]]:
+        """Return {name: tensor, opened when it is called} of a model of transformers, from those of its files."""
+        return opened
+
     def difference(self, path: Path) -> str | None:
         """Return a message about the first size in which the model differs from a config.json; None if it does not.
 

@@ -11,6 +11,7 @@ from conf.composition import Composed
 from conf.composition import compose as composed_of
 from conf.instantiate import to_config, to_dict
 from data.loader import TrainBatches
+from training.checkpoint.configuration import saved_config
 
 # Ranks and command line of each strategy, all with four micro-batches a step.
 LAYOUTS = {
@@ -44,6 +45,12 @@ def compose(*overrides: str):
 def config(*overrides: str):
     """The same as the training gets it: plain values. One thread, no logger."""
     return to_config(to_dict(compose(*QUIET, *overrides)))
+
+
+def again(run_dir: Path, *words: str):
+    """What a command composes that names a run: its checkpoint's configuration, under ``words``."""
+    words = [*QUIET, *words, *(() if any("resume" in word for word in words) else [f"checkpoint='{run_dir}'"])]
+    return to_config(to_dict(composed_of(words, saved=saved_config(words))))
 
 
 def typed(*words: str, folder: Path | str = ".") -> Composed:

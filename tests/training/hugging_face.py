@@ -57,6 +57,12 @@ def write_rows(folder: Path) -> Path:
     return folder
 
 
+def words(folder: Path, rows: Path, *more: str, model: str = "llama") -> list[str]:
+    """Return the command line of a training on the rows' answers that starts from a folder."""
+    data = ["data=jsonl", f"data.root='{rows}'", "data.field=question", "data.answer=answer", "data.seq_len=64"]
+    return [f"model={model}", f"model.init_from='{folder}'", *data, "train.global_batch_size=8", *more]
+
+
 def make_gpt2(folder: Path) -> Path:
     """Write a small random GPT-2, without a tokenizer: its tokens are GPT-2's."""
     load_torchvision()

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shlex
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -194,20 +194,21 @@ class Weights(dict):
             TrainingError: There is no such file, or it holds another model.
         """
         files = _files(find_weights(model.init_from))
-        self._file_of = {name: path for path in files for name in _open(path).keys()}
+        stored = {name: partial(StoredTensor, path, name) for path in files for name in _open(path).keys()}
         self._format = form = chain.hugging_face
+        self._opened = stored if form is None else form.read(stored)
         self.added: tuple[str, ...] = ()
         if form is not None and "extra_tokens" in model and has_gpt2_tokens(files[0].parent):
             self.added = _known_tokens(model, files[0].parent)
         self._words = chain.limits.get("vocabulary")
         skeleton = (chain.base or chain).skeleton()
         self.expected = {name: t for name, t in skeleton.state_dict().items() if name not in chain.tied}
-        super().__init__({name: key for name in self.expected if (key := self._key(name)) in self._file_of})
+        super().__init__({name: key for name in self.expected if (key := self._key(name)) in self._opened})
         used = {*self.values(), *map(self._key, chain.tied)}
         copies = {self._key(copy): self._key(name) for copy, name in chain.tied.items()}
-        self._copies = {copy: own for copy, own in copies.items() if copy in self._file_of}
+        self._copies = {copy: own for copy, own in copies.items() if copy in self._opened}
         known = {} if form is None else form.redundant
-        others = [name for name in self._file_of if name not in used]
+        others = [name for name in self._opened if name not in used]
         self._redundant = {n: follows for n in others for end, follows in known.items() if n.endswith(end)}
         self.unexpected = [name for name in others if name not in self._redundant]
 
@@ -237,17 +238,17 @@ class Weights(dict):
                 problems.append(f"{key} holds other numbers than the model computes")
         return problems
 
-    def _stored(self, key: str) -> StoredTensor:
-        return StoredTensor(self._file_of[key], key)
+    def _stored(self, key: str) -> Boxes:
+        return self._opened[key]()
 
     def _key(self, name: str) -> str:
         if self._format is None:
             return name
         theirs = self._format.their_name(name)
-        return theirs if theirs in self._file_of else theirs.removeprefix(self._format.optional)
+        return theirs if theirs in self._opened else theirs.removeprefix(self._format.optional)
 
 
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _equal(one: Boxes, other: Boxes) -> bool:
     count = one.shape[0]
     blocks = (slice(i, min(i + _BLOCK, count)) for i in range(0, count, _BLOCK))
     return one.shape == other.shape and all(bool((one[block] == other[block]).all()) for block in blocks)

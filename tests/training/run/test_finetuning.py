@@ -13,7 +13,7 @@ import pytest
 import torch
 from commandline import ROOT, train
 from composed import config, execute, losses, run, run_layout
-from hugging_face import make_folder, write_rows
+from hugging_face import make_folder, words, write_rows
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -27,6 +27,15 @@ KINDS = {
     "llama in parts": {"parts": "60KB"},
     "qwen2": {"kind": "Qwen2", "tie_word_embeddings": False},
     "qwen3": {"kind": "Qwen3", "head_dim": 16},
+}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Those of model=transformers. The files of the last three have other names or parts than the model.
+OF_TRANSFORMERS = {
+    "gemma2": {"kind": "Gemma2", "head_dim": 12, "sliding_window": 8},
+    "mistral": {"kind": "Mistral", "sliding_window": 8, "tie_word_embeddings": False},
+    "gpt_neox": {"kind": "GPTNeoX", "tie_word_embeddings": False},
+    "qwen3_moe": {"kind": "Qwen3Moe", **EXPERTS},
+    "mixtral": {"kind": "Mixtral", "parts": "60KB", **EXPERTS},
 }
 
 
@@ -55,15 +64,10 @@ def folders(tmp_path_factory):
 
     def folder(name):
         if name not in made:
-            made[name] = make_folder(tmp_path_factory.mktemp("published"), **KINDS[name])
+            made[name] = make_folder(tmp_path_factory.mktemp("published"), **{**KINDS, **OF_TRANSFORMERS}[name])
         return made[name]
 
     return folder
-
-
-def words(folder, rows, *more):
-    data = ["data=jsonl", f"data.root='{rows}'", "data.field=question", "data.answer=answer", "data.seq_len=64"]
-    return ["model=llama", f"model.init_from='{folder}'", *data, "train.global_batch_size=8", *more]
 
 
 def exported(run_dir, place, *more):
@@ -71,11 +75,11 @@ def exported(run_dir, place, *more):
     return place / "export"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OF_TRANSFORMERS])
 def test_a_folder_comes_out_as_it_went_in_bit_for_bit(folders, rows, tmp_path, kind):
-    folder = folders(kind)
-    run(tmp_path / "run", *words(folder, rows, *KEPT))
-    again = exported(tmp_path / "run", tmp_path, *words(folder, rows))
+    folder, model = folders(kind), "transformers" if kind in OF_TRANSFORMERS else "llama"
+    run(tmp_path / "run", *words(folder, rows, *KEPT, model=model))
+    again = exported(tmp_path / "run", tmp_path, *words(folder, rows, model=model))
     theirs = {}
     for part in folder.glob("*.safetensors"):
         theirs |= load_file(part)

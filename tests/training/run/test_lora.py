@@ -7,20 +7,18 @@ import shutil
 
 import pytest
 import torch
-from composed import QUIET, config, losses, run, run_layout, saved
+from composed import again, config, losses, run, run_layout, saved
 from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, TrainingError
-from conf.composition import compose
-from conf.instantiate import to_config, to_dict
+from conf.instantiate import to_dict
 from conf.words import quote_values
 from data.tensors import TensorData
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
 from planner.memory import memory_of_ranks
 from training import train, verify
-from training.checkpoint.configuration import saved_config
 from training.command.modes.export import export
 from training.command.modes.sample import sample
 from training.run.prepare import prepare
@@ -29,12 +27,6 @@ from training.run.restore import restore
 
 LORA = ["model.lora.rank=4", "model.lora.targets=[c_attn,mlp.c_proj]"]
 TOKENS = torch.randint(0, 50257, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
-def again(run_dir, *words):
-    """What a command composes that names a run: its checkpoint's configuration, under ``words``."""
-    words = [*QUIET, *words, *(() if any("resume" in word for word in words) else [f"checkpoint='{run_dir}'"])]
-    return to_config(to_dict(compose(words, saved=saved_config(words))))
 
 
 @pytest.fixture(scope="module")
