@@ -19,6 +19,8 @@ ROWS = [
     for b in range(20)
 ]
 
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
 
 def make_folder(folder: Path, kind: str = "Llama", parts: str | None = None, **config) -> Path:
     """Write a folder, in parts of at most so many bytes; ``config`` replaces numbers of its config.json."""

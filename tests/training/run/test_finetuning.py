@@ -13,7 +13,7 @@ import pytest
 import torch
 from commandline import ROOT, train
 from composed import config, execute, losses, run, run_layout
-from hugging_face import make_folder, words, write_rows
+from hugging_face import EXPERTS, make_folder, words, write_rows
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -28,7 +28,6 @@ KINDS = {
     "qwen2": {"kind": "Qwen2", "tie_word_embeddings": False},
     "qwen3": {"kind": "Qwen3", "head_dim": 16},
 }
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Those of model=transformers. The files of the last three have other names or parts than the model.
 OF_TRANSFORMERS = {
     "gemma2": {"kind": "Gemma2", "head_dim": 12, "sliding_window": 8},
