@@ -8,7 +8,7 @@ step from another layout's checkpoint. In fp64; a kind that cannot be cut says w
 
 speed: a step of a small model on one core, fp32, in turns with the same step by hand: transformers' own model, its
 logits, torch's cross entropy, clipping and AdamW; and, for a model that ``model=llama`` or ``model=gpt2`` has too, with
-that. Ratios are medians over rounds.
+that. Seconds are those of the CPU; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -116,8 +117,8 @@ def measure(chosen: Namespace) -> Iterator[Table]:
 def write_config(folder: Path, kind: str, sizes: Mapping[str, Any]) -> None:
     """Write the config.json of an architecture, with those of the sizes that it has."""
     known = type(load_transformers().AutoConfig.for_model(kind))
-    own = {key: value for key, value in sizes.items() if hasattr(known(), key)}
-    known(**{**own, **KINDS[kind]}).save_pretrained(folder)
+    keys = known().to_dict()
+    known(**{**{key: value for key, value in sizes.items() if key in keys}, **KINDS[kind]}).save_pretrained(folder)
 
 
 def words_of(folder: Path, kind: str, sizes: Mapping[str, Any]) -> list[str]:
@@ -146,9 +147,17 @@ def verified(kind: str, quick: bool = False) -> dict:
             runs = Runs(cfg, folder / "layouts", prepare(cfg).chain, MICROBATCHES)
             results = [runs.compare(layout) for layout in (Layout.single(MICROBATCHES), *layouts)][1:]
         except UserError as error:
-            return _row(kind, len(layouts), [], [str(error)])
-    refused = [result for result in results if not result.holds]
-    return _row(kind, len(layouts), results, [f"{result.name}: {result.reason}" for result in refused])
+            return _row(kind, len(layouts), [], [_sentence(str(error))])
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if not result.holds:
+            reasons.setdefault(_sentence(result.reason), []).append(result.name.removeprefix("parallel="))
+    return _row(kind, len(layouts), results, [f"{', '.join(names)}: {why}" for why, names in reasons.items()])
+
+
+def _sentence(reason: str) -> str:
+    """Return the beginning of a message, which says what is wrong; the rest says what to do."""
+    return reason.splitlines()[0].removeprefix("parallel.tp: ").partition("; ")[0]
 
 
 def _row(kind: str, count: int, results: Sequence[Compared], reasons: Sequence[str]) -> dict:
@@ -159,7 +168,7 @@ def _row(kind: str, count: int, results: Sequence[Compared], reasons: Sequence[s
         "layouts": f"{sum(bool(result.holds) for result in results)} of {count}",
         "largest difference": "" if largest is None else f"{largest:.0e}",
         "with AdamW": "" if own is None else f"{own:.0e}",
-        "why not": "; ".join(dict.fromkeys(reason.splitlines()[0] for reason in reasons)),
+        "why not": "; ".join(reasons),
     }
 
 
@@ -176,7 +185,7 @@ def timed(kind: str, rounds: int) -> dict:
         steps: dict[str, Callable[[int], object]] = {BY_HAND: model.step, CHAIN: trainer.step}
         if kind in OWN_MODELS:
             steps[OURS] = Trainer.build(0, [*OWN_MODELS[kind], *words[2:]]).step
-        seconds = take_turns(steps, rounds, warm_up=2)
+        seconds = take_turns(steps, rounds, warm_up=2, clock=time.process_time)
     ratio = f"{paired(seconds, CHAIN, OURS):.2f}x" if OURS in steps else ""
     return {
         "architecture": kind,

@@ -74,6 +74,19 @@ def parity_tensor() -> list[dict]:
     return [{"layout": f"`{layout}`", **models} for layout, models in found.items()]
 
 
+def architectures() -> list[dict]:
+    """Return one row per architecture: layouts, the largest difference, why not all of them, and how fast it is."""
+    seconds = {row["architecture"]: row for row in table.read("architectures_speed")}
+    shown = ("the chain takes", "model=llama or gpt2 takes")
+    return [
+        {"architecture": f"`{row['architecture']}`"}
+        | {column: row[column] for column in ("layouts", "largest difference")}
+        | {column: seconds.get(row["architecture"], {}).get(column, "") for column in shown}
+        | {"why not": row["why not"]}
+        for row in table.read("architectures")
+    ]
+
+
 def speed() -> list[dict]:
     """Return one row per model: how many times as fast ``pipelined`` is as the others."""
     rows = table.read("pipelining")
@@ -92,6 +105,7 @@ def _same(*columns: str) -> dict[str, str]:
 TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list[dict]]] = {
     "parity": parity,
     "parity_tensor": parity_tensor,
+    "architectures": architectures,
     "tensor": None,
     "tensor_layers": None,
     "pipelining": {

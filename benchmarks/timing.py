@@ -46,6 +46,7 @@ def take_turns(
     rounds: int,
     warm_up: int = 1,
     barrier: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
     """Measure the step of each contender once in every round.
 
@@ -54,6 +55,7 @@ def take_turns(
         rounds: The number of rounds that are measured.
         warm_up: The number of rounds before them, which are not.
         barrier: Called before and after each step, for several processes that measure together.
+        clock: Returns seconds; ``time.process_time`` for those of the CPU, which other processes do not lengthen.
 
     Returns:
         Seconds of each contender's steps, one per measured round.
@@ -62,11 +64,11 @@ def take_turns(
     for number in range(1, warm_up + rounds + 1):
         for name, step in contenders.items():
             barrier()
-            start = time.perf_counter()
+            start = clock()
             step(number)
             barrier()
             if number > warm_up:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 
