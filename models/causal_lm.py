@@ -361,10 +361,13 @@ class Decoder:
         return table
 
     def _head_width(self, pattern: str) -> int:
-        """Return the width of a head if the module is one of an attention; otherwise 1."""
-        around = self.model.get_submodule(pattern.replace("*", "0").rpartition(".")[0])
-        width = getattr(around, "head_dim", None)
-        return width if isinstance(width, int) else 1
+        """Return how many outputs of a head stay together if the module is one of an attention; otherwise 1."""
+        name, heads = pattern.replace("*", "0"), self.model.config.get_text_config().num_attention_heads
+        around, own = self.model.get_submodule(name.rpartition(".")[0]), self.model.get_submodule(name)
+        width = next((width for key in ("head_dim", "head_size") if (width := getattr(around, key, None))), 1)
+        # A plan cuts queries, keys and values in one projection only where they are side by side within each head.
+        together = width > 1 and getattr(own, "out_features", 0) == 3 * heads * width
+        return 3 * width if together else width
 
     def _serves_more(self, pattern: str) -> bool:
         """Return whether it is a projection to keys or values of which several heads of queries use each."""

@@ -10,7 +10,7 @@ import torch
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm import causal_lm
-from models.cut import check_table
+from models.cut import Region, check_table
 from tests.models.random_models import SIZES, WORDS, assert_same, random_model, with_weights_of
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
@@ -108,13 +108,20 @@ def test_a_file_without_a_kind_is_refused(tmp_path):
         causal_lm(None)
 
 
-def test_the_tensor_plan_becomes_a_table_of_cuts(tmp_path):
-    random_model("qwen3", head_dim=32).config.save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "kind, options, wanted",
+    [
+        ("qwen3", {"head_dim": 32}, {"layers.*.self_attn.q_proj": 4, "layers.*.self_attn.k_proj": 2}),
+        ("gpt_neox", {}, {"layers.*.attention.query_key_value": 4}),  # side by side within each head
+    ],
+)
+def test_the_tensor_plan_becomes_a_table_of_cuts(tmp_path, kind, options, wanted):
+    random_model(kind, **options).config.save_pretrained(tmp_path)
     chain = causal_lm(str(tmp_path))
     check_table(chain.cut, chain.skeleton())
-    heads = {name: cut.heads(chain.skeleton().get_submodule(name.replace("*", "0")))
-             for name, cut in chain.cut.items() if name.endswith(("q_proj", "k_proj"))}  # fmt: skip
-    assert heads == {"layers.*.self_attn.q_proj": 4, "layers.*.self_attn.k_proj": 2}
+    heads = {name: chain.cut[name].heads(chain.skeleton().get_submodule(name.replace("*", "0"))) for name in wanted}
+    assert heads == wanted
+    assert isinstance(chain.cut[next(iter(wanted)).rpartition(".")[0]], Region)
 
 
 def test_a_style_of_the_tensor_plan_that_is_not_known_is_named(tmp_path):
