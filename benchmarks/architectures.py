@@ -14,6 +14,7 @@ that. Seconds are those of the CPU; ratios are medians over rounds.
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -151,13 +152,14 @@ def verified(kind: str, quick: bool = False) -> dict:
     reasons: dict[str, list[str]] = {}
     for result in results:
         if not result.holds:
-            reasons.setdefault(_sentence(result.reason), []).append(result.name.removeprefix("parallel="))
+            why = _sentence(result.reason) if result.reason else "{} differs by {:.0e} {}".format(*result.largest)
+            reasons.setdefault(why, []).append(result.name.removeprefix("parallel="))
     return _row(kind, len(layouts), results, [f"{', '.join(names)}: {why}" for why, names in reasons.items()])
 
 
 def _sentence(reason: str) -> str:
     """Return the beginning of a message, which says what is wrong; the rest says what to do."""
-    return reason.splitlines()[0].removeprefix("parallel.tp: ").partition("; ")[0]
+    return re.split(r"; |\. |: give ", reason.splitlines()[0].removeprefix("parallel.tp: "))[0]
 
 
 def _row(kind: str, count: int, results: Sequence[Compared], reasons: Sequence[str]) -> dict:

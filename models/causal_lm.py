@@ -354,7 +354,7 @@ class Decoder:
         embedding = self.model.get_input_embeddings()
         # Other classes scale what they look up; a padding row gets no gradient.
         simple = type(embedding) is nn.Embedding and embedding.padding_idx is None
-        if table and simple:
+        if table and simple and (self.plain or not self.tied):  # both copies of a tied weight are cut, or none
             table[self._module_name(embedding)] = Vocabulary()
         if table and self.plain and (simple or not self.tied):
             table[self.chain_name(self.projection)] = Vocabulary()

@@ -10,7 +10,7 @@ import torch
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm import causal_lm
-from models.cut import Region, check_table
+from models.cut import Region, Vocabulary, check_table
 from tests.models.random_models import SIZES, WORDS, assert_same, random_model, with_weights_of
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
@@ -122,6 +122,12 @@ def test_the_tensor_plan_becomes_a_table_of_cuts(tmp_path, kind, options, wanted
     heads = {name: chain.cut[name].heads(chain.skeleton().get_submodule(name.replace("*", "0"))) for name in wanted}
     assert heads == wanted
     assert isinstance(chain.cut[next(iter(wanted)).rpartition(".")[0]], Region)
+
+
+def test_both_copies_of_a_tied_weight_are_cut_or_none(tmp_path):
+    random_model("cohere", tie_word_embeddings=True).config.save_pretrained(tmp_path)  # its logits are scaled
+    chain = causal_lm(str(tmp_path))
+    assert chain.tied and not any(isinstance(cut, Vocabulary) for cut in chain.cut.values())
 
 
 def test_a_style_of_the_tensor_plan_that_is_not_known_is_named(tmp_path):
