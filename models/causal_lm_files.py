@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # A tensor of a file, opened when it is called: with a shape, and boxes that are read by ``[...]``.
 Opened = Callable[[], Any]
@@ -32,7 +32,7 @@ class Made:
 class Group:
     """The tensors of a file of which a conversion of transformers makes one parameter, or several."""
 
-    def __init__(self, model: nn.Module, first: str, conversion: Any) -> None:
+    def __init__(self, model: Any, first: str, conversion: Any) -> None:
         """Begin without tensors. ``first`` is the name of the first parameter."""
         self._model, self._first, self._conversion = model, first, conversion
         self._parts: list[tuple[str, Opened]] = []
@@ -59,7 +59,7 @@ class Group:
 class Conversions:
     """What transformers does with the tensors of a folder when it reads and writes a model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         """Take the conversions of a model, which may be on the meta device."""
         self._model = model
 
