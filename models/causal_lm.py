@@ -63,6 +63,10 @@ class StandIn(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["of"], name)
 
+    def __deepcopy__(self, memo: dict) -> StandIn:
+        memo[id(self)] = copied = copy.copy(self)  # not of the module that it stands for
+        return copied
+
 
 class Stop(StandIn):
     """Stands where the model's ``forward`` is left."""

@@ -262,7 +262,7 @@ class Accesses(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs, schema = kwargs or {}, operator._schema
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags):
-            self.data_dependent = True
+            self.data_dependent |= not _indexed_by_numbers(operator, args)
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         for argument in schema.arguments:
             value = given.get(argument.name)
@@ -281,6 +281,13 @@ class Accesses(TorchDispatchMode):
             self._written.add(storage)
             if not argument.is_out and schema.name not in ("aten::copy_", "aten::fill_", "aten::zero_"):
                 self._read.add(storage)
+
+
+def _indexed_by_numbers(operator: Any, args: tuple) -> bool:
+    """Return whether an operator is ``x[indices]``, whose shape is that of the indices, and not ``x[mask]``."""
+    if operator is not torch.ops.aten.index.Tensor:
+        return False
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _tensors_of(module: nn.Module) -> dict[str, int]:

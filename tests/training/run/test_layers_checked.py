@@ -62,6 +62,14 @@ def as_array(self, x):
     return x * float(x.detach().numpy().max())
 
 
+def by_mask(self, x):
+    return x + x[x > 0].sum()
+
+
+def by_index(self, x):
+    return x[:, [7, 6, 5, 4, 3, 2, 1, 0]]
+
+
 def elsewhere(self, x):
     return x + torch.ones(8)
 
@@ -109,7 +117,11 @@ def test_what_holds_nothing_from_step_to_step_is_fine_under_every_layout(layer):
     check_shapes(setup_of(layer, dp=2, chunks=4))
 
 
-@pytest.mark.parametrize("forward", [item, as_array])
+def test_indices_that_are_numbers_tell_the_shape():
+    check_shapes(setup_of(partial(Own, by_index), pipelined=True))
+
+
+@pytest.mark.parametrize("forward", [item, as_array, by_mask])
 def test_a_layer_that_reads_numbers_is_named_where_shapes_must_be_known(forward):
     layer = partial(Own, forward)
     for changes in ({"pipelined": True}, {"compile": True}, {"mode": "plan"}):
