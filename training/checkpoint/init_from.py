@@ -222,7 +222,7 @@ class Weights(dict):
         grows = of_words and known < rows and width == stored_width
         return _Padded(stored, rows) if grows else stored
 
-    def stored(self, name: str) -> StoredTensor:
+    def stored(self, name: str) -> Boxes:
         """Return a parameter's tensor as it is in its file."""
         return self._stored(super().__getitem__(name))
 
