@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
-from models.chain import Chain, LayerSpec, nest, without_weights
+from models.chain import Chain, LayerSpec, nest, shared_parameters, without_weights
 from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary
 from models.fused_cross_entropy import FusedHead
 from models.losses import TokenCrossEntropy
@@ -232,9 +232,8 @@ class Decoder:
     @property
     def tied(self) -> dict[str, str]:
         """{alias: canonical} names in the chain of what is one parameter in the model."""
-        first: dict[nn.Parameter, str] = {}
-        names = [(name, first.setdefault(p, name)) for name, p in self.model.named_parameters(remove_duplicate=False)]
-        return {self.chain_name(name): self.chain_name(owner) for name, owner in names if name != owner}
+        shared = shared_parameters(self.model)
+        return {self.chain_name(name): self.chain_name(owner) for name, owner in shared.items()}
 
     @property
     def projection(self) -> str:
