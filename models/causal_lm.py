@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
@@ -344,9 +345,12 @@ class Decoder:
         for name, style in plan.items():
             if not name.startswith(f"{self.layers}."):
                 continue
+            found = next((found for found, _ in self.model.named_modules() if fnmatchcase(found, name)), None)
+            if style in ("colwise", "rowwise") and found is None:
+                continue  # a module of another variant of the architecture
             if style == "colwise":
-                width = self._head_width(name)
-                table[self.chain_name(name)] = Columns(unit=width, shared=width > 1 and self._serves_more(name))
+                width = self._head_width(found)
+                table[self.chain_name(name)] = Columns(unit=width, shared=width > 1 and self._serves_more(found))
                 if width > 1:  # an attention, which takes the length of queries from its input
                     table[self.chain_name(name).rpartition(".")[0]] = Region()
             elif style == "rowwise":
@@ -363,18 +367,17 @@ class Decoder:
             table[self.chain_name(self.projection)] = Vocabulary()
         return table
 
-    def _head_width(self, pattern: str) -> int:
+    def _head_width(self, name: str) -> int:
         """Return how many outputs of a head stay together if the module is one of an attention; otherwise 1."""
-        name, heads = pattern.replace("*", "0"), self.model.config.get_text_config().num_attention_heads
+        heads = self.model.config.get_text_config().num_attention_heads
         around, own = self.model.get_submodule(name.rpartition(".")[0]), self.model.get_submodule(name)
         width = next((width for key in ("head_dim", "head_size") if (width := getattr(around, key, None))), 1)
         # A plan cuts queries, keys and values in one projection only where they are side by side within each head.
         together = width > 1 and getattr(own, "out_features", 0) == 3 * heads * width
         return 3 * width if together else width
 
-    def _serves_more(self, pattern: str) -> bool:
+    def _serves_more(self, name: str) -> bool:
         """Return whether it is a projection to keys or values of which several heads of queries use each."""
-        name = pattern.replace("*", "0")
         siblings = self.model.get_submodule(name.rpartition(".")[0]).children()
         own = self.model.get_submodule(name)
         return any(getattr(other, "out_features", 0) > getattr(own, "out_features", 0) for other in siblings)
