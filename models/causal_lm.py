@@ -345,8 +345,8 @@ class Decoder:
         for name, style in plan.items():
             if not name.startswith(f"{self.layers}."):
                 continue
-            found = next((found for found, _ in self.model.named_modules() if fnmatchcase(found, name)), None)
-            if style in ("colwise", "rowwise") and found is None:
+            found = next((found for found, _ in self.model.named_modules() if fnmatchcase(found, name)), "")
+            if style in ("colwise", "rowwise") and not found:
                 continue  # a module of another variant of the architecture
             if style == "colwise":
                 width = self._head_width(found)

@@ -263,7 +263,7 @@ def _slices(box: Box, dimensions: int) -> tuple[slice, ...]:
 class _Transposed:
     """A matrix that its file stores transposed."""
 
-    def __init__(self, stored: StoredTensor) -> None:
+    def __init__(self, stored: Boxes) -> None:
         self._stored, self.shape = stored, torch.Size(reversed(stored.shape))
 
     def __getitem__(self, box: Box) -> Tensor:
@@ -276,7 +276,7 @@ class _Padded:
     Rows of zeros would have logit 0, which is more than most words get.
     """
 
-    def __init__(self, stored: StoredTensor, rows: int) -> None:
+    def __init__(self, stored: Boxes, rows: int) -> None:
         self._stored, self.shape = stored, torch.Size([rows, *stored.shape[1:]])
 
     def __getitem__(self, box: Box) -> Tensor:
