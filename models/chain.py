@@ -244,8 +244,8 @@ class Chain:
             must be equal on all ranks.
         base: The chain whose layers are frozen and have adapters here (``models.lora``).
         cut: How layers are cut among ranks, by patterns of module names (``models.cut``); empty: they cannot be.
-        prove: Raises ModelError if the layers do not compute what the model computes from which they were made. It is
-            called once, before a run.
+        prove: Raises ModelError if the layers do not compute what the model computes from which they were made; called
+            once before a run. None: there is no other model.
     """
 
     layers: Sequence[LayerSpec]
@@ -260,7 +260,7 @@ class Chain:
     fingerprint: str = ""
     base: Chain | None = None
     cut: Mapping[str, CutOf] = field(default_factory=dict)
-    prove: Callable[[], None] = lambda: None
+    prove: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         for layer in self.layers if isinstance(self.layers, Sequence) else [self.layers]:
