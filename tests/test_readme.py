@@ -91,6 +91,7 @@ def test_every_setting_that_they_name_exists():
         ("convnet", "mnist"),
         ("convnet", "image_folder"),
         ("toy", "arrays"),
+        ("transformers", "torch_docs"),
     )
     trees = [compose(f"model={model}", f"data={data}") for model, data in kinds]
     words = [word.strip('"') for code in CODE for word in code.split()]
@@ -102,7 +103,11 @@ def test_every_setting_that_they_name_exists():
 @pytest.mark.parametrize("group", ["model", "data", "experiment", "parallel"])
 def test_every_option_is_in_its_table(group):
     options = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
-    head = {"parallel": r"\| `parallel=` ", "experiment": r"\| `python train.py experiment=` "}
+    head = {
+        "model": r"\| `model=` \| what it is",
+        "parallel": r"\| `parallel=` ",
+        "experiment": r"\| `python train.py experiment=` ",
+    }
     table = re.split(head.get(group, rf"\| `{group}=` \|"), TEXT, maxsplit=1)[1].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)[` ]", table, flags=re.MULTILINE)) == options
 
