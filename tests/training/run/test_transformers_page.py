@@ -26,7 +26,7 @@ def test_the_commands_of_the_page_run_in_their_order(tmp_path):
         line, where = shlex.split(command), tmp_path / "runs" / str(number)
         if line[-1].startswith("hydra.run.dir="):
             where = Path(line.pop().partition("=")[2])
-        line += [] if "checkpoint=" in command else [*short, "data.cache_dir=cache"]
+        line += [] if "checkpoint=" in command else [*short, f"data.cache_dir='{tmp_path / 'cache'}'"]
         line += ["data.seq_len=64"] if "data=jsonl" in command else []
         run = train([*line, "device=cpu", "logger=none"], where)
         assert run.code == 0, run.console
