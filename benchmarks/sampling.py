@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import take_turns
-from common.packages import load_torchvision
+from common.packages import load_transformers
 from models.generate import Draws, generate
 from models.gpt2 import gpt2
 
@@ -54,7 +54,7 @@ def rows_of(size: str, batch: int, tokens: int, rounds: int) -> list[dict]:
 
 def contenders(size: str, batch: int, count: int) -> dict[str, Callable[[int], Tokens]]:
     """Return the runs by name. Each returns its tokens, the same in every round."""
-    load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
+    load_transformers()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     chain = gpt2(size, vocab_size=VOCABULARY)

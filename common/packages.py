@@ -9,7 +9,7 @@ from types import ModuleType
 
 from common.errors import UserError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("training")
 
 _declared: list = []  # kept, because declarations end when their Library is deleted
 
@@ -53,4 +53,4 @@ def load_transformers() -> ModuleType:
     try:
         return importlib.import_module("transformers")
     except ImportError:
-        raise UserError("model=transformers needs the package transformers: pip install 'transformers>=5.20'") from None
+        raise UserError("the package transformers is needed: pip install 'transformers>=5.20,<6'") from None

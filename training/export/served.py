@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from common.errors import TrainingError
-from common.packages import load_torchvision
+from common.packages import load_transformers
 from data.dataset import DataSet
 from data.images import ImageData
 from models.chain import Chain, Layers, as_tuple
@@ -291,11 +291,9 @@ def session_of(path: Path, model: ServedModel) -> Callable[..., Tensor]:
 
 def transformers_of(folder: Path, model: ServedModel) -> Callable[[Tensor], Tensor]:
     """Return a function that runs the language model in a Hugging Face folder with transformers: tokens -> output."""
-    load_torchvision()  # transformers imports it if it is installed
-    from transformers import AutoModelForCausalLM, logging
-
-    logging.disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    transformers = load_transformers()
+    transformers.logging.disable_progress_bar()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
 
     def run(tokens: Tensor) -> Tensor:
         logits = loaded(tokens).logits[..., : model.gives.dims[-1]]
