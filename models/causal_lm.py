@@ -37,6 +37,7 @@ from models.losses import TokenCrossEntropy
 _TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32
 _KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
+_proved: set[str] = set()  # the configurations that ``prove`` has proved: a verification prepares many runs of one
 
 
 Function = TypeVar("Function", bound=Callable)
@@ -360,12 +361,13 @@ class Decoder:
                 table[self.chain_name(name)] = Refused(said)
         embedding = self.model.get_input_embeddings()
         # Other classes scale what they look up; a padding row gets no gradient.
-        simple = type(embedding) is nn.Embedding and embedding.padding_idx is None
-        if table and simple and (self.plain or not self.tied):  # both copies of a tied weight are cut, or none
-            table[self._module_name(embedding)] = Vocabulary()
-        if table and self.plain and (simple or not self.tied):
-            table[self.chain_name(self.projection)] = Vocabulary()
-        return table
+        can_be_cut = {
+            self._module_name(embedding): type(embedding) is nn.Embedding and embedding.padding_idx is None,
+            self.chain_name(self.projection): self.plain,
+        }
+        if self.tied and not all(can_be_cut.values()):  # both copies of a weight are cut, or none
+            return table
+        return table | {name: Vocabulary() for name, can in can_be_cut.items() if can} if table else {}
 
     def _head_width(self, name: str) -> int:
         """Return how many outputs of a head stay together if the module is one of an attention; otherwise 1."""
@@ -396,6 +398,9 @@ class Decoder:
         Raises:
             ModelError: A layer, the logits or the loss differ. The message names the first.
         """
+        config = self.model.config.to_json_string(use_diff=False)
+        if config in _proved:
+            return
         generator = torch.Generator().manual_seed(0)
         whole = self._with_numbers(generator)
         words = whole.config.get_text_config().vocab_size
@@ -432,6 +437,7 @@ class Decoder:
                 "model=transformers trains on the cross entropy alone; switch the addition off by model.settings "
                 "(for a router's loss: +model.settings.output_router_logits=false)"
             )
+        _proved.add(config)
 
     def _with_numbers(self, generator: torch.Generator) -> Any:
         """Return a copy of the model on the CPU whose parameters share one small tensor."""
