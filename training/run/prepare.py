@@ -225,8 +225,10 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     tied = {*chain.tied, *chain.tied.values()}
     if unknown := sorted(tied - {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}):
         raise TrainingError(f"model={model.name} ties {', '.join(unknown)}, which is no parameter of it")
-    for name, layer in skeleton.items():  # what a layer shares within itself
-        inside = {a: b for a, b in shared_parameters(layer, name).items() if not {a, b} & tied}
+    inside = {}  # what a layer shares within itself
+    for name, layer in skeleton.items():
+        inside |= {a: b for a, b in shared_parameters(layer, name).items() if not {a, b} & tied}
+    if inside:
         chain = replace(chain, tied={**chain.tied, **inside})
     if own_loss:
         chain = chain.with_loss(instantiate(loss))
