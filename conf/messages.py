@@ -53,8 +53,11 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     section, dot, name = key.rpartition(".")
     section += dot
     if not known:
-        lists = {"loggers.": f"type logger=[wandb,{name}] first", "callbacks.": f"type callbacks=[{name}] first"}
-        lists["model.settings."] = f"type +{key}="
+        lists = {
+            "loggers.": f"type logger=[wandb,{name}] first",
+            "callbacks.": f"type callbacks=[{name}] first",
+            "model.settings.": f"type +{key}=",
+        }
         return f"there is no key {key}; {lists.get(section, 'its section is empty')}"
     return f"there is no key {key}{_nearest(f'{section}{{}}', name, known)}"
 

@@ -460,6 +460,11 @@ def _joined(fields: Sequence[str], row: dict[str, Any]) -> str:
     return text
 
 
+def chat_hint(names: Sequence[str]) -> str:
+    """Return what to type for the first of these fields, which hold chats, as the end of a message; empty for none."""
+    return f"; {names[0]!r} is a chat: type {CHATS}{names[0]}" if names else ""
+
+
 def _problem(line: bytes, fields: Sequence[str], key: str, reason: str) -> str:
     """Return a description of what is wrong with a row. ``reason`` is the error's, for a row that is a JSON object."""
     try:
@@ -471,7 +476,7 @@ def _problem(line: bytes, fields: Sequence[str], key: str, reason: str) -> str:
     if not isinstance(row, dict):
         return f"not a JSON object with the field {fields[0]!r} but of type {type(row).__name__}"
     chats = [name for name, value in row.items() if is_chat(value) and not (key == CHATS and name in fields)]
-    hint = f"; {chats[0]!r} is a chat: type {CHATS}{chats[0]}" if chats else ""
+    hint = chat_hint(chats)
     missing = [field for field in fields if field not in row]
     if missing:
         present = ", ".join(map(repr, list(row)[:10])) or "none"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from data.jsonl import CHATS, RowData, RowFiles, names
+from data.jsonl import CHATS, RowData, RowFiles, chat_hint, names
 from data.prompts import chat_of
 from data.templates import Chat
 
@@ -58,7 +58,7 @@ class ParquetRows(RowFiles):
                 chats = [name for name, value in zip(fields, values, strict=True) if _CHATS.match(str(value.type))]
                 raise ValueError(
                     f"{', '.join(fields)} is {held}, not text in UTF-8. Correct it, or choose another column by "
-                    f"data.column={_hint(chats)}"
+                    f"data.column={chat_hint(chats)}"
                 ) from None
 
         return self._values(indices, fields, text, "data.column=")
@@ -106,7 +106,9 @@ class ParquetRows(RowFiles):
                 present = self._names[number]
                 if missing := [field for field in fields if field not in present]:
                     chats = [field.name for field in file.schema_arrow if _CHATS.match(str(field.type))]
-                    problem = f"the column {missing[0]!r} ({option}) is missing; there are {present[:10]}{_hint(chats)}"
+                    problem = (
+                        f"the column {missing[0]!r} ({option}) is missing; there are {present[:10]}{chat_hint(chats)}"
+                    )
                     raise DataError(f"{self.files[number]}: {problem}")
                 # Without Arrow's threads, which a forked process would not have.
                 table = file.read_row_group(group, columns=list(fields), use_threads=False)
@@ -128,10 +130,6 @@ class ParquetRows(RowFiles):
         except (pyarrow.ArrowException, OSError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{self.files[number]} cannot be read as Parquet ({reason}); write it again") from error
-
-
-def _hint(chats: list[str]) -> str:
-    return f"; {chats[0]!r} is a chat: type {CHATS}{chats[0]}" if chats else ""
 
 
 class Parquet(RowData):
