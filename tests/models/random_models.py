@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +18,7 @@ SIZES |= dict(bos_token_id=None, eos_token_id=None, attention_dropout=0.0, attn_
 
 def random_model(model_type, **options):
     """Return transformers' model of a type, in which every weight is random, those of norms and biases too."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
     transformers = load_transformers()
     kind = type(transformers.AutoConfig.for_model(model_type))
     known = {key: value for key, value in SIZES.items() if hasattr(kind(), key)}

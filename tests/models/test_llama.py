@@ -10,62 +10,39 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import ModelError
-from common.packages import load_torchvision
 from models.generate import Draws, generate
 from models.llama import llama
 from models.llama_sizes import KEYS, LLAMA, SIZES, Size, chosen_size, sizes_of, to_config
+from tests.models.random_models import POSITIONS, WORDS, random_model, with_weights_of
 
 CPU = torch.device("cpu")
-WORDS, POSITIONS = 130, 64
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 QWEN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 PUBLISHED = {
-    "llama": ("Llama", {}),
-    "llama, tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
-    "llama, heads of their own width": ("Llama", {"head_dim": 24, "num_key_value_heads": 1}),
-    "llama 3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
-    "qwen2": ("Qwen2", QWEN),
-    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True, **QWEN}),
-    "qwen3": ("Qwen3", {"head_dim": 32, **QWEN}),
-    "qwen3, tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama, heads of their own width": ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    "llama 3": ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "qwen2": ("qwen2", QWEN),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, **QWEN}),
+    "qwen3": ("qwen3", {"head_dim": 32, **QWEN}),
+    "qwen3, tied": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 }
-
-
-def published(kind, options):
-    """transformers' model with random weights, each of them, norms and biases too."""
-    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
-    load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
-    import transformers
-
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
-    sizes |= dict(num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=POSITIONS)
-    sizes |= dict(bos_token_id=None, eos_token_id=None)  # no text ends by itself
-    config = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
-    torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def as_ours(model, folder):
     """The same model as a chain's layers, by its config.json."""
     model.save_pretrained(folder)
     chain = llama(**LLAMA.read(folder / "config.json"))
-    layers, state = chain.build(chain.names, 5, CPU).eval(), model.state_dict()
-    with torch.no_grad():
-        for name, parameter in layers.named_parameters():
-            parameter.copy_(state[chain.hugging_face.their_name(name)])
-    return chain, layers
+    return chain, with_weights_of(chain, model)
 
 
 @pytest.mark.parametrize("kind, options", PUBLISHED.values(), ids=PUBLISHED)
 def test_logits_gradients_and_greedy_text_are_those_of_transformers(tmp_path, kind, options):
-    reference = published(kind, options)
+    reference = random_model(kind, **options)
     chain, layers = as_ours(reference, tmp_path)
     tokens = torch.randint(0, WORDS, (2, 41), generator=torch.Generator().manual_seed(3))
     logits, wanted = layers(tokens[:, :-1]), reference(tokens[:, :-1]).logits
@@ -89,7 +66,7 @@ def test_logits_gradients_and_greedy_text_are_those_of_transformers(tmp_path, ki
 
 @pytest.mark.parametrize("kind, options", PUBLISHED.values(), ids=PUBLISHED)
 def test_the_rotations_that_older_files_hold_must_be_those_of_the_config_json(tmp_path, kind, options):
-    reference = published(kind, options)
+    reference = random_model(kind, **options)
     chain, _ = as_ours(reference, tmp_path)
     (follows,), given = chain.hugging_face.redundant.values(), reference.model.rotary_emb.inv_freq
     assert all(follows(given.to(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16))
@@ -104,7 +81,7 @@ def layers_before_the_head(layers, tokens):
 
 @pytest.mark.parametrize("kind, options", PUBLISHED.values(), ids=PUBLISHED)
 def test_config_json_is_read_and_written_without_a_difference(tmp_path, kind, options):
-    model = published(kind, options)
+    model = random_model(kind, **options)
     model.save_pretrained(tmp_path)
     config = model.config
     written = to_config(Size(**LLAMA.read(tmp_path / "config.json")))
