@@ -47,7 +47,7 @@ COMMON = [
     "data=stdlib", "train.precision=fp32", "train.epochs=null", "train.eval_every=null", "train.checkpoint_every=null",
     "logger=none", "device=cpu",
 ]  # fmt: skip
-# Of the layers: samples, positions, width; how often one is computed in a turn, and turns of a round.
+# The layers get (samples, positions, width). A turn computes one of them TIMES times; a round has TURNS turns.
 SMALL, TIMES, TURNS = (4, 16, 32), 10, 30
 WAYS = {"plain": None, "tp=2": False, "tp=2, sequence": True}  # whether the sequence is divided, too
 REGIONS = {"MLP": 1, "block": 2}  # each enters and leaves once, in the forward and in the backward
