@@ -110,7 +110,9 @@ def decoder(
     moved = 36 * s * h + times * 8 * heads * s * s + (4 * s * wide if mlp else 0)
     kept = s * h * (24 if mlp else 34) + (6 * s * wide if mlp else 0) + (scores == "kept") * 5 * heads * s * s
     kept = 2 * s * (4 * h + keys + wide) if alternate else kept
-    block = LayerWork("block", 2 * s * weights, 4 * s * s * h, 6, moved, weights, 2 * s * h, kept, cast=2 * weights)
+    block = LayerWork(
+        "block", 2 * s * weights, 4 * s * s * h, 6, moved, weights, 2 * s * h, kept, cast=2 * weights, hidden=s * h
+    )
     words = vocabulary * h
     embedding = LayerWork("embedding", 0, 0, 0, 4 * s * h, words, 2 * s * h, 0, cast=2 * words)
     own = 0 if tied else words

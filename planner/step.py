@@ -102,7 +102,7 @@ def _computed(work: LayerWork, layout: PlannedLayout, costs: Costs, again: bool)
 def _tensor(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     """Seconds of two all-reduces in a block's forward, two in its backward, and two if the forward is recomputed."""
     times = (6 if layout.recompute == "full" else 4) if work.attention else 0
-    return times * costs.reduce(work.output * layout.samples, layout.tp, min(layout.tp, costs.devices))
+    return times * costs.reduce(costs.itemsize * work.hidden * layout.samples, layout.tp, min(layout.tp, costs.devices))
 
 
 def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:

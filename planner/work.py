@@ -44,6 +44,7 @@ class LayerWork:
         tensors: The number of parameter tensors.
         frozen: The number of parameters that are not trained.
         cast: Bytes of its weights in the compute dtype; independent of samples.
+        hidden: The numbers of its output. A block's collectives of tensor parallelism send them in the compute dtype.
     """
 
     name: str = field(compare=False)  # layers that are alike are equal
@@ -58,6 +59,7 @@ class LayerWork:
     tensors: int = 0
     frozen: int = 0
     cast: float = 0
+    hidden: float = 0
 
     @property
     def trained(self) -> int:
@@ -150,6 +152,7 @@ def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork]
         replace(
             work, flops=t.work.flops / least, attention=t.work.attention / least, products=t.work.products,
             moved=t.work.moved / least, output=t.output_bytes / least, kept=t.kept / least, cast=t.cast,
+            hidden=sum(prod(spec.shape) for spec in t.outputs) / least,
         )
         for work, t in zip(weights_of(chain), traces, strict=True)
     ], least  # fmt: skip

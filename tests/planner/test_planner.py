@@ -38,7 +38,7 @@ PLAIN = Cluster(
     step=0.0, reserved=0.0, source="this test",
 )  # fmt: skip
 ENDS = LayerWork("embedding", 0, 0, 0, 0, 0, 1e4, 0), LayerWork("head", 0, 0, 0, 0, 0, 4, 0)
-BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6, cast=2_000_000)
+BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6, cast=2_000_000, hidden=5e3)
 WORKS = [ENDS[0], *[BLOCK] * 8, ENDS[1]]
 pipelined = partial(PlannedLayout, "pipelined", schedule="1f1b")
 COSTS = PaperCosts(PLAIN, "bf16")
@@ -62,6 +62,16 @@ def test_a_block_s_products_are_those_of_arithmetic():
     assert first == second == third and first.name != second.name, "layers that are alike are counted alike"
     assert (embedding.flops, head.flops) == (0, 2 * s * h * 64)
     assert first.output == 4 * s * h and first.kept > 10 * first.output
+
+
+@pytest.mark.parametrize("precision, number", [("fp32", 4), ("bf16", 2), ("bf16_residual", 2)])
+def test_tensor_parallelism_sends_hidden_states_in_the_precision_of_the_products(precision, number):
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    chain = gpt2("tiny", n_layer=1, n_head=2, n_embd=16, vocab_size=64, block_size=8)
+    works, _ = work_of(chain, Batch(tokens, tokens), precision)
+    costs = PaperCosts(replace(PLAIN, peak=dict.fromkeys(("fp32", "bf16", "bf16_residual"), 1e12)), precision)
+    cut_in_two = seconds_of(works, PlannedLayout("tensor", tp=2), costs)
+    assert cut_in_two.tensor == pytest.approx(4 * costs.reduce(number * 8 * 16, 2, 2))
 
 
 def test_grouped_heads_have_fewer_products():
