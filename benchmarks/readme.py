@@ -16,7 +16,7 @@ from benchmarks import table
 from training.studies.verification.layouts import COMPARED
 
 _ROOT = Path(__file__).parents[1]
-PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
