@@ -12,6 +12,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ from training.studies.verification.report import JSON
 _WORDS = [
     "model=transformer", "model.d_model=64", "model.d_hid=256", "model.n_layer=4", "model.dropout=0.2",
     "data.max_vocabulary=4096", "data.seq_len=64", "device=cpu", "logger=none", "optim=sgd", "optim.momentum=0.9",
-    "optim.lr=0.2", "scheduler=constant", "train.grad_clip=0.5", "train.global_batch_size=16", "train.precision=fp32",
-    # In fp32 an activation may fall on the other side of zero, which changes a gradient by more than rounding.
-    "parallel.threads=1", "verify.steps=50", "verify.tolerance=1e-3",
+    "optim.lr=0.2", "scheduler=constant", "train.grad_clip=0.5", "train.global_batch_size=16", "train.precision=fp64",
+    "parallel.threads=1", "verify.steps=50",
 ]  # fmt: skip
 _TRACED = [
     *TRANSFORMER, "device=cpu", "train.epochs=null", "train.steps=12", "train.global_batch_size=32",
@@ -37,7 +37,8 @@ _TRACED = [
     "parallel=pipelined", "parallel.pp=2", "parallel.schedule=1f1b", "parallel.chunks=8", "parallel.balance=time",
     "parallel.threads=1", "train.trace=true",
 ]  # fmt: skip
-_EQUAL = 1e-9  # where a difference of 0 is drawn
+_EPSILON = torch.finfo(torch.float64).eps
+_EQUAL = _EPSILON / 1e3  # where a difference of exactly 0 is drawn
 
 
 def measure(chosen: Namespace) -> Iterator[Table]:
@@ -47,35 +48,51 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         timeline = imread(folder / "timeline.png")
     with run_directory("mode=verify", *words) as folder:
         layouts = json.loads((folder / JSON).read_text())["layouts"]
-    curves: dict[str, list[float]] = {}
+    curves: dict[str, list[list[float]]] = {}
     for layout in layouts:
         if layout["losses"]:
-            curves.setdefault(layout["place"]["name"], layout["losses"])
+            curves.setdefault(layout["place"]["name"], []).append(layout["losses"])
     yield Table("promise", [], draw=partial(draw, timeline=timeline, curves=curves))
 
 
-def draw(path: Path, _: list[dict], timeline: Any, curves: dict[str, list[float]]) -> None:
-    """Draw the picture into the file ``path``."""
+def draw(path: Path, _: list[dict], timeline: Any, curves: dict[str, list[list[float]]]) -> None:
+    """Draw the picture into the file ``path``, with the losses of each strategy's layouts."""
     mosaic = [["pipeline", "pipeline"], ["loss", "difference"]]
-    with figure.drawing(path, width=12.0, height=6.8, mosaic=mosaic) as (above, left, below):
+    with figure.drawing(path, width=12.0, height=7.2, mosaic=mosaic) as (above, left, right):
         above.imshow(timeline)
         above.axis("off")
-        reference = curves["single"]
+        reference = curves["single"][0]
         steps = range(1, len(reference) + 1)
-        left.plot(steps, reference, color="black", linewidth=1.5)
-        left.set_title("the loss of parallel=single")
+        for losses in chain.from_iterable(curves.values()):
+            left.plot(steps, losses, color=figure.BLUE, linewidth=1.5)
+        drawn = sum(map(len, curves.values()))
+        left.set_title(
+            f"the training loss in {drawn} layouts of {len(curves)} strategies: {drawn} lines, one on the other"
+        )
         left.set(xlabel="step", ylabel="training loss")
-        others = {name: losses for name, losses in curves.items() if name != "single"}
-        for (name, losses), marker in zip(others.items(), "os^vD*PX", strict=False):
-            apart = [abs(a - b) / abs(b) or _EQUAL for a, b in zip(losses, reference, strict=True)]
-            below.plot(steps, apart, marker, label=name, markersize=4, alpha=0.7)
-        below.axhline(torch.finfo(torch.float32).eps, color="black", linestyle="--", linewidth=1)
-        below.text(len(reference), torch.finfo(torch.float32).eps, "float32's epsilon", ha="right", va="bottom")
-        below.set_yscale("log")
-        below.set_ylim(_EQUAL / 2, 1e-2)
-        below.set_title("every other strategy: |difference from single| / loss")
-        below.set(xlabel="step")
-        below.legend(ncols=4, loc="upper center")
+        names = [name for name in curves if name != "single"]
+        for at, name in enumerate(names):
+            apart = [abs(a - b) / abs(b) for losses in curves[name] for a, b in zip(losses, reference, strict=True)]
+            right.plot(
+                [one or _EQUAL for one in apart],
+                [at] * len(apart),
+                "o",
+                color=figure.BLUE,
+                ms=5,
+                alpha=0.25,
+                mec="none",
+            )
+        right.axvline(_EPSILON, color="black", linestyle="--", linewidth=1)
+        right.text(_EPSILON, -0.8, " machine epsilon", ha="left", va="center", fontsize="small")
+        right.set(xscale="log", xlim=(_EQUAL / 2, 1e-11), ylim=(len(names) - 0.4, -1.2))
+        right.set_yticks(range(len(names)), names)
+        powers = range(-16, -10)
+        right.set_xticks(
+            [_EQUAL, *(10.0**power for power in powers)], ["exactly 0", *(f"$10^{{{p}}}$" for p in powers)]
+        )
+        right.minorticks_off()
+        right.set_title("how far each step's loss is from parallel=single")
+        right.set(xlabel="relative difference, in fp64")
 
 
 BENCHMARK = Benchmark(measure)
