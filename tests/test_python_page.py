@@ -1,4 +1,4 @@
-"""docs/python.md as written: as a script, and as a notebook in a real kernel."""
+"""docs/python.md and the README's own model as written: as a script, and as a notebook in a real kernel."""
 
 import os
 import re
@@ -29,6 +29,17 @@ def test_the_page_runs_as_a_script(tmp_path):
     assert len(list(tmp_path.glob("outputs/*/*/summary.json"))) == 4
     (accuracy,) = [line for line in done.stdout.splitlines() if re.fullmatch(r"[01]\.\d+", line)]
     assert float(accuracy) > 0.8
+
+
+@pytest.mark.slow
+def test_the_readme_s_own_model_trains_and_is_the_same_in_every_layout(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "mine.py").write_text(block)
+    done = subprocess.run(
+        [sys.executable, "mine.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=290
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pipe_ddp: 4 processes" in done.stdout and done.stdout.endswith("14 of 14 layouts hold\n")
 
 
 @pytest.mark.slow
