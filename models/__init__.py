@@ -5,7 +5,8 @@ cut.py                              how a model's layers are cut among ranks
 losses.py, fused_cross_entropy.py   losses; the last layer of a language model
 seeds.py                            random numbers that depend on names; dropout by sample
 gpt2.py, llama.py, transformer.py, resnet50.py, classifier.py, convnet.py, toy.py     the models of conf/model
-causal_lm.py, causal_lm_config.py, causal_lm_files.py     any causal language model of transformers; its files
+causal_lm.py, causal_lm_layers.py    any causal language model of transformers; what its layers compute
+causal_lm_config.py, causal_lm_files.py     its configuration and its files
 given.py, sequential.py, lora.py    a model from Python; a chain of an nn.Module; adapters
 attention.py, batchnorm.py          parts that several models have
 generate.py                         a text continued token by token

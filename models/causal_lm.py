@@ -1,114 +1,32 @@
 """Any causal language model of transformers as a chain, computed by the model's own code.
 
-No architecture is written down here. The model is built once on the meta device, and its ``forward`` is run with
-stand-ins for what another layer of the chain holds::
-
-    embedding           layers.0 ... layers.N-1           head
-    what is called      the list of layers that the       what is called
-    before the layers   pipeline plan names               after the layers
-
-``Embedding`` leaves the model's ``forward`` at its first layer, ``Head`` enters it after the last one, and a layer is
-called with the arguments that ``forward`` would call it with: masks, rotary positions, windows (``Decoder.calls``).
-They depend on shapes only, so hidden states alone pass from layer to layer. ``Decoder.prove`` compares all of it with
-the whole model.
+No architecture is written down here. ``Decoder`` builds the model once on the meta device and finds its layers, which
+``models.causal_lm_layers`` computes by parts of the model's ``forward``; how they can be cut, from the model's tensor
+plan; and proves that the chain computes what the whole model does (``prove``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from functools import cache, cached_property, partial
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
-from models.chain import Chain, LayerSpec, nest, shared_parameters, without_weights
+from models.causal_lm_layers import Embedding, Forward, Head, PlainHead, all_seen, as_block, first_of, hidden_of
+from models.chain import Chain, LayerSpec, shared_parameters, without_weights
 from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary
-from models.fused_cross_entropy import FusedHead
 from models.losses import TokenCrossEntropy
 
 _TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32
-_KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
 _proved: set[str] = set()  # the configurations that ``prove`` has proved: a verification prepares many runs of one
-
-
-Function = TypeVar("Function", bound=Callable)
-
-
-def uncompiled(function: Function) -> Function:
-    """Mark a function that ``torch.compile`` leaves as it is."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]  # the same, wrapped
-
-
-class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
-    """The input of a module has been computed."""
-
-
-class StandIn(nn.Module):
-    """Stands for a module that another layer of the chain holds, with its attributes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["of"] = module  # on the meta device; no submodule
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["of"], name)
-
-    def __deepcopy__(self, memo: dict) -> StandIn:
-        memo[id(self)] = copied = copy.copy(self)  # not of the module that it stands for
-        return copied
-
-
-class Stop(StandIn):
-    """Stands where the model's ``forward`` is left."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Raise ``Reached`` with the input."""
-        raise Reached(hidden_states)
-
-
-class Absent(StandIn):
-    """Returns zeros in the shape of the module's output."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute on the meta device what the module would compute, and return as many zeros."""
-        given = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-        kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
-        output = self.__dict__["of"](*args, **kwargs)
-        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=kind, device=given.device), output)
-
-
-class Elsewhere(StandIn):
-    """Stands for a layer that is computed elsewhere, and notes the arguments that it is called with.
-
-    Attributes:
-        seen: (arguments after the hidden states, those by name) of the last call.
-        received: The layer's output, if it is known; otherwise its input is handed on.
-    """
-
-    received: Tensor | None
-
-    def __init__(self, layer: nn.Module, outputs: int) -> None:
-        super().__init__(layer)
-        self.outputs, self.received, self.seen = outputs, None, ((), {})
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return hidden states as the layer would."""
-        hidden = _hidden(args, kwargs) if self.received is None else self.received
-        self.seen = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
 
 class Decoder:
@@ -117,8 +35,11 @@ class Decoder:
     Attributes:
         model: The model, without numbers.
         layers: The name of its list of layers.
-        before: The names of the modules that it calls before the layers.
+        blocks: These layers.
+        units: The modules beside the list of layers, and beside each module that it is in, by name.
+        before: The names of those that it calls before the layers.
         after: The names of the others.
+        forward: What it computes.
         plain: Whether the projection's outputs are the logits; otherwise the model scales or caps them.
     """
 
@@ -136,20 +57,11 @@ class Decoder:
             raise ModelError(f"transformers cannot build a {config.model_type} model: {error}") from None
         self.kind = type(self.model).__name__
         self.layers = self._find_layers()
+        self.blocks: Any = self.model.get_submodule(self.layers)
         self.units = self._find_units()
-        self.before, self.after, self._outputs = self._find_order()
+        self.before, self.after, outputs = self._find_order()
+        self.forward = Forward(self.model, self.layers, self.units, self.before, outputs)
         self.plain = self._find_plain()
-        self._calls: dict[tuple, list[tuple[tuple, dict]]] = {}
-
-    def __deepcopy__(self, memo: dict) -> Decoder:
-        return self
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The layers, without numbers."""
-        blocks = self.model.get_submodule(self.layers)
-        assert isinstance(blocks, nn.ModuleList)
-        return blocks
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +106,7 @@ class Decoder:
         tokens = torch.zeros(2, 4, dtype=torch.long, device="meta")
         try:
             with torch.no_grad():
-                self.model(input_ids=tokens, attention_mask=_seen(tokens), use_cache=False)
+                self.model(input_ids=tokens, attention_mask=all_seen(tokens), use_cache=False)
         except Exception as error:
             raise ModelError(
                 f"{self.kind} cannot be cut into layers: it does not compute a text without looking at numbers "
@@ -243,83 +155,34 @@ class Decoder:
         module = self.model.get_output_embeddings()
         return next(name for name, unit in self.units.items() if unit is module)
 
-    # -- computing -----------------------------------------------------------------------------------------------------
-
-    def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], nn.Module]) -> Any:
-        """Return a copy of the model with these units, stand-ins for the others, and ``layer`` of each layer."""
-        memo: dict[int, Any] = {id(self.blocks): nn.ModuleList(map(layer, self.blocks))}
-        memo |= {id(unit): units.get(name, Absent(unit)) for name, unit in self.units.items()}
-        return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
-
-    def elsewhere(self, layer: nn.Module) -> Elsewhere:
-        """Return the stand-in of a layer that is computed elsewhere."""
-        return Elsewhere(layer, self._outputs)
-
-    @uncompiled
-    def calls(self, hidden: Tensor, length: int, index: int) -> tuple[tuple, dict]:
-        """Return what layer ``index`` is called with beside hidden states: arguments, and those by name.
-
-        Args:
-            hidden: [b, t, c], for the shape, the dtype and the device.
-            length: The length of the sequence, of which ``hidden`` may be a part.
-            index: The layer's.
-        """
-        kind = hidden.device if type(hidden) in (Tensor, nn.Parameter) else None  # None: without numbers
-        key = len(hidden), length, hidden.dtype, kind
-        if key not in self._calls:
-            real = (*key[:3], torch.device("cpu"))
-            if real not in self._calls:
-                # In a thread of its own, so that modes which compute without numbers do not reach it.
-                with ThreadPoolExecutor(1) as thread:
-                    shape = *key[:2], hidden.shape[2]
-                    self._calls[real] = thread.submit(self._called_with, shape, hidden.dtype).result()
-            moved = tree_map_only(Tensor, lambda t: t.to(hidden.device), self._calls[real])
-            if kind is None or kind.type == "meta":
-                return moved[index]
-            self._calls[key] = moved
-            while len(self._calls) > _KEPT:
-                del self._calls[next(iter(self._calls))]
-        return self._calls[key][index]
-
-    @cached_property
-    def _caller(self) -> Any:
-        """The model as it calls its layers, without parameters."""
-        free = [name for name in self.before if not any(True for _ in self.units[name].parameters())]
-        units = {name: without_weights(self.units[name]) for name in free}
-        for unit in units.values():
-            unit.apply(self.model._init_weights)  # its buffers
-        return self.shell(units, self.elsewhere)
-
-    @torch.no_grad()
-    def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
-        self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
-        return [layer.seen for layer in self._caller.get_submodule(self.layers)]
-
     @torch.no_grad()
     def _find_plain(self) -> bool:
         """Return whether the projection's outputs are the logits; otherwise the model scales or caps them."""
         given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
-        stand_in = self.elsewhere(nn.Identity())
+        stand_in = self.forward.elsewhere(nn.Identity())
         stand_in.outputs, stand_in.received = 0, given
-        shell = self.shell({self.projection: stand_in}, self.elsewhere)
+        shell = self.forward.shell({self.projection: stand_in}, self.forward.elsewhere)
         hidden = torch.zeros(1, 2, self.model.config.get_text_config().hidden_size)
-        logits = shell(inputs_embeds=hidden, attention_mask=_seen(hidden), use_cache=False).logits
+        logits = shell(inputs_embeds=hidden, attention_mask=all_seen(hidden), use_cache=False).logits
         return torch.equal(logits, given)
 
     # -- layers of the chain -------------------------------------------------------------------------------------------
 
     def embedding(self) -> nn.Module:
         """Return the first layer, token ids [b, t] -> [b, t, c]."""
-        return Embedding(self, {name: without_weights(self.units[name]).train() for name in self.before})
+        return Embedding(self.forward, {name: without_weights(self.units[name]).train() for name in self.before})
 
     def layer(self, index: int) -> nn.Module:
         """Return a layer, [b, t, c] -> same."""
-        return as_block(self, without_weights(self.blocks[index]).train(), index)
+        return as_block(self.forward, without_weights(self.blocks[index]).train(), index)
 
     def head(self) -> nn.Module:
         """Return the last layer, [b, t, c] -> logits [b, t, v]."""
         units = {name: without_weights(self.units[name]).train() for name in self.after}
-        return (PlainHead if self.plain else Head)(self, units)
+        return self._head(units)
+
+    def _head(self, units: Mapping[str, nn.Module]) -> nn.Module:
+        return PlainHead(self.forward, units, self.projection) if self.plain else Head(self.forward, units)
 
     def initialise(self, name: str, module: nn.Module) -> None:
         """Set a module's initial numbers as the model does, which may reach into a module from those around it."""
@@ -407,19 +270,18 @@ class Decoder:
         tokens = torch.randint(min(3, words - 1), words, (_TEXTS, _TOKENS), generator=generator)
         blocks = whole.get_submodule(self.layers)
         wanted: list[Tensor] = []
-        hooks = [blocks[0].register_forward_pre_hook(lambda _m, args, kwargs: wanted.append(_hidden(args, kwargs)),
+        hooks = [blocks[0].register_forward_pre_hook(lambda _m, args, kwargs: wanted.append(hidden_of(args, kwargs)),
                                                      with_kwargs=True)]  # fmt: skip
-        hooks += [block.register_forward_hook(lambda _m, _i, out: wanted.append(_first(out))) for block in blocks]
+        hooks += [block.register_forward_hook(lambda _m, _i, out: wanted.append(first_of(out))) for block in blocks]
         output = whole(input_ids=tokens, labels=tokens, use_cache=False)
         for hook in hooks:
             hook.remove()
         names = ["embedding", *(f"layers.{i}" for i in range(len(blocks))), "head"]
         units = {name: whole.get_submodule(name) for name in self.units}
-        head = (PlainHead if self.plain else Head)(self, {name: units[name] for name in self.after})
         chain = [
-            Embedding(self, {name: units[name] for name in self.before}),
-            *(as_block(self, block, index) for index, block in enumerate(blocks)),
-            head,
+            Embedding(self.forward, {name: units[name] for name in self.before}),
+            *(as_block(self.forward, block, index) for index, block in enumerate(blocks)),
+            self._head({name: units[name] for name in self.after}),
         ]
         computed = tokens
         for name, layer, expected in zip(names, chain, [*wanted, output.logits], strict=True):
@@ -454,109 +316,6 @@ class Decoder:
             setattr(whole.get_submodule(module), key, number)
         whole.tie_weights()
         return whole
-
-
-class Embedding(nn.Module):
-    """What a model computes before its layers, token ids [b, t] -> [b, t, c]."""
-
-    def __init__(self, decoder: Decoder, units: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, unit in units.items():
-            nest(self, name, unit)
-        self.__dict__["shell"] = decoder.shell(units, Stop)  # no submodule
-
-    @uncompiled
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[b, t] -> [b, t, c]."""
-        try:
-            self.__dict__["shell"].base_model(input_ids=tokens, attention_mask=_seen(tokens), use_cache=False)
-        except Reached as reached:
-            return reached.args[0]
-        raise AssertionError("a model without layers")
-
-
-class Block(nn.Module):
-    """A layer of transformers that is called with hidden states alone, [b, t, c] -> same.
-
-    Attributes:
-        parts: The number of parts of the sequence; hidden states are one of them (``parallel.sequence``).
-    """
-
-    decoder: Decoder
-    index: int
-    parts = 1
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[b, t, c] -> same."""
-        args, kwargs = self.decoder.calls(hidden, hidden.shape[1] * self.parts, self.index)
-        return _first(super().forward(hidden, *args, **kwargs))
-
-
-def as_block(decoder: Decoder, layer: nn.Module, index: int) -> nn.Module:
-    """Make a layer of transformers a ``Block``, in place."""
-    layer.__class__ = _block_of(type(layer))
-    layer.decoder, layer.index = decoder, index  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
-    return layer
-
-
-@cache
-def _block_of(kind: type) -> type:
-    return type(kind.__name__, (Block, kind), {})
-
-
-class End:
-    """What a model computes after its layers, by its own ``forward``."""
-
-    def __init__(self, decoder: Decoder, units: Mapping[str, nn.Module]) -> None:
-        """Compute with these modules of the model."""
-        self._shell = decoder.shell(units, decoder.elsewhere)
-        self._last = self._shell.get_submodule(decoder.layers)[-1]
-
-    @uncompiled
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[b, t, c] -> logits [b, t, v]. Raises ``Reached`` if there is a ``Stop`` on the way."""
-        self._last.received = hidden
-        try:
-            return self._shell(inputs_embeds=hidden.detach(), attention_mask=_seen(hidden), use_cache=False).logits
-        finally:
-            self._last.received = None
-
-
-class Head(nn.Module):
-    """What a model computes after its layers, [b, t, c] -> logits [b, t, v]."""
-
-    def __init__(self, decoder: Decoder, units: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, unit in units.items():
-            nest(self, name, unit)
-        self._end = End(decoder, units)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[b, t, c] -> [b, t, v]."""
-        return self._end(hidden)
-
-
-class PlainHead(FusedHead):
-    """A head whose projection gives the logits, so that the loss needs none."""
-
-    def __init__(self, decoder: Decoder, units: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, unit in units.items():
-            nest(self, name, unit)
-        self._name = decoder.projection
-        self._end = End(decoder, {**units, self._name: Stop(self.projection)})
-
-    @property
-    def projection(self) -> nn.Linear:
-        """The projection onto the vocabulary, which may be tied to the embedding."""
-        return self.get_submodule(self._name)  # pyright: ignore[reportReturnType]
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Compute the input of the projection, [b, t, c] -> same."""
-        try:
-            return self._end(x)
-        except Reached as reached:
-            return reached.args[0]
 
 
 def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mapping[str, Any] | None = None) -> Chain:
@@ -606,23 +365,5 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
 
 
-def _first(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
-
-
-def _hidden(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
-    return args[0] if args else kwargs["hidden_states"]
-
-
 def _length(output: Any) -> int:
     return 0 if isinstance(output, Tensor) else len(output)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=kind, device="meta")
-
-
-def _seen(x: Tensor) -> Tensor:
-    """Return a mask [b, 1, t, t] that a model takes as it is. To make its own it would look at numbers."""
-    return x.new_zeros((), dtype=torch.bool).expand(len(x), 1, x.shape[1], x.shape[1])

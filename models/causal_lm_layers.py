@@ -1,0 +1,301 @@
+"""What the layers of a chain compute of a causal language model of transformers: parts of its own ``forward``.
+
+A model on the meta device is run with stand-ins for what another layer of the chain holds::
+
+    embedding           layers.0 ... layers.N-1           head
+    what is called      the list of layers                what is called
+    before the layers                                     after the layers
+
+``Embedding`` leaves the model's ``forward`` at its first layer, ``Head`` enters it after the last one, and a layer is
+called with the arguments that ``forward`` would call it with: masks, rotary positions, windows (``Forward.calls``).
+They depend on shapes only, so hidden states alone pass from layer to layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from models.chain import nest, without_weights
+from models.fused_cross_entropy import FusedHead
+
+_KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
+
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def uncompiled(function: Function) -> Function:
+    """Mark a function that ``torch.compile`` leaves as it is."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]  # the same, wrapped
+
+
+class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
+    """The input of a module has been computed."""
+
+
+class StandIn(nn.Module):
+    """Stands for a module that another layer of the chain holds, with its attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["of"] = module  # on the meta device; no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["of"], name)
+
+    def __deepcopy__(self, memo: dict) -> StandIn:
+        memo[id(self)] = copied = copy.copy(self)  # not of the module that it stands for
+        return copied
+
+
+class Stop(StandIn):
+    """Stands where the model's ``forward`` is left."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Raise ``Reached`` with the input."""
+        raise Reached(hidden_states)
+
+
+class Absent(StandIn):
+    """Returns zeros in the shape of the module's output."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute on the meta device what the module would compute, and return as many zeros."""
+        given = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+        kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
+        output = self.__dict__["of"](*args, **kwargs)
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=kind, device=given.device), output)
+
+
+class Elsewhere(StandIn):
+    """Stands for a layer that is computed elsewhere, and notes the arguments that it is called with.
+
+    Attributes:
+        seen: (arguments after the hidden states, those by name) of the last call.
+        received: The layer's output, if it is known; otherwise its input is handed on.
+    """
+
+    received: Tensor | None
+
+    def __init__(self, layer: nn.Module, outputs: int) -> None:
+        super().__init__(layer)
+        self.outputs, self.received, self.seen = outputs, None, ((), {})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return hidden states as the layer would."""
+        hidden = hidden_of(args, kwargs) if self.received is None else self.received
+        self.seen = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
+
+
+class Forward:
+    """The ``forward`` of a causal language model, which each layer computes a part of.
+
+    Attributes:
+        model: The model on the meta device.
+        layers: The name of its list of layers.
+        units: The modules beside the list of layers, and beside each module that it is in, by name.
+        before: The names of those that it calls before the layers.
+    """
+
+    def __init__(
+        self, model: Any, layers: str, units: Mapping[str, nn.Module], before: Sequence[str], outputs: int
+    ) -> None:
+        """Describe it; ``outputs`` is how many things a layer returns in a tuple, 0 if it returns a tensor."""
+        self.model, self.layers, self.units, self.before, self._outputs = model, layers, units, before, outputs
+        self._calls: dict[tuple, list[tuple[tuple, dict]]] = {}
+
+    def __deepcopy__(self, memo: dict) -> Forward:
+        return self
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, without numbers."""
+        blocks = self.model.get_submodule(self.layers)
+        assert isinstance(blocks, nn.ModuleList)
+        return blocks
+
+    def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], nn.Module]) -> Any:
+        """Return a copy of the model with these units, stand-ins for the others, and ``layer`` of each layer."""
+        memo: dict[int, Any] = {id(self.blocks): nn.ModuleList(map(layer, self.blocks))}
+        memo |= {id(unit): units.get(name, Absent(unit)) for name, unit in self.units.items()}
+        return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
+
+    def elsewhere(self, layer: nn.Module) -> Elsewhere:
+        """Return the stand-in of a layer that is computed elsewhere."""
+        return Elsewhere(layer, self._outputs)
+
+    @uncompiled
+    def calls(self, hidden: Tensor, length: int, index: int) -> tuple[tuple, dict]:
+        """Return what layer ``index`` is called with beside hidden states: arguments, and those by name.
+
+        Args:
+            hidden: [b, t, c], for the shape, the dtype and the device.
+            length: The length of the sequence, of which ``hidden`` may be a part.
+            index: The layer's.
+        """
+        kind = hidden.device if type(hidden) in (Tensor, nn.Parameter) else None  # None: without numbers
+        key = len(hidden), length, hidden.dtype, kind
+        if key not in self._calls:
+            real = (*key[:3], torch.device("cpu"))
+            if real not in self._calls:
+                # In a thread of its own, so that modes which compute without numbers do not reach it.
+                with ThreadPoolExecutor(1) as thread:
+                    shape = *key[:2], hidden.shape[2]
+                    self._calls[real] = thread.submit(self._called_with, shape, hidden.dtype).result()
+            moved = tree_map_only(Tensor, lambda t: t.to(hidden.device), self._calls[real])
+            if kind is None or kind.type == "meta":
+                return moved[index]
+            self._calls[key] = moved
+            while len(self._calls) > _KEPT:
+                del self._calls[next(iter(self._calls))]
+        return self._calls[key][index]
+
+    @cached_property
+    def _caller(self) -> Any:
+        """The model as it calls its layers, without parameters."""
+        free = [name for name in self.before if not any(True for _ in self.units[name].parameters())]
+        units = {name: without_weights(self.units[name]) for name in free}
+        for unit in units.values():
+            unit.apply(self.model._init_weights)  # its buffers
+        return self.shell(units, self.elsewhere)
+
+    @torch.no_grad()
+    def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
+        self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
+        return [layer.seen for layer in self._caller.get_submodule(self.layers)]
+
+
+class Embedding(nn.Module):
+    """What a model computes before its layers, token ids [b, t] -> [b, t, c]."""
+
+    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, unit in units.items():
+            nest(self, name, unit)
+        self.__dict__["shell"] = whole.shell(units, Stop)  # no submodule
+
+    @uncompiled
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, t] -> [b, t, c]."""
+        try:
+            self.__dict__["shell"].base_model(input_ids=tokens, attention_mask=all_seen(tokens), use_cache=False)
+        except Reached as reached:
+            return reached.args[0]
+        raise AssertionError("a model without layers")
+
+
+class Block(nn.Module):
+    """A layer of transformers that is called with hidden states alone, [b, t, c] -> same.
+
+    Attributes:
+        parts: The number of parts of the sequence; hidden states are one of them (``parallel.sequence``).
+    """
+
+    whole: Forward
+    index: int
+    parts = 1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, t, c] -> same."""
+        args, kwargs = self.whole.calls(hidden, hidden.shape[1] * self.parts, self.index)
+        return first_of(super().forward(hidden, *args, **kwargs))
+
+
+def as_block(whole: Forward, layer: nn.Module, index: int) -> nn.Module:
+    """Make a layer of transformers a ``Block``, in place."""
+    layer.__class__ = _block_of(type(layer))
+    layer.whole, layer.index = whole, index  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
+    return layer
+
+
+@cache
+def _block_of(kind: type) -> type:
+    return type(kind.__name__, (Block, kind), {})
+
+
+class End:
+    """What a model computes after its layers, by its own ``forward``."""
+
+    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
+        """Compute with these modules of the model."""
+        self._shell = whole.shell(units, whole.elsewhere)
+        self._last = self._shell.get_submodule(whole.layers)[-1]
+
+    @uncompiled
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[b, t, c] -> logits [b, t, v]. Raises ``Reached`` if there is a ``Stop`` on the way."""
+        self._last.received = hidden
+        try:
+            return self._shell(inputs_embeds=hidden.detach(), attention_mask=all_seen(hidden), use_cache=False).logits
+        finally:
+            self._last.received = None
+
+
+class Head(nn.Module):
+    """What a model computes after its layers, [b, t, c] -> logits [b, t, v]."""
+
+    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, unit in units.items():
+            nest(self, name, unit)
+        self._end = End(whole, units)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, t, c] -> [b, t, v]."""
+        return self._end(hidden)
+
+
+class PlainHead(FusedHead):
+    """A head whose projection gives the logits, so that the loss needs none."""
+
+    def __init__(self, whole: Forward, units: Mapping[str, nn.Module], projection: str) -> None:
+        super().__init__()
+        for name, unit in units.items():
+            nest(self, name, unit)
+        self._name = projection
+        self._end = End(whole, {**units, self._name: Stop(self.projection)})
+
+    @property
+    def projection(self) -> nn.Linear:
+        """The projection onto the vocabulary, which may be tied to the embedding."""
+        return self.get_submodule(self._name)  # pyright: ignore[reportReturnType]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Compute the input of the projection, [b, t, c] -> same."""
+        try:
+            return self._end(x)
+        except Reached as reached:
+            return reached.args[0]
+
+
+def first_of(output: Any) -> Tensor:
+    """Return the hidden states in what a layer returns."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the hidden states that a layer is called with."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=kind, device="meta")
+
+
+def all_seen(x: Tensor) -> Tensor:
+    """Return a mask [b, 1, t, t] that a model takes as it is. To make its own it would look at numbers."""
+    return x.new_zeros((), dtype=torch.bool).expand(len(x), 1, x.shape[1], x.shape[1])
