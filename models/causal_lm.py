@@ -8,7 +8,7 @@ plan; and proves that the chain computes what the whole model does (``prove``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
-from models.causal_lm_layers import Embedding, Forward, Head, PlainHead, all_seen, as_block, first_of, hidden_of
+from models.causal_lm_layers import (
+    Elsewhere,
+    Embedding,
+    Forward,
+    Head,
+    PlainHead,
+    all_seen,
+    as_block,
+    first_of,
+    hidden_of,
+)
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
 from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary
 from models.losses import TokenCrossEntropy
@@ -119,9 +129,6 @@ class Decoder:
             raise ModelError(f"{self.kind} calls its {len(self.blocks)} layers {called.count(None)} times")
         first = called.index(None)
         before = [name for name in self.units if name in called[:first]]
-        for name in before:
-            if name in called[first:] and any(True for _ in self.units[name].parameters()):
-                raise ModelError(f"{self.kind} computes with {name} before its layers and again after them")
         return before, [name for name in self.units if name not in before], outputs[0]
 
     # -- names ---------------------------------------------------------------------------------------------------------
@@ -152,37 +159,44 @@ class Decoder:
     @property
     def projection(self) -> str:
         """The model's name of the projection onto the vocabulary."""
-        module = self.model.get_output_embeddings()
-        return next(name for name, unit in self.units.items() if unit is module)
+        return self.name_of(self.model.get_output_embeddings())
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the model's name of one of its modules."""
+        return next(name for name, part in self.model.named_modules() if part is module)
 
     @torch.no_grad()
     def _find_plain(self) -> bool:
         """Return whether the projection's outputs are the logits; otherwise the model scales or caps them."""
         given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
-        stand_in = self.forward.elsewhere(nn.Identity())
-        stand_in.outputs, stand_in.received = 0, given
-        shell = self.forward.shell({self.projection: stand_in}, self.forward.elsewhere)
+        projection = Elsewhere(nn.Identity(), outputs=0)
+        projection.received = given
+        shell = self.forward.shell({self.projection: projection})
         hidden = torch.zeros(1, 2, self.model.config.get_text_config().hidden_size)
         logits = shell(inputs_embeds=hidden, attention_mask=all_seen(hidden), use_cache=False).logits
         return torch.equal(logits, given)
 
     # -- layers of the chain -------------------------------------------------------------------------------------------
 
-    def embedding(self) -> nn.Module:
-        """Return the first layer, token ids [b, t] -> [b, t, c]."""
-        return Embedding(self.forward, {name: without_weights(self.units[name]).train() for name in self.before})
+    def chain_layers(self, part: Callable[[str], nn.Module]) -> list[LayerSpec]:
+        """Return the layers of the chain, with the modules that ``part`` returns by the model's names."""
+        blocks = [LayerSpec(f"layers.{i}", partial(self._layer, part, i)) for i in range(len(self.blocks))]
+        embedding, head = (partial(build, part) for build in (self._embedding, self._head))
+        return [LayerSpec("embedding", embedding), *blocks, LayerSpec("head", head)]
 
-    def layer(self, index: int) -> nn.Module:
-        """Return a layer, [b, t, c] -> same."""
-        return as_block(self.forward, without_weights(self.blocks[index]).train(), index)
+    def _embedding(self, part: Callable[[str], nn.Module]) -> nn.Module:
+        return Embedding(self.forward, {name: part(name) for name in self.before})
 
-    def head(self) -> nn.Module:
-        """Return the last layer, [b, t, c] -> logits [b, t, v]."""
-        units = {name: without_weights(self.units[name]).train() for name in self.after}
-        return self._head(units)
+    def _layer(self, part: Callable[[str], nn.Module], index: int) -> nn.Module:
+        return as_block(self.forward, part(f"{self.layers}.{index}"), index)
 
-    def _head(self, units: Mapping[str, nn.Module]) -> nn.Module:
+    def _head(self, part: Callable[[str], nn.Module]) -> nn.Module:
+        units = {name: part(name) for name in self.after}
         return PlainHead(self.forward, units, self.projection) if self.plain else Head(self.forward, units)
+
+    def blank(self, name: str) -> nn.Module:
+        """Return a copy of a module of the model on the current default device, with uninitialised memory."""
+        return without_weights(self.model.get_submodule(name)).train()
 
     def initialise(self, name: str, module: nn.Module) -> None:
         """Set a module's initial numbers as the model does, which may reach into a module from those around it."""
@@ -201,54 +215,48 @@ class Decoder:
 
     def cut(self) -> dict[str, CutOf]:
         """Return how the layers can be cut, from the model's tensor plan."""
-        prefix = f"{self.model.base_model_prefix}."
-        if not self.model.base_model.config.base_model_tp_plan:
+        base = self.model.base_model
+        if not base.config.base_model_tp_plan:
             return {"layers.*": Refused(f"transformers has no tensor plan for {self.kind}")}
-        plan = {prefix + name: style for name, style in self.model.base_model.config.base_model_tp_plan.items()}
         table: dict[str, CutOf] = {}
-        for name, style in plan.items():
-            if not name.startswith(f"{self.layers}."):
+        for path, style in base.config.base_model_tp_plan.items():
+            pattern = f"{self.model.base_model_prefix}.{path}"
+            if not pattern.startswith(f"{self.layers}."):
                 continue
-            found = next((found for found, _ in self.model.named_modules() if fnmatchcase(found, name)), "")
-            if style in ("colwise", "rowwise") and not found:
-                continue  # a module of another variant of the architecture
-            if style == "colwise":
-                width = self._head_width(found)
-                table[self.chain_name(name)] = Columns(unit=width, shared=width > 1 and self._serves_more(found))
-                if width > 1:  # an attention, which takes the length of queries from its input
-                    table[self.chain_name(name).rpartition(".")[0]] = Region()
-            elif style == "rowwise":
-                table[self.chain_name(name)] = Rows()
-            elif style != "replicated_with_grad_allreduce":  # as it is here for everything between the two
+            name = self.chain_name(pattern)
+            # None: a module of another variant of the architecture.
+            found = next((each for each, _ in self.model.named_modules() if fnmatchcase(each, pattern)), None)
+            if style == "colwise" and found is not None:
+                table[name] = columns = self._columns(found)
+                if columns.unit > 1:  # an attention, which takes the length of queries from its input
+                    table[name.rpartition(".")[0]] = Region()
+            elif style == "rowwise" and found is not None:
+                table[name] = Rows()
+            # What is replicated is so here for everything between the two.
+            elif style not in ("colwise", "rowwise", "replicated_with_grad_allreduce"):
                 said = f"{self.kind} has the style {style!r}; model=transformers knows colwise and rowwise"
-                table[self.chain_name(name)] = Refused(said)
+                table[name] = Refused(said)
         embedding = self.model.get_input_embeddings()
         # Other classes scale what they look up; a padding row gets no gradient.
         can_be_cut = {
-            self._module_name(embedding): type(embedding) is nn.Embedding and embedding.padding_idx is None,
+            self.chain_name(self.name_of(embedding)): type(embedding) is nn.Embedding and embedding.padding_idx is None,
             self.chain_name(self.projection): self.plain,
         }
         if self.tied and not all(can_be_cut.values()):  # both copies of a weight are cut, or none
             return table
         return table | {name: Vocabulary() for name, can in can_be_cut.items() if can} if table else {}
 
-    def _head_width(self, name: str) -> int:
-        """Return how many outputs of a head stay together if the module is one of an attention; otherwise 1."""
-        heads = self.model.config.get_text_config().num_attention_heads
+    def _columns(self, name: str) -> Columns:
+        """Return how a module with divided outputs is cut: by heads, if it is one of an attention."""
         around, own = self.model.get_submodule(name.rpartition(".")[0]), self.model.get_submodule(name)
-        width = next((width for key in ("head_dim", "head_size") if (width := getattr(around, key, None))), 1)
+        width = getattr(around, "head_dim", None) or getattr(around, "head_size", None)
+        if width is None:
+            return Columns()
+        outputs, *others = (getattr(module, "out_features", 0) for module in (own, *around.children()))
         # A plan cuts queries, keys and values in one projection only where they are side by side within each head.
-        together = width > 1 and getattr(own, "out_features", 0) == 3 * heads * width
-        return 3 * width if together else width
-
-    def _serves_more(self, name: str) -> bool:
-        """Return whether it is a projection to keys or values of which several heads of queries use each."""
-        siblings = self.model.get_submodule(name.rpartition(".")[0]).children()
-        own = self.model.get_submodule(name)
-        return any(getattr(other, "out_features", 0) > getattr(own, "out_features", 0) for other in siblings)
-
-    def _module_name(self, module: nn.Module) -> str:
-        return next(self.chain_name(name) for name, part in self.model.named_modules() if part is module)
+        together = outputs == 3 * width * self.model.config.get_text_config().num_attention_heads
+        # Fewer outputs than another has are those of keys or values, of which several heads of queries use each.
+        return Columns(unit=3 * width if together else width, shared=outputs < max(others))
 
     # -- proof ---------------------------------------------------------------------------------------------------------
 
@@ -276,28 +284,21 @@ class Decoder:
         output = whole(input_ids=tokens, labels=tokens, use_cache=False)
         for hook in hooks:
             hook.remove()
-        names = ["embedding", *(f"layers.{i}" for i in range(len(blocks))), "head"]
-        units = {name: whole.get_submodule(name) for name in self.units}
-        chain = [
-            Embedding(self.forward, {name: units[name] for name in self.before}),
-            *(as_block(self.forward, block, index) for index, block in enumerate(blocks)),
-            self._head({name: units[name] for name in self.after}),
-        ]
         computed = tokens
-        for name, layer, expected in zip(names, chain, [*wanted, output.logits], strict=True):
-            computed = layer(computed)
+        for layer, expected in zip(self.chain_layers(whole.get_submodule), [*wanted, output.logits], strict=True):
+            computed = layer.build()(computed)
             if (off := _difference(computed, expected)) > _EXACT:
                 raise ModelError(
-                    f"{self.kind} cannot be cut into layers: {name} computes other numbers by itself than in the whole "
-                    f"model (a relative difference of {off:.1e}), since it gets more than hidden states from others"
+                    f"{self.kind} cannot be cut into layers: {layer.name} computes other numbers by itself than in the "
+                    f"whole model (a relative difference of {off:.1e}), since it gets more than hidden states from "
+                    "others"
                 )
         loss = TokenCrossEntropy()(computed[:, :-1], tokens[:, 1:], None)
         mean = loss.loss / loss.count
         if (off := _difference(mean, output.loss)) > _EXACT:
             raise ModelError(
                 f"{self.kind} adds something to the loss of its logits, {mean:.4f}: its own is {output.loss:.4f}. "
-                "model=transformers trains on the cross entropy alone; switch the addition off by model.settings "
-                "(for a router's loss: +model.settings.output_router_logits=false)"
+                "model=transformers trains on the cross entropy alone; switch the addition off by model.settings"
             )
         _proved.add(config)
 
@@ -336,14 +337,10 @@ def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mappi
     limits = {"vocabulary": text.vocab_size}
     if isinstance(positions := getattr(text, "max_position_embeddings", None), int):
         limits["positions"] = positions
-    embedding = f"{decoder._module_name(decoder.model.get_input_embeddings())}.weight"
+    embedding = f"{decoder.chain_name(decoder.name_of(decoder.model.get_input_embeddings()))}.weight"
     projection = f"{decoder.chain_name(decoder.projection)}.weight"
     return Chain(
-        layers=[
-            LayerSpec("embedding", decoder.embedding),
-            *(LayerSpec(f"layers.{i}", partial(decoder.layer, i)) for i in range(len(decoder.blocks))),
-            LayerSpec("head", decoder.head),
-        ],
+        layers=decoder.chain_layers(decoder.blank),
         loss=TokenCrossEntropy(),
         tied=decoder.tied,
         initialise=decoder.initialise,

@@ -16,25 +16,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
-from typing import Any, TypeVar
+from functools import cache, cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from models.chain import nest, without_weights
+from models.chain import CPU, nest, without_weights
 from models.fused_cross_entropy import FusedHead
 
 _KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
-
-
-Function = TypeVar("Function", bound=Callable)
-
-
-def uncompiled(function: Function) -> Function:
-    """Mark a function that ``torch.compile`` leaves as it is."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]  # the same, wrapped
 
 
 class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
@@ -127,17 +119,17 @@ class Forward:
         assert isinstance(blocks, nn.ModuleList)
         return blocks
 
-    def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], nn.Module]) -> Any:
-        """Return a copy of the model with these units, stand-ins for the others, and ``layer`` of each layer."""
+    def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], StandIn] | None = None) -> Any:
+        """Return a copy of the model with these units, and stand-ins for the others and for the layers.
+
+        ``layer`` makes the stand-in of a layer; None: it is ``Elsewhere``.
+        """
+        layer = layer or partial(Elsewhere, outputs=self._outputs)
         memo: dict[int, Any] = {id(self.blocks): nn.ModuleList(map(layer, self.blocks))}
         memo |= {id(unit): units.get(name, Absent(unit)) for name, unit in self.units.items()}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
-    def elsewhere(self, layer: nn.Module) -> Elsewhere:
-        """Return the stand-in of a layer that is computed elsewhere."""
-        return Elsewhere(layer, self._outputs)
-
-    @uncompiled
+    @torch.compiler.disable
     def calls(self, hidden: Tensor, length: int, index: int) -> tuple[tuple, dict]:
         """Return what layer ``index`` is called with beside hidden states: arguments, and those by name.
 
@@ -146,22 +138,24 @@ class Forward:
             length: The length of the sequence, of which ``hidden`` may be a part.
             index: The layer's.
         """
-        kind = hidden.device if type(hidden) in (Tensor, nn.Parameter) else None  # None: without numbers
-        key = len(hidden), length, hidden.dtype, kind
+        shape = len(hidden), length, hidden.shape[2]
+        if type(hidden) in (Tensor, nn.Parameter):
+            return self._calls_on(hidden.device, shape, hidden.dtype)[index]
+        # A tensor without numbers has a device too, to which the mode that made it moves these.
+        return _moved(self._calls_on(CPU, shape, hidden.dtype)[index], hidden.device)
+
+    def _calls_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
+        key = device, shape, dtype
         if key not in self._calls:
-            real = (*key[:3], torch.device("cpu"))
-            if real not in self._calls:
+            if device == CPU:
                 # In a thread of its own, so that modes which compute without numbers do not reach it.
                 with ThreadPoolExecutor(1) as thread:
-                    shape = *key[:2], hidden.shape[2]
-                    self._calls[real] = thread.submit(self._called_with, shape, hidden.dtype).result()
-            moved = tree_map_only(Tensor, lambda t: t.to(hidden.device), self._calls[real])
-            if kind is None or kind.type == "meta":
-                return moved[index]
-            self._calls[key] = moved
-            while len(self._calls) > _KEPT:
+                    self._calls[key] = thread.submit(self._called_with, shape, dtype).result()
+            else:
+                self._calls[key] = _moved(self._calls_on(CPU, shape, dtype), device)
+            if len(self._calls) > _KEPT:
                 del self._calls[next(iter(self._calls))]
-        return self._calls[key][index]
+        return self._calls[key]
 
     @cached_property
     def _caller(self) -> Any:
@@ -170,7 +164,7 @@ class Forward:
         units = {name: without_weights(self.units[name]) for name in free}
         for unit in units.values():
             unit.apply(self.model._init_weights)  # its buffers
-        return self.shell(units, self.elsewhere)
+        return self.shell(units)
 
     @torch.no_grad()
     def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
@@ -187,7 +181,7 @@ class Embedding(nn.Module):
             nest(self, name, unit)
         self.__dict__["shell"] = whole.shell(units, Stop)  # no submodule
 
-    @uncompiled
+    @torch.compiler.disable
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, c]."""
         try:
@@ -231,10 +225,10 @@ class End:
 
     def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
         """Compute with these modules of the model."""
-        self._shell = whole.shell(units, whole.elsewhere)
+        self._shell = whole.shell(units)
         self._last = self._shell.get_submodule(whole.layers)[-1]
 
-    @uncompiled
+    @torch.compiler.disable
     def __call__(self, hidden: Tensor) -> Tensor:
         """[b, t, c] -> logits [b, t, v]. Raises ``Reached`` if there is a ``Stop`` on the way."""
         self._last.received = hidden
@@ -289,6 +283,10 @@ def first_of(output: Any) -> Tensor:
 def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
     """Return the hidden states that a layer is called with."""
     return args[0] if args else kwargs["hidden_states"]
+
+
+def _moved(calls: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(device), calls)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
