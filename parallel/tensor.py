@@ -25,6 +25,7 @@ What goes wrong elsewhere, and what is done about it here:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,7 @@ class Cutting:
             given = x
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._given, self._entered = given, _Enter.apply(x, self.line, divided)
+            self._given, self._entered = given, _enter(x, self.line, divided)
         self._inside = True
         assert self._entered is not None  # it was just set
         return self._entered
@@ -87,7 +88,7 @@ class Cutting:
     def leave(self, y: Tensor, divided: bool) -> Tensor:
         """End a region with this rank's summand, [b, t, ...]. Return the sum, or a part of it as ``enter`` got one."""
         self.end()
-        return _Leave.apply(y, self.line, divided)
+        return _leave(y, self.line, divided)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Cutting:
         (run,) = cut.runs(self.index)
         others = (tokens < run.start) | (tokens >= run.stop)
         rows = F.embedding((tokens - run.start).masked_fill(others, 0), module.weight)
-        return _Leave.apply(rows.masked_fill(others[..., None], 0.0), self.line, False)
+        return _leave(rows.masked_fill(others[..., None], 0.0), self.line, divided=False)
 
     def _divide(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
         if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.line.size:
@@ -218,10 +219,11 @@ class Cutting:
                 f"parallel.tp={self.line.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
                 "parallel.sequence out"
             )
-        return _Divide.apply(output, self.line)
+        return _Sent.apply(output, _own, _all_gather, self.line)  # from the whole, which all ranks have
 
     def _make_whole(self, module: nn.Module, given: tuple) -> tuple:
-        return _Whole.apply(given[0], self.line), *given[1:]
+        # All ranks compute the same with the whole.
+        return _Sent.apply(given[0], _all_gather, _own, self.line), *given[1:]
 
     def _part_of(self, whole: bool, divided: bool, x: Tensor) -> Part | None:
         """Return which part of a whole tensor ``x`` is: heads, columns or positions; None for all of it."""
@@ -277,6 +279,8 @@ def _has_vocabulary(chain: Chain, name: str, layer: nn.Module) -> bool:
 
 # -- operators: x is [b, t, ...] ---------------------------------------------------------------------------------------
 
+Operator = Callable[[Tensor, Axis], Tensor]
+
 
 def _all_gather(x: Tensor, line: Axis) -> Tensor:
     return torch.cat(line.all_gather(x), dim=1)
@@ -299,49 +303,28 @@ def _own(x: Tensor, line: Axis) -> Tensor:
     return x.chunk(line.size, dim=1)[line.index].contiguous()
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, line: Axis, sequence: bool) -> Tensor:
-        ctx.line, ctx.sequence = line, sequence
-        return _all_gather(x, line) if sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return (_reduce_scatter if ctx.sequence else _all_reduce)(gradient, ctx.line), None, None
+def _as_it_is(x: Tensor, line: Axis) -> Tensor:
+    return x.view_as(x)
 
 
-class _Leave(torch.autograd.Function):
+class _Sent(torch.autograd.Function):
+    """Computes ``there(x)``, and the gradient of x by ``back`` from that of the result."""
+
     @staticmethod
-    def forward(ctx, y: Tensor, line: Axis, sequence: bool) -> Tensor:
-        ctx.line, ctx.sequence = line, sequence
-        return (_reduce_scatter if sequence else _all_reduce)(y, line)
+    def forward(ctx, x: Tensor, there: Operator, back: Operator, line: Axis) -> Tensor:
+        ctx.back, ctx.line = back, line
+        return there(x, line)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return _all_gather(gradient, ctx.line) if ctx.sequence else gradient, None, None
+        return ctx.back(gradient, ctx.line), None, None, None
 
 
-class _Divide(torch.autograd.Function):
-    """From the whole, which all ranks have, to this rank's part of the sequence."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, line: Axis) -> Tensor:
-        ctx.line = line
-        return _own(x, line)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _all_gather(gradient, ctx.line), None
+def _enter(x: Tensor, line: Axis, divided: bool) -> Tensor:
+    there, back = (_all_gather, _reduce_scatter) if divided else (_as_it_is, _all_reduce)
+    return _Sent.apply(x, there, back, line)
 
 
-class _Whole(torch.autograd.Function):
-    """From this rank's part of the sequence to the whole, with which all ranks compute the same."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, line: Axis) -> Tensor:
-        ctx.line = line
-        return _all_gather(x, line)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _own(gradient, ctx.line), None
+def _leave(y: Tensor, line: Axis, divided: bool) -> Tensor:
+    there, back = (_reduce_scatter, _all_gather) if divided else (_all_reduce, _as_it_is)
+    return _Sent.apply(y, there, back, line)
