@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import architectures
 from common.packages import load_transformers
 
 WORDS, POSITIONS = 130, 64
-SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-SIZES |= dict(n_embd=64, n_layer=3, n_head=4, n_positions=POSITIONS)
-SIZES |= dict(vocab_size=WORDS, max_position_embeddings=POSITIONS)
-SIZES |= dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, pad_token_id=None)
-SIZES |= dict(bos_token_id=None, eos_token_id=None, attention_dropout=0.0, attn_pdrop=0.0)  # no text ends by itself
+SIZES = {**architectures.TINY, "vocab_size": WORDS, "max_position_embeddings": POSITIONS, "n_positions": POSITIONS}
 
 
 def random_model(model_type, **options):
@@ -21,8 +18,8 @@ def random_model(model_type, **options):
     pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
     transformers = load_transformers()
     kind = type(transformers.AutoConfig.for_model(model_type))
-    known = {key: value for key, value in SIZES.items() if hasattr(kind(), key)}
-    config = kind(**{**known, **options})
+    keys = kind().to_dict()
+    config = kind(**{**{key: value for key, value in SIZES.items() if key in keys}, **options})
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

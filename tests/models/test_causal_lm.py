@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from benchmarks import architectures
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm import causal_lm
@@ -15,32 +16,17 @@ from tests.models.random_models import SIZES, WORDS, assert_same, random_model, 
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
 CPU = torch.device("cpu")
-KINDS = {
-    "llama": {},
-    "qwen2": {"tie_word_embeddings": True},
+KINDS = {kind: options for kind, options in architectures.KINDS.items() if kind not in architectures.REFUSED}
+KINDS |= {
     "qwen3": {"head_dim": 32},
-    "mistral": {"sliding_window": 8},
-    "gemma": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "sliding_window": 8},  # windows in every second layer, capped scores and logits
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
-    "phi3": {},
-    "olmo2": {},
-    "granite": {"logits_scaling": 8.0, "residual_multiplier": 0.2},
-    "starcoder2": {},
-    "stablelm": {},
-    "gpt_neox": {},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    # Windows in some layers; with gemma2, in every second one, beside capped scores and logits.
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     "smollm3": {"no_rope_layers": [1, 1, 0]},
-    "cohere": {"logit_scale": 0.25},
-    "gpt2": {},
     "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 64},
-    "mixtral": {},
-    "qwen3_moe": {"head_dim": 16},
-    "olmoe": {},
 }
 REFUSED = {
     "bloom": ({}, "BloomForCausalLM cannot be cut into layers: it does not compute a text without looking at numbers"),
-    "inkling2_text": ({"head_dim": 16}, "cannot be cut into layers"),
+    "inkling2_text": ({}, "cannot be cut into layers"),
     "t5": ({}, "describes a t5 model, which is no causal language model"),
     "gemma3": ({}, "describes a gemma3 model with vision_config; model=transformers trains text only"),
     "mixtral": ({"output_router_logits": True}, "adds a router's loss over the whole batch"),
