@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from common.errors import ModelError
 from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNorm
 from models.chain import Chain, LayerSpec, keep_tensors, shared_parameters, without_weights
-from models.losses import Loss, as_sums, loss_of
+from models.losses import loss_of
 
 # torch's layers update their running statistics with every micro-batch, and differently in each replica.
 _OURS = {nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d}
@@ -26,7 +26,7 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 MODULE = "module"  # the name of a module that is the only layer
 
 
-def chain_of(net: nn.Module, loss: Loss | nn.Module, **fields: Any) -> Chain:
+def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
     """Make a chain that starts from the weights of ``net``; ``net`` itself is not changed by training.
 
     The children of an ``nn.Sequential`` are the layers. A module with a forward of its own is one layer, ``module``,
@@ -61,7 +61,7 @@ def chain_of(net: nn.Module, loss: Loss | nn.Module, **fields: Any) -> Chain:
     names = [name for name, _ in source.named_modules(remove_duplicate=False) if name and "." not in name]
     return Chain(
         layers=[LayerSpec(name, partial(without_weights, source.get_submodule(name))) for name in names],
-        loss=as_sums(loss),
+        loss=loss,
         tied=shared_parameters(source),
         initialise=partial(_copy_weights, source),
         fingerprint=_fingerprint(source),
@@ -69,9 +69,9 @@ def chain_of(net: nn.Module, loss: Loss | nn.Module, **fields: Any) -> Chain:
     )
 
 
-def chain_of_module(build: Callable[[], nn.Module], loss: Loss | nn.Module) -> Chain:
+def chain_of_module(build: Callable[[], nn.Module], loss: Any) -> Chain:
     """Make a chain of one layer, ``module``, that is constructed by ``build`` from the run's seed."""
-    return Chain([LayerSpec(MODULE, partial(_whole, build))], as_sums(loss))
+    return Chain([LayerSpec(MODULE, partial(_whole, build))], loss)
 
 
 def _whole(build: Callable[[], nn.Module]) -> nn.Module:
