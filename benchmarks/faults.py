@@ -77,8 +77,3 @@ def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
 
 
 BENCHMARK = Benchmark(measure, parts=PARTS)
-
-if __name__ == "__main__":
-    from benchmarks.__main__ import run
-
-    run(["faults", *sys.argv[1:]])
