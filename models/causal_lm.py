@@ -19,17 +19,7 @@ from torch import Tensor, nn
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
-from models.causal_lm_layers import (
-    Elsewhere,
-    Embedding,
-    Forward,
-    Head,
-    PlainHead,
-    all_seen,
-    as_block,
-    first_of,
-    hidden_of,
-)
+from models.causal_lm_layers import Forward, all_seen, first_of, hidden_of
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
 from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary
 from models.losses import TokenCrossEntropy
@@ -48,9 +38,8 @@ class Decoder:
         blocks: These layers.
         units: The modules beside the list of layers, and beside each module that it is in, by name.
         before: The names of those that it calls before the layers.
-        after: The names of the others.
+        projection: The name of the projection onto the vocabulary.
         forward: What it computes.
-        plain: Whether the projection's outputs are the logits; otherwise the model scales or caps them.
     """
 
     def __init__(self, config: Any) -> None:
@@ -69,9 +58,9 @@ class Decoder:
         self.layers = self._find_layers()
         self.blocks: Any = self.model.get_submodule(self.layers)
         self.units = self._find_units()
-        self.before, self.after, outputs = self._find_order()
-        self.forward = Forward(self.model, self.layers, self.units, self.before, outputs)
-        self.plain = self._find_plain()
+        self.before, outputs = self._find_order()
+        self.projection = self.name_of(self.model.get_output_embeddings())
+        self.forward = Forward(self.model, self.layers, self.units, self.before, self.projection, outputs)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -101,8 +90,8 @@ class Decoder:
             units |= {path: child for path, child in children.items() if path not in (*above, self.layers)}
         return units
 
-    def _find_order(self) -> tuple[list[str], list[str], int]:
-        """Return the units before the first layer and the others, and how many things a layer returns in a tuple."""
+    def _find_order(self) -> tuple[list[str], int]:
+        """Return the units before the first layer, and how many things a layer returns in a tuple."""
         called: list[str | None] = []  # None: a layer
         outputs: list[int] = []
         hooks = [
@@ -128,8 +117,7 @@ class Decoder:
         if called.count(None) != len(self.blocks):
             raise ModelError(f"{self.kind} calls its {len(self.blocks)} layers {called.count(None)} times")
         first = called.index(None)
-        before = [name for name in self.units if name in called[:first]]
-        return before, [name for name in self.units if name not in before], outputs[0]
+        return [name for name in self.units if name in called[:first]], outputs[0]
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -156,43 +144,17 @@ class Decoder:
         shared = shared_parameters(self.model)
         return {self.chain_name(name): self.chain_name(owner) for name, owner in shared.items()}
 
-    @property
-    def projection(self) -> str:
-        """The model's name of the projection onto the vocabulary."""
-        return self.name_of(self.model.get_output_embeddings())
-
     def name_of(self, module: nn.Module) -> str:
         """Return the model's name of one of its modules."""
         return next(name for name, part in self.model.named_modules() if part is module)
-
-    @torch.no_grad()
-    def _find_plain(self) -> bool:
-        """Return whether the projection's outputs are the logits; otherwise the model scales or caps them."""
-        given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
-        projection = Elsewhere(nn.Identity(), outputs=0)
-        projection.received = given
-        shell = self.forward.shell({self.projection: projection})
-        hidden = torch.zeros(1, 2, self.model.config.get_text_config().hidden_size)
-        logits = shell(inputs_embeds=hidden, attention_mask=all_seen(hidden), use_cache=False).logits
-        return torch.equal(logits, given)
 
     # -- layers of the chain -------------------------------------------------------------------------------------------
 
     def chain_layers(self, part: Callable[[str], nn.Module]) -> list[LayerSpec]:
         """Return the layers of the chain, with the modules that ``part`` returns by the model's names."""
-        blocks = [LayerSpec(f"layers.{i}", partial(self._layer, part, i)) for i in range(len(self.blocks))]
-        embedding, head = (partial(build, part) for build in (self._embedding, self._head))
+        blocks = [LayerSpec(f"layers.{i}", partial(self.forward.layer, part, i)) for i in range(len(self.blocks))]
+        embedding, head = (partial(build, part) for build in (self.forward.embedding, self.forward.head))
         return [LayerSpec("embedding", embedding), *blocks, LayerSpec("head", head)]
-
-    def _embedding(self, part: Callable[[str], nn.Module]) -> nn.Module:
-        return Embedding(self.forward, {name: part(name) for name in self.before})
-
-    def _layer(self, part: Callable[[str], nn.Module], index: int) -> nn.Module:
-        return as_block(self.forward, part(f"{self.layers}.{index}"), index)
-
-    def _head(self, part: Callable[[str], nn.Module]) -> nn.Module:
-        units = {name: part(name) for name in self.after}
-        return PlainHead(self.forward, units, self.projection) if self.plain else Head(self.forward, units)
 
     def blank(self, name: str) -> nn.Module:
         """Return a copy of a module of the model on the current default device, with uninitialised memory."""
@@ -240,7 +202,7 @@ class Decoder:
         # Other classes scale what they look up; a padding row gets no gradient.
         can_be_cut = {
             self.chain_name(self.name_of(embedding)): type(embedding) is nn.Embedding and embedding.padding_idx is None,
-            self.chain_name(self.projection): self.plain,
+            self.chain_name(self.projection): self.forward.plain,
         }
         if self.tied and not all(can_be_cut.values()):  # both copies of a weight are cut, or none
             return table

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -92,6 +93,7 @@ class Elsewhere(StandIn):
         return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
 
+@dataclass(eq=False)
 class Forward:
     """The ``forward`` of a causal language model, which each layer computes a part of.
 
@@ -100,32 +102,40 @@ class Forward:
         layers: The name of its list of layers.
         units: The modules beside the list of layers, and beside each module that it is in, by name.
         before: The names of those that it calls before the layers.
+        projection: The name of the projection onto the vocabulary.
+        outputs: How many things a layer returns in a tuple; 0 if it returns a tensor.
+        plain: Whether the projection's outputs are the logits; otherwise the model scales or caps them.
     """
 
-    def __init__(
-        self, model: Any, layers: str, units: Mapping[str, nn.Module], before: Sequence[str], outputs: int
-    ) -> None:
-        """Describe it; ``outputs`` is how many things a layer returns in a tuple, 0 if it returns a tensor."""
-        self.model, self.layers, self.units, self.before, self._outputs = model, layers, units, before, outputs
-        self._calls: dict[tuple, list[tuple[tuple, dict]]] = {}
+    model: Any
+    layers: str
+    units: Mapping[str, nn.Module]
+    before: Sequence[str]
+    projection: str
+    outputs: int
+    plain: bool = field(init=False)
+    _calls: dict[tuple, list[tuple[tuple, dict]]] = field(default_factory=dict, init=False)
+
+    @torch.no_grad()
+    def __post_init__(self) -> None:
+        given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
+        projection = Elsewhere(nn.Identity(), outputs=0)
+        projection.received = given
+        shell = self.shell({self.projection: projection})
+        hidden = torch.zeros(1, 2, self.model.config.get_text_config().hidden_size)
+        logits = shell(inputs_embeds=hidden, attention_mask=all_seen(hidden), use_cache=False).logits
+        self.plain = torch.equal(logits, given)
 
     def __deepcopy__(self, memo: dict) -> Forward:
         return self
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The layers, without numbers."""
-        blocks = self.model.get_submodule(self.layers)
-        assert isinstance(blocks, nn.ModuleList)
-        return blocks
 
     def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], StandIn] | None = None) -> Any:
         """Return a copy of the model with these units, and stand-ins for the others and for the layers.
 
         ``layer`` makes the stand-in of a layer; None: it is ``Elsewhere``.
         """
-        layer = layer or partial(Elsewhere, outputs=self._outputs)
-        memo: dict[int, Any] = {id(self.blocks): nn.ModuleList(map(layer, self.blocks))}
+        layer, blocks = layer or partial(Elsewhere, outputs=self.outputs), self.model.get_submodule(self.layers)
+        memo: dict[int, Any] = {id(blocks): nn.ModuleList(map(layer, blocks))}
         memo |= {id(unit): units.get(name, Absent(unit)) for name, unit in self.units.items()}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
@@ -170,6 +180,21 @@ class Forward:
     def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
         self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
+
+    # -- layers of the chain, with the modules that ``part`` returns by name -------------------------------------------
+
+    def embedding(self, part: Callable[[str], nn.Module]) -> nn.Module:
+        """Return the first layer, token ids [b, t] -> [b, t, c]."""
+        return Embedding(self, {name: part(name) for name in self.before})
+
+    def layer(self, part: Callable[[str], nn.Module], index: int) -> nn.Module:
+        """Return a layer, [b, t, c] -> same."""
+        return as_block(self, part(f"{self.layers}.{index}"), index)
+
+    def head(self, part: Callable[[str], nn.Module]) -> nn.Module:
+        """Return the last layer, [b, t, c] -> logits [b, t, v]."""
+        units = {name: part(name) for name in self.units if name not in self.before}
+        return PlainHead(self, units) if self.plain else Head(self, units)
 
 
 class Embedding(nn.Module):
@@ -255,11 +280,11 @@ class Head(nn.Module):
 class PlainHead(FusedHead):
     """A head whose projection gives the logits, so that the loss needs none."""
 
-    def __init__(self, whole: Forward, units: Mapping[str, nn.Module], projection: str) -> None:
+    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
         super().__init__()
         for name, unit in units.items():
             nest(self, name, unit)
-        self._name = projection
+        self._name = whole.projection
         self._end = End(whole, {**units, self._name: Stop(self.projection)})
 
     @property
