@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ModelError
 from common.files import expand_home, folder_of, parse_json
 from common.packages import load_transformers
-from models.causal_lm_files import Conversions, Opened
+from models.causal_lm_files import Opened, from_file, to_file
 from models.config_json import Family
 from models.huggingface import HuggingFace
 
@@ -96,25 +96,25 @@ class Published(HuggingFace):
     """How transformers stores the model that it is itself.
 
     Attributes:
-        conversions: What it does with the tensors of a folder.
+        model: The model, which may be on the meta device.
     """
 
-    conversions: Conversions = field(kw_only=True)
+    model: Any = field(kw_only=True)
 
     @classmethod
     def of(cls, model: Any, names: Mapping[str, str], words: tuple[str, ...]) -> Published:
         """Return it for a model of transformers, ``names`` as in ``HuggingFace``."""
         config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-        return cls(_FAMILY, config, names, words, conversions=Conversions(model))
+        return cls(_FAMILY, config, names, words, model=model)
 
     def read(self, opened: Mapping[str, Opened]) -> Mapping[str, Opened]:
         """See ``HuggingFace.read``."""
-        return self.conversions.read(opened)
+        return from_file(self.model, opened)
 
     def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See ``HuggingFace.export``."""
         tensors, config = super().export(state, words)
-        return self.conversions.write(tensors), config
+        return to_file(self.model, tensors), config
 
     def difference(self, path: Path) -> str | None:
         """Return a message about the first key in which the model differs from a config.json; None if there is none."""

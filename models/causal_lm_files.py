@@ -1,7 +1,7 @@
 """The files of a model of transformers: which tensors of a folder make a parameter, by the library's own conversions.
 
 A file may hold a parameter under another name (GPT-NeoX's ``embed_out``), or the matrices apart that the model has in
-one parameter (the experts of a mixture).
+one parameter (the experts of a mixture). Models here may be on the meta device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 # A tensor of a file, opened when it is called: with a shape, and boxes that are read by ``[...]``.
 Opened = Callable[[], Any]
+Parts = list[tuple[str, Opened]]  # tensors of a file, each with the pattern of a conversion that its name has matched
 
 
 class Made:
@@ -29,69 +30,49 @@ class Made:
         return self._make()[box]
 
 
-class Group:
-    """The tensors of a file of which a conversion of transformers makes one parameter, or several."""
+def from_file(model: Any, opened: Mapping[str, Opened]) -> dict[str, Opened]:
+    """Return {name in the model: tensor} from {name in the file: tensor}, without those that it leaves unread."""
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
 
-    def __init__(self, model: Any, first: str, conversion: Any) -> None:
-        """Begin without tensors. ``first`` is the name of the first parameter."""
-        self._model, self._first, self._conversion = model, first, conversion
-        self._parts: list[tuple[str, Opened]] = []
-
-    def add(self, pattern: str, tensor: Opened) -> None:
-        """Add a tensor whose name has matched this pattern of the conversion."""
-        self._parts.append((pattern, tensor))
-
-    def parameters(self) -> dict[str, Opened]:
-        """Return the parameters by name."""
-        shapes = self._convert(lambda tensor: torch.empty(tensor.shape, device="meta"))
-        return {name: partial(Made, like.shape, partial(self._read, name)) for name, like in shapes.items()}
-
-    def _read(self, name: str) -> Tensor:
-        return self._convert(lambda tensor: tensor[...])[name]
-
-    def _convert(self, value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-        conversion = copy.deepcopy(self._conversion)  # it collects
-        for pattern, tensor in self._parts:
-            conversion.add_tensor(self._first, pattern, pattern, lambda tensor=tensor: value(tensor()))
-        return conversion.convert(self._first, model=self._model, config=self._model.config)
+    known = model.state_dict()
+    found = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [each for each in found if isinstance(each, loading.WeightRenaming)]
+    conversions = [each for each in found if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: conversion for conversion in conversions for pattern in conversion.source_patterns}
+    # Buffers that older files hold.
+    unread = {r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())}
+    given: dict[str, Opened] = {}
+    parts: dict[str, Parts] = {}  # of the parameters that are made of several, by the name of the first
+    for key in sorted(opened, key=loading.dot_natural_key):  # expert 2 before expert 10
+        name, pattern = loading.rename_source_key(key, renamings, conversions, model.base_model_prefix, known)
+        if pattern is not None:
+            parts.setdefault(name, []).append((pattern, opened[key]))
+        elif name in known or not any(re.search(each, name) for each in unread):
+            given[name] = opened[key]
+    for first, several in parts.items():
+        convert = partial(_convert, model, by_pattern[several[0][0]], first, several)
+        for name, like in convert(lambda tensor: torch.empty(tensor.shape, device="meta")).items():
+            given[name] = partial(Made, like.shape, partial(_read, convert, name))
+    return given
 
 
-class Conversions:
-    """What transformers does with the tensors of a folder when it reads and writes a model."""
+def to_file(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return {name in the file: tensor} from {name in the model: tensor}."""
+    from transformers import core_model_loading as loading
 
-    def __init__(self, model: Any) -> None:
-        """Take the conversions of a model, which may be on the meta device."""
-        self._model = model
+    return loading.revert_weight_conversion(model, dict(state))
 
-    def read(self, opened: Mapping[str, Opened]) -> dict[str, Opened]:
-        """Return {name in the model: tensor} from {name in the file: tensor}, without those that it leaves unread."""
-        from transformers import conversion_mapping
-        from transformers import core_model_loading as loading
 
-        model, known = self._model, self._model.state_dict()
-        found = conversion_mapping.get_model_conversion_mapping(model)
-        renamings = [one for one in found if isinstance(one, loading.WeightRenaming)]
-        conversions = [one for one in found if isinstance(one, loading.WeightConverter)]
-        by_pattern = {pattern: one for one in conversions for pattern in one.source_patterns}
-        given: dict[str, Opened] = {}
-        groups: dict[str, Group] = {}
-        for key in sorted(opened, key=loading.dot_natural_key):  # expert 2 before expert 10
-            name, pattern = loading.rename_source_key(key, renamings, conversions, model.base_model_prefix, known)
-            if pattern is not None:
-                groups.setdefault(name, Group(model, name, by_pattern[pattern])).add(pattern, opened[key])
-            elif name in known or not self._unread(name):
-                given[name] = opened[key]
-        for group in groups.values():
-            given |= group.parameters()
-        return given
+def _read(convert: Callable[..., dict[str, Tensor]], name: str) -> Tensor:
+    return convert(lambda tensor: tensor[...])[name]
 
-    def write(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return {name in the file: tensor} from {name in the model: tensor}."""
-        from transformers import core_model_loading as loading
 
-        return loading.revert_weight_conversion(self._model, dict(state))
-
-    def _unread(self, name: str) -> bool:
-        """Return whether it is a buffer that older files hold and that the library leaves unread."""
-        patterns = {r"rotary_emb\.inv_freq", *(self._model._keys_to_ignore_on_load_unexpected or ())}
-        return any(re.search(pattern, name) for pattern in patterns)
+def _convert(
+    model: Any, conversion: Any, first: str, parts: Parts, value: Callable[[Any], Tensor]
+) -> dict[str, Tensor]:
+    """Return the parameters by name that a conversion makes of ``value`` of each part."""
+    conversion = copy.deepcopy(conversion)  # it collects
+    for pattern, opened in parts:
+        conversion.add_tensor(first, pattern, pattern, lambda opened=opened: value(opened()))
+    return conversion.convert(first, model=model, config=model.config)
