@@ -281,19 +281,19 @@ class HuggingFaceVocabulary(Vocabulary):
 
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
         """See Vocabulary."""
-        tokenizer = _tokenizer(self.path, self._sha256)
-        if threads == 1:  # does not use the library's threads, which a forked process does not have
-            return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._encodings(texts, threads)]
 
     def placed_tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[Placed]]:
         """See Vocabulary."""
-        tokenizer = _tokenizer(self.path, self._sha256)
-        if threads == 1:
-            encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        else:
-            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        encodings = self._encodings(texts, threads, placed=True)
         return [list(zip(encoding.ids, encoding.offsets, strict=True)) for encoding in encodings]
+
+    def _encodings(self, texts: Sequence[str], threads: int, placed: bool = False) -> list[tokenizers.Encoding]:
+        tokenizer = _tokenizer(self.path, self._sha256)
+        if threads == 1:  # does not use the library's threads, which a forked process does not have
+            return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        encode = tokenizer.encode_batch if placed else tokenizer.encode_batch_fast
+        return encode(texts, add_special_tokens=False)
 
     @cached_property
     def _can_be_cut(self) -> bool:
