@@ -69,7 +69,7 @@ class Train:
 class Sample:
     """Settings of mode=sample, and of the text that a language model writes at the end of its training."""
 
-    prompt: str = ""  # the text to continue; may be empty for GPT-2
+    prompt: str = ""  # the text to continue, or the JSON of a chat's messages; may be empty for GPT-2
     prompts: list[str] | None = None  # several texts to continue at once, in place of prompt: ["def main", "class A"]
     tokens: int = 100  # number of tokens to draw for each prompt
     temperature: float = 0.8  # logits are divided by it; 0: always the likeliest token

@@ -155,8 +155,12 @@ class RowTokens:
         return [self._text(i, *row) for i, row in enumerate(zip(*parts, strict=True))]
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens that a model continues: those of texts, of prompts, or of the user's messages of chats."""
-        return self._tokens([self._text(i, text, continued=True)[0] for i, text in enumerate(texts)], None, 1)
+        """Return the tokens that a model continues: those of texts, of prompts, or of chats.
+
+        With a template, a text is what a user says, or the JSON of messages. Raises DataError, as ``encode``.
+        """
+        given = texts if self.template is None else [_said(text) for text in texts]
+        return self._tokens([self._text(i, one, continued=True)[0] for i, one in enumerate(given)], None, 1)
 
     def _tokens(self, texts: Sequence[str], most: int | None, threads: int, placed: bool = False) -> list[list]:
         rendered = self.template is not None
@@ -195,6 +199,18 @@ class RowTokens:
         return RowProblem(
             index, f"{self.named}: {problem}, in {where}; correct the row, or use another template, data.template=FILE"
         )
+
+
+def _said(text: str) -> str | Chat:
+    """Return the chat of which a text is the JSON; any other text as it is."""
+    try:
+        messages = parse_json(text)
+    except ValueError:
+        return text
+    try:
+        return chat_of(messages) if is_chat(messages) else text
+    except ValueError as error:
+        raise DataError(f"sample.prompt: the chat {error}") from None
 
 
 def _read(named: str, template: str, vocabulary: Vocabulary) -> ChatTemplate:

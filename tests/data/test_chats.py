@@ -146,6 +146,18 @@ def test_two_messages_are_a_prompt_and_its_answer(chats_of, prepared, tmp_path, 
     assert data.encode_prompts(["How?"]) == same.encode_prompts(["How?"]), "mode=sample: a user's message"
 
 
+@pytest.mark.parametrize("style, template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_prompt_may_be_the_json_of_several_messages(chats_of, tmp_path, style, template):
+    data, tokenizer = chats_of(CHATS, style, template), theirs(tmp_path)
+    prompts = [CHATS[1][:count] for count in (2, 4, 6)] + [CHATS[0][:1]]
+    wanted = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in prompts]
+    assert data.encode_prompts([json.dumps(chat) for chat in prompts]) == wanted
+    for text in ("[]", "[1]", "12"):
+        assert text in data.vocabulary.decode(data.encode_prompts([text])[0]), "any other text is what a user says"
+    with pytest.raises(DataError, match="sample.prompt: the chat has no content in message 2, of the role 'user'"):
+        data.encode_prompts(['[{"role": "system", "content": "a"}, {"role": "user"}]'])
+
+
 def test_gsm8k_as_chats_is_gsm8k_as_questions_and_answers(chats_of, prepared, tmp_path, published):
     lines = [json.loads(line) for line in (published("gsm8k") / "test.jsonl").read_text().splitlines()]
     chats = chats_of([say(row["question"], row["answer"]) for row in lines], template=CHATML, seq_len=1500)
