@@ -8,7 +8,8 @@ plan; and proves that the chain computes what the whole model does (``prove``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -26,7 +27,20 @@ from models.losses import TokenCrossEntropy
 
 _TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32
+_ROUNDING = 1e-4  # the largest one of logits of the same text beside other texts, which are rounded differently
 _proved: set[str] = set()  # the configurations that ``prove`` has proved: a verification prepares many runs of one
+
+
+@contextmanager
+def _refused(kind: str, why: str) -> Iterator[None]:
+    """Raise ModelError for an error inside the block, which runs a model's own code in another way than it expects."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise ModelError(f"{kind} cannot be cut into layers: {why} ({type(error).__name__}: {said})") from error
 
 
 class Decoder:
@@ -55,12 +69,13 @@ class Decoder:
         except Exception as error:  # each model checks its configuration in its own way
             raise ModelError(f"transformers cannot build a {config.model_type} model: {error}") from None
         self.kind = type(self.model).__name__
-        self.layers = self._find_layers()
-        self.blocks: Any = self.model.get_submodule(self.layers)
-        self.units = self._find_units()
-        self.before, outputs = self._find_order()
-        self.projection = self.name_of(self.model.get_output_embeddings())
-        self.forward = Forward(self.model, self.layers, self.units, self.before, self.projection, outputs)
+        with _refused(self.kind, "its own code does not run without the layers"):
+            self.layers = self._find_layers()
+            self.blocks: Any = self.model.get_submodule(self.layers)
+            self.units = self._find_units()
+            self.before, outputs = self._find_order()
+            self.projection = self.name_of(self.model.get_output_embeddings())
+            self.forward = Forward(self.model, self.layers, self.units, self.before, self.projection, outputs)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -86,6 +101,11 @@ class Decoder:
             module = self.model.get_submodule(name)
             if own := dict(module.named_parameters(recurse=False)):
                 raise ModelError(f"{self.kind} has parameters outside of its modules: {', '.join(own)}")
+            if dropped := getattr(module, "layerdrop", 0):
+                raise ModelError(
+                    f"{self.kind} leaves out layers at random (layerdrop={dropped}), and a chain computes all of them; "
+                    "set +model.settings.layerdrop=0"
+                )
             children = {f"{name}.{key}".lstrip("."): child for key, child in module.named_children()}
             units |= {path: child for path, child in children.items() if path not in (*above, self.layers)}
         return units
@@ -104,13 +124,8 @@ class Decoder:
             hooks.append(block.register_forward_hook(lambda _m, _i, out: outputs.append(_length(out))))
         tokens = torch.zeros(2, 4, dtype=torch.long, device="meta")
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _refused(self.kind, "it does not compute a text without looking at numbers"):
                 self.model(input_ids=tokens, attention_mask=all_seen(tokens), use_cache=False)
-        except Exception as error:
-            raise ModelError(
-                f"{self.kind} cannot be cut into layers: it does not compute a text without looking at numbers "
-                f"({str(error).splitlines()[0]})"
-            ) from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -148,6 +163,12 @@ class Decoder:
         """Return the model's name of one of its modules."""
         return next(name for name, part in self.model.named_modules() if part is module)
 
+    @property
+    def of_words(self) -> list[str]:
+        """The names in the chain of the projection's parameters, its weight and perhaps a bias."""
+        own = [f"{self.projection}.{key}" for key, _ in self.model.get_submodule(self.projection).named_parameters()]
+        return [self.tied.get(name, name) for name in map(self.chain_name, own)]
+
     # -- layers of the chain -------------------------------------------------------------------------------------------
 
     def chain_layers(self, part: Callable[[str], nn.Module]) -> list[LayerSpec]:
@@ -162,8 +183,8 @@ class Decoder:
 
     def initialise(self, name: str, module: nn.Module) -> None:
         """Set a module's initial numbers as the model does, which may reach into a module from those around it."""
-        self.model._init_weights(module)
         path = self.model_name(name)
+        self.forward.set_numbers(path, module)
         parent, _, key = path.rpartition(".")
         around = self.model.get_submodule(parent)
         own = getattr(around, key)
@@ -232,12 +253,17 @@ class Decoder:
             ModelError: A layer, the logits or the loss differ. The message names the first.
         """
         config = self.model.config.to_json_string(use_diff=False)
-        if config in _proved:
-            return
+        if config not in _proved:
+            with _refused(self.kind, "its own code does not run layer by layer"):
+                self._compare()
+            _proved.add(config)
+
+    def _compare(self) -> None:
         generator = torch.Generator().manual_seed(0)
         whole = self._with_numbers(generator)
         words = whole.config.get_text_config().vocab_size
-        tokens = torch.randint(min(3, words - 1), words, (_TEXTS, _TOKENS), generator=generator)
+        tokens = torch.randint(min(3, words - 1), words, (1, _TOKENS), generator=generator).repeat(_TEXTS, 1)
+        tokens[1, _TOKENS // 2 :] = tokens[1, _TOKENS // 2 :].flip(0)  # the texts begin alike
         blocks = whole.get_submodule(self.layers)
         wanted: list[Tensor] = []
         hooks = [blocks[0].register_forward_pre_hook(lambda _m, args, kwargs: wanted.append(hidden_of(args, kwargs)),
@@ -248,13 +274,19 @@ class Decoder:
             hook.remove()
         computed = tokens
         for layer, expected in zip(self.chain_layers(whole.get_submodule), [*wanted, output.logits], strict=True):
-            computed = layer.build()(computed)
+            computed = layer.build().eval()(computed)
             if (off := _difference(computed, expected)) > _EXACT:
                 raise ModelError(
                     f"{self.kind} cannot be cut into layers: {layer.name} computes other numbers by itself than in the "
                     f"whole model (a relative difference of {off:.1e}), since it gets more than hidden states from "
                     "others"
                 )
+        if (off := _difference(*computed[:, : _TOKENS // 2])) > _ROUNDING:
+            raise ModelError(
+                f"{self.kind} is no causal language model with this configuration: what comes later changes the logits "
+                f"before it (a relative difference of {off:.1e}), so it would be trained on the tokens that it is to "
+                "predict. Encoders have the key is_decoder: +model.settings.is_decoder=true"
+            )
         loss = TokenCrossEntropy()(computed[:, :-1], tokens[:, 1:], None)
         mean = loss.loss / loss.count
         if (off := _difference(mean, output.loss)) > _EXACT:
@@ -262,13 +294,13 @@ class Decoder:
                 f"{self.kind} adds something to the loss of its logits, {mean:.4f}: its own is {output.loss:.4f}. "
                 "model=transformers trains on the cross entropy alone; switch the addition off by model.settings"
             )
-        _proved.add(config)
 
     def _with_numbers(self, generator: torch.Generator) -> Any:
         """Return a copy of the model on the CPU whose parameters share one small tensor."""
         memo = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in self.model.buffers()}
         whole = copy.deepcopy(self.model, memo)
-        whole.apply(whole._init_weights)  # the buffers: parameters are on the meta device still
+        for name, module in whole.named_modules():
+            self.forward.set_numbers(name, module)  # the buffers: parameters are on the meta device still
         parameters = dict(whole.named_parameters())
         largest = max(sum(parameter.shape) for parameter in parameters.values())
         noise = 0.05 * torch.randn(largest + len(parameters), generator=generator)
@@ -294,13 +326,13 @@ def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mappi
     Raises:
         ModelError: transformers does not have the model, or it is none that can be cut into layers.
     """
-    decoder = Decoder(read_config(config, vocab_size, settings or {}))
+    settings = settings or {}
+    decoder = Decoder(read_config(config, vocab_size, settings))
     text = decoder.model.config.get_text_config()
     limits = {"vocabulary": text.vocab_size}
     if isinstance(positions := getattr(text, "max_position_embeddings", None), int):
         limits["positions"] = positions
     embedding = f"{decoder.chain_name(decoder.name_of(decoder.model.get_input_embeddings()))}.weight"
-    projection = f"{decoder.chain_name(decoder.projection)}.weight"
     return Chain(
         layers=decoder.chain_layers(decoder.blank),
         loss=TokenCrossEntropy(),
@@ -308,7 +340,7 @@ def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mappi
         initialise=decoder.initialise,
         limits=limits,
         embedding=embedding,
-        hugging_face=Published.of(decoder.model, decoder.names, (embedding, projection)),
+        hugging_face=Published.of(decoder.model, decoder.names, (embedding, *decoder.of_words), settings),
         cut=decoder.cut(),
         prove=decoder.prove,
     )
@@ -319,7 +351,7 @@ causal_lm.sizes_of = sizes_of  # the values of sizes that are null: see training
 
 def _difference(one: Tensor, other: Tensor) -> float:
     """Return the largest difference, relative to the largest number."""
-    if one.shape != other.shape:
+    if one.shape != other.shape or not (one.isfinite().all() and other.isfinite().all()):
         return float("inf")
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
 

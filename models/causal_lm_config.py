@@ -46,13 +46,15 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
     path = config_file(config)
     transformers = load_transformers()
     try:
-        content = parse_json(path.read_bytes())
+        content = _content(path)
         kind = content["model_type"]
         known = transformers.AutoConfig.for_model(kind)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ModelError(
             f"{path} describes no model that transformers {transformers.__version__} has: {error}"
         ) from None
+    if "vocab_size" in settings:
+        raise ModelError(f"model.settings.vocab_size: type model.vocab_size={settings['vocab_size']}")
     text = known.get_text_config()
     if unknown := [key for key in settings if key not in content and not hasattr(text, key)]:
         raise ModelError(f"model.settings.{unknown[0]}: config.json of a {kind} model has no such key")
@@ -97,15 +99,17 @@ class Published(HuggingFace):
 
     Attributes:
         model: The model, which may be on the meta device.
+        settings: {key of config.json: its value in place of a file's}.
     """
 
     model: Any = field(kw_only=True)
+    settings: Mapping[str, Any] = field(kw_only=True)
 
     @classmethod
-    def of(cls, model: Any, names: Mapping[str, str], words: tuple[str, ...]) -> Published:
-        """Return it for a model of transformers, ``names`` as in ``HuggingFace``."""
-        config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-        return cls(_FAMILY, config, names, words, model=model)
+    def of(cls, model: Any, names: Mapping[str, str], words: tuple[str, ...], settings: Mapping[str, Any]) -> Published:
+        """Return it for a model of transformers, ``names`` and ``words`` as in ``HuggingFace``."""
+        config = {**_plain(model.config), "architectures": [type(model).__name__]}
+        return cls(_FAMILY, config, names, words, model=model, settings=settings)
 
     def read(self, opened: Mapping[str, Opened]) -> Mapping[str, Opened]:
         """See ``HuggingFace.read``."""
@@ -118,10 +122,19 @@ class Published(HuggingFace):
 
     def difference(self, path: Path) -> str | None:
         """Return a message about the first key in which the model differs from a config.json; None if there is none."""
-        theirs = load_transformers().AutoConfig.for_model(**parse_json(path.read_bytes())).to_dict()
+        theirs = _plain(read_config(str(path), None, self.settings))
         for key, value in theirs.items():
             if key not in _FREE and self.config.get(key) != value:
-                return (
-                    f"{path} says {key}={value}, the model has {self.config.get(key)}; leave model.settings.{key} out"
-                )
+                return f"{path} says {key}={value}, the model has {self.config.get(key)}; leave model.config out"
         return None
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return what a config.json says, with the numbers that JSON does not have, as infinity. Raises ValueError."""
+    parse_json(path.read_bytes())
+    return load_transformers().PreTrainedConfig.get_config_dict(path)[0]
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Return all keys of a configuration as they are in a config.json."""
+    return parse_json(config.to_json_string(use_diff=False))

@@ -18,16 +18,26 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from common.errors import ModelError
+from common.packages import load_transformers
 from models.chain import CPU, nest, without_weights
 from models.fused_cross_entropy import FusedHead
+from models.seeds import seeded
 
 _KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def uncompiled(function: Function) -> Function:
+    """Exclude a function from torch.compile."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]  # the same, wrapped
 
 
 class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
@@ -118,13 +128,16 @@ class Forward:
 
     @torch.no_grad()
     def __post_init__(self) -> None:
+        self.plain = self.projection in self.units and self._returns_logits()
+
+    def _returns_logits(self) -> bool:
         given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
         projection = Elsewhere(nn.Identity(), outputs=0)
         projection.received = given
         shell = self.shell({self.projection: projection})
         hidden = torch.zeros(1, 2, self.model.config.get_text_config().hidden_size)
         logits = shell(inputs_embeds=hidden, attention_mask=all_seen(hidden), use_cache=False).logits
-        self.plain = torch.equal(logits, given)
+        return torch.equal(logits, given)
 
     def __deepcopy__(self, memo: dict) -> Forward:
         return self
@@ -136,10 +149,11 @@ class Forward:
         """
         layer, blocks = layer or partial(Elsewhere, outputs=self.outputs), self.model.get_submodule(self.layers)
         memo: dict[int, Any] = {id(blocks): nn.ModuleList(map(layer, blocks))}
-        memo |= {id(unit): units.get(name, Absent(unit)) for name, unit in self.units.items()}
+        for name, unit in self.units.items():
+            memo |= {id(unit): units[name]} if name in units else {id(part): Absent(part) for part in _called(unit)}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
-    @torch.compiler.disable
+    @uncompiled
     def calls(self, hidden: Tensor, length: int, index: int) -> tuple[tuple, dict]:
         """Return what layer ``index`` is called with beside hidden states: arguments, and those by name.
 
@@ -148,6 +162,12 @@ class Forward:
             length: The length of the sequence, of which ``hidden`` may be a part.
             index: The layer's.
         """
+        if any(isinstance(size, torch.SymInt) for size in hidden.shape):
+            raise ModelError(
+                f"the layers of {type(self.model).__name__} get masks and positions that are made for each length of "
+                "a text, and a program is for all lengths; use export.format=safetensors, a folder that transformers "
+                "reads"
+            )
         shape = len(hidden), length, hidden.shape[2]
         if type(hidden) in (Tensor, nn.Parameter):
             return self._calls_on(hidden.device, shape, hidden.dtype)[index]
@@ -172,14 +192,40 @@ class Forward:
         """The model as it calls its layers, without parameters."""
         free = [name for name in self.before if not any(True for _ in self.units[name].parameters())]
         units = {name: without_weights(self.units[name]) for name in free}
-        for unit in units.values():
-            unit.apply(self.model._init_weights)  # its buffers
+        for unit in units:
+            for name, module in units[unit].named_modules(prefix=unit):
+                self.set_numbers(name, module)  # its buffers
         return self.shell(units)
 
     @torch.no_grad()
     def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
         self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
+
+    def set_numbers(self, path: str, module: nn.Module) -> None:
+        """Set a module's own tensors as the model initialises them; what it does not, its constructor has set."""
+        given = {**module._parameters, **module._buffers}
+        own = {key: tensor for key, tensor in given.items() if tensor is not None and tensor.numel()}
+        own = {key: tensor for key, tensor in own.items() if not tensor.is_meta}
+        with torch.no_grad():
+            for tensor in own.values():
+                if tensor.is_floating_point():
+                    tensor[(0,) * tensor.dim()] = torch.nan
+            versions = {key: tensor._version for key, tensor in own.items()}
+            self.model._init_weights(module)
+            for key, tensor in own.items():
+                first = tensor[(0,) * tensor.dim()]
+                if first.isnan() if tensor.is_floating_point() else tensor._version == versions[key]:
+                    tensor.copy_(getattr(self._constructed.get_submodule(path), key))
+
+    @cached_property
+    def _constructed(self) -> Any:
+        """The model as constructed, without initial weights, for which no memory is used."""
+        from transformers.initialization import no_init_weights
+
+        auto = load_transformers().AutoModelForCausalLM
+        with seeded(0), torch.device("cpu"), no_init_weights():
+            return auto.from_config(self.model.config, dtype=torch.float32)
 
     # -- layers of the chain, with the modules that ``part`` returns by name -------------------------------------------
 
@@ -205,8 +251,14 @@ class Embedding(nn.Module):
         for name, unit in units.items():
             nest(self, name, unit)
         self.__dict__["shell"] = whole.shell(units, Stop)  # no submodule
+        self.train()
 
-    @torch.compiler.disable
+    def train(self, mode: bool = True) -> Embedding:
+        """See ``nn.Module.train``: the model drops out between its modules, too."""
+        self.__dict__["shell"].train(mode)
+        return super().train(mode)
+
+    @uncompiled
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, c]."""
         try:
@@ -250,15 +302,15 @@ class End:
 
     def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
         """Compute with these modules of the model."""
-        self._shell = whole.shell(units)
-        self._last = self._shell.get_submodule(whole.layers)[-1]
+        self.shell = whole.shell(units)
+        self._last = self.shell.get_submodule(whole.layers)[-1]
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, hidden: Tensor) -> Tensor:
         """[b, t, c] -> logits [b, t, v]. Raises ``Reached`` if there is a ``Stop`` on the way."""
         self._last.received = hidden
         try:
-            return self._shell(inputs_embeds=hidden.detach(), attention_mask=all_seen(hidden), use_cache=False).logits
+            return self.shell(inputs_embeds=hidden.detach(), attention_mask=all_seen(hidden), use_cache=False).logits
         finally:
             self._last.received = None
 
@@ -271,6 +323,12 @@ class Head(nn.Module):
         for name, unit in units.items():
             nest(self, name, unit)
         self._end = End(whole, units)
+        self.train()
+
+    def train(self, mode: bool = True) -> Head:
+        """See ``Embedding.train``."""
+        self._end.shell.train(mode)
+        return super().train(mode)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, t, c] -> [b, t, v]."""
@@ -286,6 +344,12 @@ class PlainHead(FusedHead):
             nest(self, name, unit)
         self._name = whole.projection
         self._end = End(whole, {**units, self._name: Stop(self.projection)})
+        self.train()
+
+    def train(self, mode: bool = True) -> PlainHead:
+        """See ``Embedding.train``."""
+        self._end.shell.train(mode)
+        return super().train(mode)
 
     @property
     def projection(self) -> nn.Linear:
@@ -308,6 +372,12 @@ def first_of(output: Any) -> Tensor:
 def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
     """Return the hidden states that a layer is called with."""
     return args[0] if args else kwargs["hidden_states"]
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """Return what is called of a module: its parts, if it only lists them."""
+    listed = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return [part for child in module.children() for part in _called(child)] if listed else [module]
 
 
 def _moved(calls: Any, device: torch.device) -> Any:

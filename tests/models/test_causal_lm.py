@@ -6,13 +6,19 @@ import json
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from benchmarks import architectures
-from common.errors import ModelError
+from common.errors import ModelError, TrainingError
 from common.packages import load_transformers
+from data.dataset import Batch
 from models.causal_lm import causal_lm
+from models.causal_lm_config import read_config
 from models.cut import Region, Vocabulary, check_table
+from parallel.shape_inference import drawing_by_microbatch
 from tests.models.random_models import SIZES, WORDS, assert_same, random_model, with_weights_of
+from training.checkpoint.init_from import Weights
+from training.export.served import ServedModel, TensorInfo, write_program
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
 CPU = torch.device("cpu")
@@ -22,11 +28,19 @@ KINDS |= {
     # Windows in some layers; with gemma2, in every second one, beside capped scores and logits.
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     "smollm3": {"no_rope_layers": [1, 1, 0]},
+    "gptj": {"rotary_dim": 8},  # its projection has a bias
+    "apertus": {},  # its activation has parameters
+    "bert": {"is_decoder": True},  # its projection is a part of a module
+    "granite_swa": {},  # rotary positions of several kinds
     "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 64},
 }
 REFUSED = {
     "bloom": ({}, "BloomForCausalLM cannot be cut into layers: it does not compute a text without looking at numbers"),
     "inkling2_text": ({}, "cannot be cut into layers"),
+    "bert": ({}, "BertLMHeadModel is no causal language model with this configuration: what comes later changes"),
+    "biogpt": ({"layerdrop": 0.1}, r"leaves out layers at random \(layerdrop=0.1\).* set \+model.settings.layerdrop=0"),
+    "ctrl": ({}, "cannot be cut into layers: its own code does not run without the layers"),
+    "blt": ({}, "cannot be cut into layers: its own code does not run without the layers"),
     "t5": ({}, "describes a t5 model, which is no causal language model"),
     "gemma3": ({}, "describes a gemma3 model with vision_config; model=transformers trains text only"),
     "mixtral": ({"output_router_logits": True}, "adds a router's loss over the whole batch"),
@@ -78,12 +92,60 @@ def test_initial_weights_are_drawn_as_the_model_draws_them(tmp_path):
     assert not layers["layers.0.attn.c_proj.bias"].any() and (layers["layers.0.ln_1.weight"] == 1).all()
 
 
+def test_what_only_constructors_set_is_as_they_set_it(tmp_path):
+    reference = random_model("apertus")
+    constructed = type(reference)(reference.config).state_dict()
+    reference.config.save_pretrained(tmp_path)
+    chain = causal_lm(str(tmp_path))
+    activation = {name: t for name, t in chain.build(["layers.1"], 3, CPU).state_dict().items() if ".act_fn." in name}
+    assert len(activation) == 4
+    for name, tensor in activation.items():
+        assert torch.equal(tensor, constructed[chain.hugging_face.their_name(name)]), name
+
+
+def test_dropout_between_the_modules_of_a_model_is_drawn_in_training(tmp_path):
+    random_model("biogpt", hidden_dropout_prob=0.5).config.save_pretrained(tmp_path)
+    chain = causal_lm(str(tmp_path))
+    embedding = chain.build(["embedding"], 3, CPU)
+    tokens = torch.arange(3, 35)[None]
+    assert 0.4 < (embedding.train()(tokens) == 0).float().mean() < 0.6
+    assert (embedding.eval()(tokens) == 0).float().mean() < 0.1
+    assert drawing_by_microbatch(chain, Batch(tokens, tokens))[0] == "embedding"
+
+
+def test_the_projection_s_bias_grows_and_is_cut_with_the_vocabulary(tmp_path):
+    model = random_model("gptj", rotary_dim=8)
+    model.save_pretrained(tmp_path)
+    chain = causal_lm(str(tmp_path), vocab_size=WORDS + 6)
+    weights = Weights(OmegaConf.create({"init_from": str(tmp_path)}), chain)
+    bias, own = weights["head.lm_head.bias"], model.lm_head.bias
+    torch.testing.assert_close(bias[...], torch.cat([own, own.mean().expand(6)]).detach())
+    tensors, config = chain.hugging_face.export(chain.build(chain.names, 3, CPU).state_dict(), WORDS + 2)
+    assert len(tensors["lm_head.bias"]) == len(tensors["lm_head.weight"]) == config["vocab_size"] == WORDS + 2
+
+
+def test_infinity_in_a_file_is_a_number(tmp_path):
+    config = load_transformers().BambaConfig(time_step_limit=(0.0, float("inf")))
+    config.save_pretrained(tmp_path)
+    assert read_config(str(tmp_path), None, {}).time_step_limit[1] == float("inf")
+
+
+def test_settings_that_are_typed_are_no_difference_to_the_file_of_the_weights(gemma):
+    chain = causal_lm(str(gemma), settings={"attention_dropout": 0.5, "sliding_window": 4})
+    assert chain.hugging_face.difference(gemma / "config.json") is None
+    changed = json.loads((gemma / "config.json").read_text()) | {"query_pre_attn_scalar": 8}
+    (gemma / "other.json").write_text(json.dumps(changed))
+    assert "says query_pre_attn_scalar=8" in chain.hugging_face.difference(gemma / "other.json")
+
+
 def test_settings_replace_keys_of_the_file_and_an_unknown_one_is_named(gemma):
     chain = causal_lm(str(gemma / "config.json"), vocab_size=300, settings={"num_hidden_layers": 2})
     assert chain.names == ["embedding", "layers.0", "layers.1", "head"]
     assert chain.limits == {"vocabulary": 300, "positions": 64}
     with pytest.raises(ModelError, match=r"model.settings.heads: config.json of a gemma2 model has no such key"):
         causal_lm(str(gemma), settings={"heads": 2})
+    with pytest.raises(ModelError, match=r"model.settings.vocab_size: type model.vocab_size=300"):
+        causal_lm(str(gemma), settings={"vocab_size": 300})
 
 
 def test_a_file_without_a_kind_is_refused(tmp_path):
@@ -121,6 +183,15 @@ def test_a_style_of_the_tensor_plan_that_is_not_known_is_named(tmp_path):
     chain = causal_lm(str(tmp_path))
     with pytest.raises(ModelError, match=r"qkv_proj cannot be cut: Phi3ForCausalLM has the style 'colwise_gather_out"):
         check_table(chain.cut, chain.skeleton())
+
+
+def test_a_program_for_all_lengths_is_refused_with_what_to_export_instead(gemma, tmp_path):
+    chain = causal_lm(str(gemma))
+    tokens, logits = TensorInfo("tokens", torch.int64, (-1,)), TensorInfo("logits", torch.float32, (-1, WORDS))
+    whole = torch.nn.Sequential(chain.build(chain.names, 3, CPU).eval())
+    model = ServedModel("gemma", whole, (tokens,), logits, positions=64)
+    with pytest.raises(TrainingError, match="Gemma2ForCausalLM get masks and positions .* export.format=safetensors"):
+        write_program(tmp_path / "model.pt2", model)
 
 
 def test_words_are_counted(gemma):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from common.errors import TrainingError
+from common.errors import TrainingError, UserError
 from common.packages import load_transformers
 from data.dataset import DataSet
 from data.images import ImageData
@@ -314,6 +314,8 @@ def _trace(model: ServedModel) -> ExportedProgram:
     inputs, axes = model.example(2), _free_axes(model)
     try:
         return torch.export.export(model.module, inputs, dynamic_shapes=(axes,) * len(inputs), strict=False)
+    except UserError as error:
+        raise TrainingError(f"model={model.name} cannot be exported in this format: {error}") from error
     except Exception as error:  # of many kinds, depending on the operation that cannot be traced
         raise _not_exported(model, error) from error
 
