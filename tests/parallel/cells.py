@@ -126,7 +126,8 @@ def layouts() -> Iterable[Cell]:
     for s in ("gpipe", "1f1b", "interleaved_1f1b"):  # four stages are dear
         yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=4, chunks=4, schedule=s), slow=s != "1f1b")
     yield from (cell("gpt2", Layout("pipelined", pp=2, chunks=8, schedule=s)) for s in ("interleaved_1f1b", *SPLIT))
-    yield cell("gpt2", Layout("pipelined", pp=4, chunks=8, schedule="interleaved_1f1b"), slow=True)
+    # Eight stages: of the language models, one that has as many layers.
+    yield cell("llama", Layout("pipelined", pp=4, chunks=8, schedule="interleaved_1f1b"), slow=True)
     yield cell("gpt2", Layout("pipe_ddp", dp=4, pp=2, chunks=2, schedule="1f1b"), slow=True)
     yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b", order="pp_dp"))
     yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance="size"))
@@ -190,7 +191,7 @@ def cut() -> Iterable[Cell]:
         yield cell("llama", layout, lora=("q_proj", "k_proj", "down_proj"), **exact)
     for s in ("1f1b", SPLIT[0]):
         layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule=s, sequence=True)
-        yield cell("gpt2", layout, lora=("h.0.attn.c_attn",), **exact)
+        yield cell("gpt2", layout, lora=("h.0.attn.c_attn",), slow=s == "1f1b", **exact)
 
 
 def sent() -> Iterable[Cell]:
@@ -210,12 +211,15 @@ def sent() -> Iterable[Cell]:
 
 
 def widths() -> Iterable[Cell]:
-    """Batches that change their width from step to step, each with a sample of padding; planned anew after 4 steps."""
-    changing = {"widths": (8, 32, 16), "steps": 5, "padded": True, "precision": "fp64"}
+    """Batches whose width changes from step to step and comes back, each with a sample of padding."""
+    changing = {"widths": (8, 32, 16), "steps": 4, "padded": True, "precision": "fp64"}
+    repeated = [("pipe_ddp", "1f1b"), ("pipe_ddp", "interleaved_1f1b"), ("pipe_fsdp", "gpipe")]  # by those below
     for s in SCHEDULES:
-        yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **changing, slow=s not in SPLIT)
-        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, slow=s == "looped_bfs")
-        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=2, schedule=s), **changing, slow=s == "looped_bfs")
+        more = {**changing, "steps": 4 + (s == "planned")}  # which is planned anew after 4 steps
+        yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **more, slow=s not in SPLIT)
+        for name in ("pipe_ddp", "pipe_fsdp"):
+            slow = s == "looped_bfs" or (name, s) in repeated
+            yield cell("gpt2", Layout(name, dp=2, pp=2, chunks=2, schedule=s), **more, slow=slow)
     for s in ("1f1b", "interleaved_zero_bubble"):
         wanted = replace(RECIPES["gpt2"], **changing)
         yield cell(
@@ -259,7 +263,7 @@ def unusual() -> Iterable[Cell]:
 
 def adapters() -> Iterable[Cell]:
     """LoRA: frozen layers before, between and behind those that are trained, in stages of their own and not."""
-    everywhere, first, last = ("c_attn", "c_proj"), ("h.0.attn.c_attn",), ("h.5.mlp.c_proj",)
+    everywhere, first, last = ("c_attn", "c_proj"), ("h.0.attn.c_attn",), ("h.3.mlp.c_proj",)
     for name, info in COMPARED:
         yield from (cell("gpt2", small_layout(name, info), lora=targets) for targets in (everywhere, first, last))
         yield from (cell("toy", small_layout(name, info), lora=(target,)) for target in ("net1", "net2"))

@@ -86,7 +86,7 @@ IMAGES = {
 SMALL_LLAMA = dict(n_layer=6, n_head=4, kv_heads=2, head_dim=8, n_embd=48, mlp_width=64, block_size=256, init_std=0.05)
 LANGUAGE = {
     "llama": lambda dropout: llama(**SMALL_LLAMA, vocab_size=VOCABULARY, qk_norm=True),
-    "gpt2": lambda dropout: gpt2(size="tiny", vocab_size=VOCABULARY, dropout=dropout),
+    "gpt2": lambda dropout: gpt2(size="tiny", n_layer=4, vocab_size=VOCABULARY, dropout=dropout),
     "transformers": lambda dropout: of_transformers(),
     "transformer": lambda dropout: transformer(
         d_model=32, d_hid=64, n_head=2, n_layer=3, dropout=dropout, vocab_size=VOCABULARY
