@@ -1,9 +1,10 @@
-"""The planner held to what others have published, with figures that docs/planner.md states."""
+"""The planner held to what others have published, with figures that docs/planner.md and docs/layout.md state."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ LIMITS = {
     "Megatron-LM 2021": 0.08, "Korthikanti 2022": 0.06, "torchtitan": 0.08, "vTrain": 0.06, "llm-foundry": 0.035,
     "KempnerForge": 0.08,
 }  # fmt: skip
-PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, LAYOUTS = ((DOCS / page).read_text() for page in ("planner.md", "layout.md"))
 
 
 @pytest.mark.parametrize("table", LIMITS)
@@ -78,17 +80,29 @@ def command_of(size: str) -> list[str]:
     return [f"{key}={value}" for key, value in words.items()]
 
 
+def printed(words: Sequence[str], folder: Path, capsys) -> str:
+    """What a command prints in this process."""
+    try:
+        execute(typed(*words, "logger=none", folder=folder), None)
+    finally:
+        release(folder)
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("size", ["7.5B", "39.1B", "529.6B"])
 def test_a_row_of_megatron_lm_can_be_typed_and_prints_what_the_page_says(tmp_path, capsys, size):
-    try:
-        execute(typed(*command_of(size), "logger=none", folder=tmp_path), None)
-    finally:
-        release(tmp_path)
-    said = capsys.readouterr().out
+    said = printed(command_of(size), tmp_path, capsys)
     strategy = "ddp" if TYPED[size]["pp"] == "1" else "pipe_ddp"
-    printed = re.search(rf"^\d+ +{strategy} dp.*?  +([\d.]+)", said, re.MULTILINE)[1]
-    assert TYPED[size]["printed"].split()[0] == printed
+    seconds = re.search(rf"^\d+ +{strategy} dp.*?  +([\d.]+)", said, re.MULTILINE)[1]
+    assert TYPED[size]["printed"].split()[0] == seconds
     published = next(row for row in ROWS if row.sweep == ("Megatron-LM 2021", f"GPT {size}"))
     assert TYPED[size]["published"] == f"{published.seconds:.3g}"
     copied = next(shlex.split(line) for line in said.splitlines() if f"parallel={strategy} " in line)
     assert len(copied) == len({*copied}), "a word is in it twice"
+
+
+def test_the_table_of_layouts_is_what_its_command_prints(tmp_path, capsys):
+    command, shown = re.search(r"^\$ python train.py (mode=plan \S+ cluster=.*)\n([^`]*)```", LAYOUTS, re.M).groups()
+    lines = [line.rstrip() for line in shown.splitlines() if "…" not in line]
+    said = [line.rstrip() for line in printed(shlex.split(command), tmp_path, capsys).splitlines()]
+    assert len(lines) > 8 and [line for line in lines if line not in said] == []
