@@ -63,7 +63,7 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     first, ours = (sum(costs.begin(work, layout.samples) for work in some) for some in (layers, held))
     return Seconds(
         compute=part * (m * compute + ours),
-        bubble=part * (whole - m * each[slowest] + first - ours),
+        bubble=part * max(0.0, whole - m * each[slowest] + first - ours),  # measured parts may be off
         tensor=m * tensor,
         stages=m * passed,
         gradients=gradients,
