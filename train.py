@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from conf import help_page
 from conf.composition import Composed
 from launchers import World
 from training.command.app import execute, run_words
@@ -31,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not {"-h", "--help"} & set(arguments):
                 run_words(arguments, run)
             elif (world := World.detect()) is None or world.rank == 0:
-                print(help_page(), end="", flush=True)
+                from conf import help
+
+                print(help.answer(arguments), end="", flush=True)
     except SystemExit as leaving:  # Hydra leaves this way after --cfg, a rank other than 0 after its run
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0

@@ -4,9 +4,7 @@ An option of a group is a file ``conf/GROUP/OPTION.yaml``. All code that lists, 
 ``options``, so that a new option only needs a new file.
 """
 
-import textwrap
 from pathlib import Path
-from string import Template
 
 FOLDER = Path(__file__).resolve().parent
 # The sections that determine what is trained; a checkpoint keeps these and the seed. The others determine where.
@@ -27,14 +25,3 @@ COMMAND = "command"
 def options(group: str) -> list[str]:
     """Return the names of a group's options, such as ``["classifier", "convnet", ...]`` for ``"model"``, sorted."""
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
-
-
-def help_page() -> str:
-    """Return the page that ``python train.py --help`` prints: conf/help.txt with the options of each group."""
-    groups = [path.name for path in FOLDER.iterdir() if path.is_dir() and path.name != "hydra"]
-    page = Template((FOLDER / "help.txt").read_text(encoding="utf-8"))
-    return page.substitute({group: _in_lines(options(group)) for group in groups}, mode="|".join(MODES))
-
-
-def _in_lines(names: list[str], width: int = 105) -> str:
-    return textwrap.fill(" | ".join(names), width, subsequent_indent=" " * 14, break_long_words=False)

@@ -33,7 +33,7 @@ def explain(error: BaseException) -> str | None:
         return None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"there is no '{error.missing_cfg_file}'{_nearest(f'{group}={{}}', name, error.options)}"
+        return f"there is no '{error.missing_cfg_file}'{nearest(f'{group}={{}}', name, error.options)}"
     if twice := re.match(r"Multiple values for (\S+)\. To override a value use '(.*: (.*))'", str(error)):
         typed = f"{twice[1]}={twice[3]}"
         return f"{twice[1]} has an option already: drop the plus of +{typed} (in a file: {twice[2]})"
@@ -59,10 +59,10 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
             "model.settings.": f"type +{key}=",
         }
         return f"there is no key {key}; {lists.get(section, 'its section is empty')}"
-    return f"there is no key {key}{_nearest(f'{section}{{}}', name, known)}"
+    return f"there is no key {key}{nearest(f'{section}{{}}', name, known)}"
 
 
-def _nearest(form: str, name: str, known: Sequence[str]) -> str:
+def nearest(form: str, name: str, known: Sequence[str]) -> str:
     """Return the end of a message: the most similar of the existing names, and all of them."""
     guess = " or ".join(map(form.format, get_close_matches(name, known, n=2, cutoff=0.7)))
     return f"; did you mean {guess}? There are: {', '.join(known)}" if guess else f"; there are {', '.join(known)}"

@@ -47,11 +47,11 @@ class Train:
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
     max_skipped: int = 10  # end after more skipped steps in a row (loss or gradient not finite, or no target)
-    spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of about twenty before
+    spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of about 20 before
     spike_rollback: int | None = None  # spikes in a row after which the newest checkpoint's weights are loaded
-    compile: bool = False  # torch.compile, layer by layer
+    compile: bool = False  # compile each layer with torch.compile
     activation_checkpointing: bool = False  # recompute each layer's activations in the backward
-    deterministic: bool = False  # the same bits in every run with the same seed on the same machine
+    deterministic: bool = False  # give the same bits in every run with the same seed on the same machine
     tf32: bool = False  # compute fp32 products in TF32 if the GPU has it: 10 bits of mantissa, several times as fast
     cudnn_benchmark: bool = False  # let cuDNN try its convolutions and keep the fastest (fixed shapes only)
     detect_anomaly: bool = False  # name the operation whose backward gave a NaN (slow)
@@ -104,16 +104,16 @@ class Sweep:
     """The objective by which the jobs of a sweep (-m) are compared, and which a sweeper such as optuna gets."""
 
     objective: str | None = None  # a number such as val_loss, val_accuracy or step_time_s; null: see docs/sweeps.md
-    direction: Direction | None = None  # null: follows from the name; higher accuracy and speed are better
+    direction: Direction | None = None  # null: by the name of the objective; higher accuracy and speed are better
 
 
 @dataclass
 class Root:
     """The whole configuration."""
 
-    seed: int = 1337
+    seed: int = 1337  # seed of initial weights, the order of samples, dropout and augmentation
     device: Device = Device.auto  # where to compute; auto: the best available device
-    mode: Mode = Mode["train"]  # one of training/command/modes
+    mode: Mode = Mode["train"]  # what the command does
     checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
     export_to: str = "export"  # for mode=export: a new folder; a relative path is in the run directory
     export: Export = field(default_factory=Export)
@@ -128,39 +128,37 @@ class Root:
     optim: Any = None
     scheduler: Any = None
     logger: Any = None
-    loggers: Any = None  # further loggers by name; logger=[wandb,csv] sets them
-    recipe: str | None = None  # the name of the recipe in ``recipes`` that is used
+    loggers: Any = None  # the loggers after the first, by name; logger=[wandb,csv] sets them
+    recipe: str | None = None  # the recipe that is used, a name in recipes; null: none
     recipes: Any = None  # values that the model's file sets in other groups: {NAME: {says: …, adamw: {lr: 6e-4}}}
     callbacks: Any = None  # sections by name, which callbacks=[early_stop] sets, or a list of sections with a _target_
     launcher: Any = None
     cluster: Any = None  # the description of a cluster, for which parallel=auto plans; null: measure this machine
-    allow: Any = None  # has no effect; the .hydra/config.yaml and the commands of older runs may contain it
-    import_from: Any = None  # folders of code, searched after others; set by the program (composition.code_folders)
+    allow: Any = None  # has no effect; kept because .hydra/config.yaml of older runs may contain it
+    import_from: Any = None  # folders of code, searched after others; set by the program
 
 
 @dataclass
 class Parallel:
     """The layout of a run, and its processes. A strategy is an option of ``parallel`` that sets some of these keys."""
 
-    name: str = "single"
+    name: str = "single"  # the strategy; parallel=NAME sets it
     dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
     tp: int = 1  # processes that share every layer, each with a part of its matrices (tensor parallelism)
-    sequence: bool = False  # with tp: these processes also share the sequence between the matrices
+    sequence: bool = False  # with tp: between the matrices each of these processes has a part of the sequence
     pp: int = 1  # processes of a pipeline, which run stages_per_rank stages each; model_parallel: stages in one process
     chunks: Any = 1  # micro-batches per replica and step; without a pipeline: gradient accumulation; auto: the fastest
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
-    stages_per_rank: int | None = None  # null: the schedule's default (interleaved, looped, planned: 2, others: 1)
+    stages_per_rank: int | None = None  # stages of each rank; null: 2 with interleaved, looped and planned, else 1
     balance: Any = "uniform"  # how layers are divided into stages: uniform, time or size (measured), or [7,7]
     order: Order = Order.dp_pp  # dp_pp: consecutive ranks are the stages of a pipeline; pp_dp: the replicas of a stage
     devices: list[str] | None = None  # model_parallel: one per stage, such as [cuda:0,cuda:1]; data_parallel: all
     threads: int | None = None  # CPU threads of each process; null: an equal part of the cores
     timeout_s: float = 300.0  # seconds that a rank waits for another before the run ends
-    bucket_mb: float = 25.0  # DistributedDataParallel's gradient bucket, in MiB
-    comm_hook: CommHook = (
-        CommHook.none
-    )  # how gradients are sent; none: in their dtype; hierarchical: within nodes first
+    bucket_mb: float = 25.0  # size of the buckets in which gradients are averaged, in MiB
+    comm_hook: CommHook = CommHook.none  # how gradients are sent; none: as they are; hierarchical: first within nodes
     shard: int | None = None  # replicas that share one copy of the parameters; null: all; for hsdp: those of one node
-    reshard: bool | None = None  # fsdp: free each layer's whole parameters after its forward; null: not in pipelines
+    reshard: bool | None = None  # sharded: free a layer's whole parameters after its forward; null: except in pipelines
     sync_batchnorm: bool = False  # BatchNorm statistics over the micro-batches of all replicas together
     env: Any = None  # environment variables of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 
@@ -169,7 +167,7 @@ class Parallel:
 class Local:
     """Processes on this machine."""
 
-    name: str = "local"
+    name: str = "local"  # the launcher; launcher=NAME sets it
     max_restarts: int = 0  # how often a run resumes by itself after a process has died
     allow_mixed: bool = False  # warn, instead of refusing, if ranks differ in code, versions, data or weights
 
@@ -178,24 +176,28 @@ class Local:
 class Slurm:
     """A job on a SLURM cluster."""
 
-    name: str = "slurm"
-    nodes: int = 1
+    name: str = "slurm"  # the launcher; launcher=NAME sets it
+    nodes: int = 1  # number of machines
     tasks_per_node: int | None = None  # processes of each node; null: dp x pp, divided by the nodes
-    cpus_per_task: int | None = None  # cores of each process; null: the cluster's default
+    cpus_per_task: int | None = None  # CPU cores of each process; null: the cluster's default
     mem_gb: float | None = None  # memory of each node; null: the cluster's default
-    gpus_per_node: int | None = None  # null on a cluster without GPUs
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time_min: int = 60  # the job's time limit; at its end the job saves, is queued again and resumes
+    gpus_per_node: int | None = None  # GPUs of each node; null: a cluster without GPUs
+    partition: str | None = None  # the partition that runs the job; null: the cluster's default
+    account: str | None = None  # the account that is charged; null: the user's default
+    qos: str | None = None  # the quality of service; null: the account's default
+    time_min: int = 60  # time limit in minutes; at its end the job saves, is queued again and resumes
     signal_s: int = 120  # seconds before the limit at which the job is asked to save; SLURM may be up to 60 s early
     max_requeues: int = 100  # how often a job may be queued again after a time limit
     setup: list[str] = field(default_factory=list)  # shell lines before the run, such as ["module load cuda"]
     sbatch: Any = None  # further parameters of sbatch, such as {constraint: a100}
-    wait: bool = True  # false: print the job's number and return at once
+    wait: bool = True  # wait for the job; false: print its number and return at once
     max_parallel: int | None = None  # jobs of a sweep that run at the same time; null: all
     poll_s: float = 2.0  # seconds between two queries of the queue
     allow_mixed: bool = False  # warn, instead of refusing, if ranks differ in code, versions, data or weights
+
+
+# The schemas that options name in their defaults: /schema/parallel@_here_.
+SCHEMAS = {"parallel": Parallel, "launcher/local": Local, "launcher/slurm": Slurm}
 
 
 @cache  # once per process
@@ -204,11 +206,9 @@ def register() -> None:
     OmegaConf.register_new_resolver("by", _by, replace=True)
     for name, resolver in RESOLVERS.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
-    store = ConfigStore.instance()
-    store.store(group="schema", name="root", node=Root)
-    store.store(group="schema", name="parallel", node=Parallel)
-    for name, node in {"local": Local, "slurm": Slurm}.items():
-        store.store(group="schema/launcher", name=name, node=node)
+    for path, node in {"root": Root, **SCHEMAS}.items():
+        folder, _, name = f"schema/{path}".rpartition("/")
+        ConfigStore.instance().store(group=folder, name=name, node=node)
 
 
 def _by(key: Any, *choices: Any) -> Any:

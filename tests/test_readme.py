@@ -8,6 +8,7 @@ import pytest
 from composed import compose
 
 from benchmarks import readme
+from conf import help, reference
 from conf.words import quote_values
 
 ROOT = Path(__file__).parents[1]
@@ -31,9 +32,16 @@ def test_every_table_has_a_page():
     assert set(re.findall(r"<!-- table: (\w+) -->", TEXT)) == readme.TABLES.keys()
 
 
+def test_the_reference_lists_the_keys_that_there_are():
+    assert PAGES["docs/reference.md"] == reference.page(), "python -m conf.reference"
+
+
 @pytest.mark.parametrize("command", sorted({command for command in COMMANDS if command}))
 def test_every_command_composes(command):
-    words = quote_values(shlex.split(command.replace("--cfg job", "").replace("--help", "")))
+    words = quote_values(shlex.split(command.replace("--cfg job", "")))
+    if "--help" in words:
+        assert help.answer(words)
+        return
     sweep = "-m" in words
     # Plugins of Hydra's own make themselves known only where they are installed.
     words = [word for word in words if word != "-m" and not word.startswith(("hydra/", "hydra.")) and "(" not in word]
@@ -92,6 +100,7 @@ def test_every_setting_that_they_name_exists():
         ("convnet", "image_folder"),
         ("toy", "arrays"),
         ("transformers", "torch_docs"),
+        ("transformer", "stdlib"),
     )
     trees = [compose(f"model={model}", f"data={data}") for model, data in kinds]
     words = [word.strip('"') for code in CODE for word in code.split()]

@@ -6,8 +6,12 @@ import shlex
 import pytest
 from commandline import ROOT, train
 from composed import compose
+from omegaconf import OmegaConf
 
+from common.errors import UserError
+from conf import help
 from conf.instantiate import instantiate
+from conf.schema import Root
 from data.dataset import DataSet
 from models.toy import toy
 from training.command.api import with_given
@@ -55,8 +59,6 @@ def listed_options(page):
 
 
 def test_help_names_values_that_exist(page):
-    from omegaconf import OmegaConf
-
     models = ["model=gpt2", "model=transformer", "model=convnet", "model=gpt2 data=text", "model=gpt2 data=jsonl"]
     trees = [compose(*words.split()) for words in models]
     listed = page.partition("Values (")[2].partition("\n")[2].partition("Examples")[0].replace("(model=gpt2)", "")
@@ -79,6 +81,81 @@ def test_every_example_of_the_page_composes(page):
         overrides = [word for word in words[words.index("train.py") + 1 :] if word != "-m"]
         sweep = "-m" in words
         compose(*(re.sub(r",.*", "", word) if sweep else word for word in overrides))
+
+
+SECTIONS = ["export", "sample", "train", "sweep", "verify"]
+TYPED = [f"{group}={option}" for group, option in OPTIONS if group not in ("experiment", "debug", "callback")]
+
+
+@pytest.mark.parametrize("word", [*SECTIONS, *TYPED])
+def test_help_gives_every_key_of_a_section_its_default_and_a_meaning(word):
+    section, _, option = word.partition("=")
+    cfg = compose(word)[section] if option else OmegaConf.structured(Root)[section]
+    found = explained(help.answer(["--help", word]))
+    for key, value in cfg.items():
+        name = f"{section}.{key}"
+        if key != "_target_":
+            default, meaning = found[name]
+            assert meaning and not re.match(r"\w+\.\w+", meaning), f"{name} has no meaning"
+            if isinstance(value, (int, float)):
+                assert default == str(value).lower() or float(default) == value
+
+
+def explained(text):
+    """The default and the meaning of each key that an explanation lists: ``  KEY=DEFAULT   MEANING``."""
+    rows = re.findall(r"^  (\w+\.[\w.]+)(?:=(.*?))?\s{2,}(\S.*)$", text, flags=re.MULTILINE)
+    return {name: (default, meaning) for name, default, meaning in rows}
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("parallel", "parallel=hsdp            Groups of replicas that share one copy of the parameters each"),
+        ("parallel", "order of forwards and backwards in a pipeline (gpipe | 1f1b |"),
+        ("parallel=pipe_ddp", "parallel.chunks=4 "),
+        ("launcher", "launcher.nodes=1 "),
+        ("optim", "optim.decay_vectors=false "),
+        ("model=gpt2", "data=torch_docs optim=adamw scheduler=cosine_warmup train.steps=18"),
+        ("model=gpt2", "Recipes: recipe=published, recipe=first_run, recipe=finetune"),
+        ("experiment=gsm8k_lora", "model.size=135M"),
+        ("train.steps", "  train.steps=null  optimizer steps;"),
+        ("train.steps=3", "  train.steps=null  optimizer steps;"),
+        ("model.lora", "  model.lora.rank=null "),
+        ("data.field", "data=jsonl\n  data.field=text "),
+        ("mode", "verify | compare)"),
+        ("model=toy verify", "verify.steps=5 "),
+        ("callbacks=[early_stop,gradient_histogram]", "callbacks.gradient_histogram.bins=32 "),
+    ],
+)
+def test_help_explains_a_section_a_group_an_option_or_a_key(words, said):
+    assert said in help.answer(["--help", *words.split()])
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("paralel", "there is no paralel to explain; did you mean parallel or"),
+        ("gpt2", "did you mean model=gpt2? Sections: callbacks, cluster,"),
+        ("model=gtp2", "there is no model=gtp2; did you mean model=gpt2? There are: classifier,"),
+        ("train.stpes", "there is no key train.stpes; did you mean train.steps? There are: steps, epochs,"),
+        ("data.feild", "did you mean data.field?"),
+        ("--nonsense", "--nonsense: settings are written without dashes"),
+    ],
+)
+def test_help_suggests_what_an_unknown_word_may_mean(word, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        help.answer(["--help", word])
+
+
+def test_help_explains_a_users_own_option_without_its_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEAM", "to-be-hidden")
+    (tmp_path / "data").mkdir()
+    own = "# My rows.\n_target_: mine.Rows\nrows: 7 # how many\nteam: ${oc.env:TEAM}\nsame: ${.team} # whose\n"
+    (tmp_path / "data" / "mine.yaml").write_text(own)
+    arguments = ["--config-dir", str(tmp_path), "--help"]
+    assert "data=mine" in help.answer([*arguments, "data"])
+    text = help.answer([*arguments, "data=mine"])
+    assert "data.rows=7               how many" in text and "to-be-hidden" not in text
 
 
 @pytest.mark.parametrize("group, option", OPTIONS, ids=lambda word: word)

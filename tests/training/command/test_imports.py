@@ -19,6 +19,9 @@ ONLY_WHERE_USED = [
     "words, says, never",
     [
         (["--help"], "", HEAVY),
+        (["--help", "parallel"], "", HEAVY),
+        (["--help", "model=gpt2"], "", HEAVY),
+        (["--help", "paralel"], "did you mean parallel", HEAVY),
         (["--cfg", "job"], "", HEAVY),
         # Answers that composition gives.
         (["train.stpes=3"], "train.steps", HEAVY),
@@ -31,7 +34,7 @@ ONLY_WHERE_USED = [
 )
 def test_a_command_imports_only_what_it_needs(words, says, never, tmp_path):
     words = [word.replace("FOLDER", str(tmp_path)) for word in words]
-    run = train(words, tmp_path / "run", prefix=("-X", "importtime"))
+    run = train(words, tmp_path / "run", prefix=("-X", "importtime"), own_folder="--help" not in words)
     imported = set(re.findall(r"^import time:.*\| +(\S+)$", run.stderr, flags=re.MULTILINE))
     assert run.code == (1 if says else 0) and says in run.stderr, run.console
     assert "conf" in imported and imported.isdisjoint(never)

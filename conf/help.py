@@ -1,0 +1,162 @@
+"""What ``python train.py --help`` prints: one page, or an explanation of each of its other words.
+
+``--help parallel`` explains a section or a group, ``--help model=gpt2`` an option and ``--help train.steps`` a key.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from string import Template
+
+from common.errors import UserError
+from conf import FOLDER, MODES, keys, masking, options
+from conf.keys import Key, Option
+from conf.messages import nearest, unknown_key
+from conf.schema import SCHEMAS, Root
+from conf.words import config_folder, key_of, parse
+
+_WIDTH, _COLUMN = 120, 42
+
+
+def answer(arguments: Sequence[str]) -> str:
+    """Return the help that a command line with ``--help`` asks for.
+
+    Raises:
+        UserError: It asks for something that does not exist.
+    """
+    words, folder = parse(arguments).overrides, config_folder(arguments)
+    if not words:
+        return page()
+    folders = [FOLDER] if folder is None else [FOLDER, folder]
+    return masking.hide("\n".join(_explained(word, folders) for word in words))
+
+
+def page() -> str:
+    """Return the page with all groups and the most used keys: conf/help.txt with the options of each group."""
+    text = Template((FOLDER / "help.txt").read_text(encoding="utf-8"))
+    listed = {group: _wrapped(" | ".join(options(group)), 14, _WIDTH - 1).lstrip() for group in keys.groups()}
+    return text.substitute(listed, mode="|".join(MODES))
+
+
+def _explained(word: str, folders: Sequence[Path]) -> str:
+    name, _, value = word.partition("=")
+    group = "callback" if name == "callbacks" else name
+    if group not in keys.groups():
+        return _section(name) if name in keys.sections() else _key(key_of(word), folders)
+    if not value:
+        return _group(group, name, folders)
+    return "\n".join(_option(_found(group, option, folders), folders) for option in re.findall(r"[\w-]+", value))
+
+
+def _section(name: str) -> str:
+    node = keys.sections()[name]
+    return f"{name}: {keys.described(node)}\n\n{_listed(keys.schema_keys(node, name))}"
+
+
+def _group(group: str, typed: str, folders: Sequence[Path]) -> str:
+    found = _options(group, folders)
+    lines = [f"Options of {typed} (python train.py --help {found[0].word} explains one):\n\n"]
+    lines.append(_table([(option.word, option.summary) for option in found]))
+    for path in dict.fromkeys(option.schema for option in found if option.schema):
+        node = SCHEMAS[path]
+        lines += [f"\n{path.replace('/', '=')}: {keys.described(node)}\n\n", _listed(keys.schema_keys(node, group))]
+    if common := keys.common_keys(group):
+        lines += [f"\nKeys of every {group}:\n\n", _listed(common)]
+    return "".join(lines)
+
+
+def _option(option: Option, folders: Sequence[Path]) -> str:
+    words, section = _words(option, folders), option.word.partition("=")[0]
+    lines = [f"{option.word}\n{textwrap.indent(option.about, '  ')}\n"]
+    if option.sets:
+        lines += ["\nSets:\n\n", _wrapped(" ".join(keys.resolved_words(option.sets, words)), 2), "\n"]
+    if option.recipes:
+        lines += [f"\nRecipes: {', '.join(f'recipe={name}' for name in option.recipes)}\n"]
+    if option.keys:
+        lines += ["\nKeys:\n\n", _listed(keys.resolved(option.keys, words))]
+    if common := [key for key in keys.common_keys(section) if key.name not in {own.name for own in option.keys}]:
+        lines += [f"\nKeys of every {section}:\n\n", _listed(common)]
+    return "".join(lines)
+
+
+def _key(name: str, folders: Sequence[Path]) -> str:
+    """Explain a key, or a section of an option such as ``model.lora``, wherever it occurs."""
+    (section, dot, _), known, texts = name.partition("."), [], []
+    for option, listed in _all_keys(section, folders):
+        known += [key.name.removeprefix(f"{section}.") for key in listed]
+        if named := [key for key in listed if f"{key.name}.".startswith(f"{name}.")]:
+            text = _listed(keys.resolved(named, _words(option, folders)) if option else named)
+            texts.append(f"{option.word}\n{text}" if option else text)
+    if texts:
+        return "\n".join(texts)
+    if dot and known:
+        raise UserError(unknown_key(name, list(dict.fromkeys(known))))
+    raise UserError(_unknown(name, folders))
+
+
+def _all_keys(section: str, folders: Sequence[Path]) -> Iterator[tuple[Option | None, Sequence[Key]]]:
+    """Yield the keys of a section, or the root's keys, by the option that has them; None for keys that all have."""
+    group = "callback" if section == "callbacks" else section
+    if section in keys.sections():
+        yield None, keys.schema_keys(keys.sections()[section], section)
+    elif group in keys.groups():
+        yield None, keys.common_keys(section)
+        found = _options(group, folders)
+        for path in dict.fromkeys(option.schema for option in found if option.schema):
+            yield None, keys.schema_keys(SCHEMAS[path], section)
+        yield from ((option, option.keys) for option in found if not option.schema)
+    else:
+        yield None, keys.schema_keys(Root)
+
+
+def _unknown(name: str, folders: Sequence[Path]) -> str:
+    sections = [*keys.sections(), *("callbacks" if group == "callback" else group for group in keys.groups())]
+    typed = {option: f"{group}={option}" for group in keys.groups() for option in keys.files(group, folders)}
+    typed |= {key: key for key in (*sections, *(key.name for key in keys.schema_keys(Root)))}
+    guess = " or ".join(typed[match] for match in get_close_matches(name, typed, n=2, cutoff=0.7))
+    known = f"Sections: {', '.join(sorted(sections))}"
+    return f"there is no {name} to explain{f'; did you mean {guess}? {known}' if guess else f'. {known}'}"
+
+
+def _found(group: str, name: str, folders: Sequence[Path]) -> Option:
+    files = keys.files(group, folders)
+    if name not in files:
+        raise UserError(f"there is no {group}={name}{nearest(f'{group}={{}}', name, list(files))}")
+    return keys.option(group, name, files[name])
+
+
+def _options(group: str, folders: Sequence[Path]) -> list[Option]:
+    return [keys.option(group, name, file) for name, file in keys.files(group, folders).items()]
+
+
+def _words(option: Option, folders: Sequence[Path]) -> list[str]:
+    return [*(f"--config-dir={folder}" for folder in folders[1:]), option.word]
+
+
+def _listed(listed: Sequence[Key]) -> str:
+    return _table([(f"{key.name}{'' if key.default is None else f'={key.default}'}", _meaning(key)) for key in listed])
+
+
+def _meaning(key: Key) -> str:
+    return f"{key.meaning} ({' | '.join(key.choices)})" if key.choices else key.meaning
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    """Return rows of two columns. The second begins on a line of its own beside a cell that is too wide."""
+    column = min(_COLUMN, max(len(left) for left, _ in rows) + 4)
+    lines = []
+    for left, text in rows:
+        wrapped = _wrapped(text, column)
+        lines.append(f"  {left:{column - 2}}{wrapped.lstrip()}" if len(left) + 4 <= column else f"  {left}\n{wrapped}")
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _wrapped(text: str, indent: int, width: int = _WIDTH) -> str:
+    margin = " " * indent
+    return textwrap.fill(
+        text, width, initial_indent=margin, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+    )

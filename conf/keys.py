@@ -1,0 +1,248 @@
+"""The keys of the configuration with their defaults, choices and meanings, for the help and docs/reference.md.
+
+The meaning of a key is the comment at the end of its line, in conf/schema.py for the sections that have a schema and in
+the YAML file of an option for the others. The comment at the top of a file describes the option.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from yaml.nodes import MappingNode, Node, ScalarNode
+
+from conf import FOLDER
+from conf.composition import compose
+from conf.schema import SCHEMAS, Root
+
+# The section of a group's options, where it is not the group's name: callbacks=[early_stop] sets callbacks.early_stop.
+# An experiment and a debug option set keys of other sections only.
+_SECTIONS = {"callback": "callbacks.{}", "experiment": None, "debug": None}
+# Keys of a file that say how the option is built, and the recipes, which are values for other groups.
+_NOT_LISTED = ("_target_", "defaults", "recipes")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the configuration.
+
+    Attributes:
+        name: The key as it is typed, such as "parallel.dp".
+        default: The default as it is typed; None for a section, which has keys of its own.
+        meaning: One sentence.
+        choices: The values that are allowed; empty if there are many.
+    """
+
+    name: str
+    default: str | None
+    meaning: str
+    choices: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a group.
+
+    Attributes:
+        word: How it is typed, such as "model=gpt2".
+        about: The comment at the top of its file, with its lines.
+        keys: The keys of its section.
+        sets: The words that have the effect of its other lines, such as "data=torch_docs" and "train.steps=18".
+        recipes: The names of its recipes.
+        schema: The name of its schema in ``conf.schema.SCHEMAS``; None if the file itself lists the keys.
+    """
+
+    word: str
+    about: str
+    keys: Sequence[Key]
+    sets: Sequence[str]
+    recipes: Sequence[str]
+    schema: str | None
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of ``about``."""
+        return re.split(r"(?<=[.?])\s|$", " ".join(self.about.split()), maxsplit=1)[0].rstrip(".")
+
+
+def groups() -> list[str]:
+    """Return the names of the groups, as folders of conf/."""
+    return sorted(path.name for path in FOLDER.iterdir() if path.name != "hydra" and any(path.glob("*.yaml")))
+
+
+def files(group: str, folders: Sequence[Path] = (FOLDER,)) -> dict[str, Path]:
+    """Return the file of each option of a group, by the option's name. Later folders win."""
+    found = {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
+    return dict(sorted(found.items()))
+
+
+def option(group: str, name: str, file: Path) -> Option:
+    """Return an option of a group, as its file describes it."""
+    text = file.read_text(encoding="utf-8")
+    root, about = yaml.compose(text), []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        about += [line[2:]] if not line.startswith("# @package") else []
+    tree = dict(_items(root)) if isinstance(root, MappingNode) else {}
+    section = _SECTIONS.get(group, group)
+    section = section and section.format(name)
+    is_global = re.search(r"^# @package _global_", text, re.M)
+    own = tree.get(section) if is_global else root
+    keys = list(_yaml_keys(own, section, text.splitlines())) if section and isinstance(own, MappingNode) else []
+    others = {key: node for key, node in tree.items() if is_global and key != section and key not in _NOT_LISTED}
+    sets = [*_chosen(tree), *(word for key, node in others.items() for word in _words(node, key))]
+    schema = re.search(r"^ *- /schema/([\w/]+)@", text, re.M)
+    if schema is not None:
+        given = {key.name: key for key in keys}
+        keys = [_as_given(key, given.get(key.name, key)) for key in schema_keys(SCHEMAS[schema[1]], group)]
+    recipes = [name for name, _ in _items(tree["recipes"])] if "recipes" in tree else []
+    typed = f"callbacks=[{name}]" if group == "callback" else f"{group}={name}"
+    return Option(typed, "\n".join(about), keys, sets, recipes, schema and schema[1])
+
+
+def _as_given(key: Key, given: Key) -> Key:
+    return replace(key, default=given.default, meaning=given.meaning or key.meaning)
+
+
+def common_keys(section: str) -> list[Key]:
+    """Return the keys that every option of a group has in addition to its own: those in conf/train.yaml."""
+    text = (FOLDER / "train.yaml").read_text(encoding="utf-8")
+    node = dict(_items(yaml.compose(text))).get(section)
+    return [] if node is None else list(_yaml_keys(node, section, text.splitlines()))
+
+
+def sections() -> dict[str, type]:
+    """Return the schemas of the sections that are no groups, such as ``train``, by name."""
+    return {name: node for name, node in get_type_hints(Root).items() if is_dataclass(node)}
+
+
+@cache
+def schema_keys(node: type, section: str = "") -> Sequence[Key]:
+    """Return the keys of a schema, whose section is ``section``, without those that are sections or groups."""
+    prefix, source = f"{section}." if section else "", inspect.getsource(node)
+    comments = {
+        token.start[0]: token.string[1:].strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    (body,) = ast.parse(source).body
+    ends = {item.target.id: item.end_lineno for item in body.body if isinstance(item, ast.AnnAssign)}
+    hints, keys = get_type_hints(node), []
+    for item in fields(node):
+        if is_dataclass(hints[item.name]) or node is Root and item.name in groups():
+            continue
+        value = item.default if item.default_factory is MISSING else item.default_factory()
+        default, meaning = _typed(value), comments.get(ends[item.name], "")
+        keys.append(Key(f"{prefix}{item.name}", default, meaning, _choices(hints[item.name])))
+    return keys
+
+
+def described(node: type) -> str:
+    """Return what the docstring of a schema says."""
+    return " ".join((node.__doc__ or "").replace("``", "").split())
+
+
+def resolved(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
+    """Return the keys with the values that they have after ``words``, where a default refers to other keys."""
+    if not any("${" in (key.default or "") for key in keys):
+        return list(keys)
+    cfg = _composed(*words)
+    return [replace(key, default=_value(cfg, key.name, key.default)) for key in keys]
+
+
+def resolved_words(sets: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return the words that an option sets with the values that they have after ``words``."""
+    pairs = [word.partition("=")[::2] for word in sets]
+    return [f"{key.name}={key.default}" for key in resolved([Key(key, value, "") for key, value in pairs], words)]
+
+
+@cache
+def _composed(*words: str) -> Any:
+    return compose(words)
+
+
+def _value(cfg: Any, name: str, default: str | None) -> str | None:
+    # What comes from the environment may be secret, and may be missing.
+    if default is None or "${" not in default or "oc.env" in default:
+        return default
+    return _typed(OmegaConf.select(cfg, name))
+
+
+def _items(node: Node | None) -> Iterator[tuple[str, Node]]:
+    return ((key.value, value) for key, value in node.value) if isinstance(node, MappingNode) else iter(())
+
+
+def _yaml_keys(node: MappingNode, section: str, lines: Sequence[str]) -> Iterator[Key]:
+    for key_node, value in node.value:
+        key, is_section = key_node.value, _is_section(value)
+        if key in _NOT_LISTED:
+            continue
+        end = key_node.end_mark if is_section else value.end_mark
+        comment = lines[end.line][end.column :].partition("#")[2].strip()
+        default = None if is_section else _text(value)
+        choices = ("true", "false") if default in ("true", "false") else ()
+        yield Key(f"{section}.{key}", default, comment, choices)
+        if is_section:
+            yield from _yaml_keys(value, f"{section}.{key}", lines)
+
+
+def _is_section(node: Node) -> bool:
+    return isinstance(node, MappingNode) and not node.flow_style
+
+
+def _text(node: Node) -> str:
+    """Return a value as it is written in the file."""
+    text = node.start_mark.buffer[node.start_mark.pointer : node.end_mark.pointer]
+    return text.strip() if isinstance(node, ScalarNode) else re.sub(r"([,:]) +", r"\1", text)
+
+
+def _chosen(tree: Mapping[str, Node]) -> list[str]:
+    chosen = []
+    for item in tree["defaults"].value if "defaults" in tree else ():
+        chosen += [f"{key}={value.value}" for key, value in _items(item) if key.startswith("override /")]
+    return [word.removeprefix("override /") for word in chosen]
+
+
+def _words(node: Node, key: str) -> Iterator[str]:
+    if not _is_section(node):
+        yield f"{key}={_text(node)}"
+    for name, value in _items(node) if _is_section(node) else ():
+        yield from _words(value, f"{key}.{name}")
+
+
+def _typed(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Enum):
+        return value.name
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True, enum_to_str=True)
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_typed(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_typed, value))}]"
+    return str(value) if value != "" else "''"
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    members = get_args(kind) or (kind,)
+    chosen: list[str] = []
+    for member in members:
+        if member is bool:
+            chosen += ["true", "false"]
+        elif isinstance(member, type) and issubclass(member, Enum):
+            chosen += [item.name for item in member]
+    return (*chosen, "null") if chosen and type(None) in members else tuple(chosen)
