@@ -43,10 +43,10 @@ def page() -> str:
 
 
 def _explained(word: str, folders: Sequence[Path]) -> str:
-    name, _, value = word.partition("=")
+    name, value = key_of(word), word.partition("=")[2]
     group = "callback" if name == "callbacks" else name
     if group not in keys.groups():
-        return _section(name) if name in keys.sections() else _key(key_of(word), folders)
+        return _section(name) if name in keys.sections() else _key(name, folders)
     if not value:
         return _group(group, name, folders)
     return "\n".join(_option(_found(group, option, folders), folders) for option in re.findall(r"[\w-]+", value))

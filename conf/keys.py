@@ -20,6 +20,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
+from yaml.constructor import BaseConstructor
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from conf import FOLDER
@@ -123,7 +124,7 @@ def common_keys(section: str) -> list[Key]:
     return [] if node is None else list(_yaml_keys(node, section, text.splitlines()))
 
 
-def sections() -> dict[str, type]:
+def sections() -> dict[str, Any]:
     """Return the schemas of the sections that are no groups, such as ``train``, by name."""
     return {name: node for name, node in get_type_hints(Root).items() if is_dataclass(node)}
 
@@ -137,8 +138,8 @@ def schema_keys(node: type, section: str = "") -> Sequence[Key]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    (body,) = ast.parse(source).body
-    ends = {item.target.id: item.end_lineno for item in body.body if isinstance(item, ast.AnnAssign)}
+    items = [item for item in ast.walk(ast.parse(source)) if isinstance(item, ast.AnnAssign)]
+    ends = {ast.unparse(item.target): item.end_lineno or 0 for item in items}
     hints, keys = get_type_hints(node), []
     for item in fields(node):
         if is_dataclass(hints[item.name]) or node is Root and item.name in groups():
@@ -184,13 +185,15 @@ def _items(node: Node | None) -> Iterator[tuple[str, Node]]:
     return ((key.value, value) for key, value in node.value) if isinstance(node, MappingNode) else iter(())
 
 
-def _yaml_keys(node: MappingNode, section: str, lines: Sequence[str]) -> Iterator[Key]:
+def _yaml_keys(node: Node, section: str, lines: list[str]) -> Iterator[Key]:
     for key_node, value in node.value:
         key, is_section = key_node.value, _is_section(value)
         if key in _NOT_LISTED:
             continue
-        end = key_node.end_mark if is_section else value.end_mark
-        comment = lines[end.line][end.column :].partition("#")[2].strip()
+        is_one_line = value.start_mark.line == value.end_mark.line  # a block's comment is beside its key
+        end = value.end_mark if is_one_line else key_node.end_mark
+        line = lines[end.line]
+        comment = line[end.column :].partition("#")[2].strip()
         default = None if is_section else _text(value)
         choices = ("true", "false") if default in ("true", "false") else ()
         yield Key(f"{section}.{key}", default, comment, choices)
@@ -203,9 +206,10 @@ def _is_section(node: Node) -> bool:
 
 
 def _text(node: Node) -> str:
-    """Return a value as it is written in the file."""
-    text = node.start_mark.buffer[node.start_mark.pointer : node.end_mark.pointer]
-    return text.strip() if isinstance(node, ScalarNode) else re.sub(r"([,:]) +", r"\1", text)
+    """Return a value with its numbers as they are written in the file: 1e-3."""
+    if isinstance(node, ScalarNode) and node.tag.endswith(":null"):
+        return "null"
+    return _typed(BaseConstructor().construct_document(node))
 
 
 def _chosen(tree: Mapping[str, Node]) -> list[str]:

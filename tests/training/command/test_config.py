@@ -150,12 +150,15 @@ def test_help_suggests_what_an_unknown_word_may_mean(word, said):
 def test_help_explains_a_users_own_option_without_its_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("TEAM", "to-be-hidden")
     (tmp_path / "data").mkdir()
-    own = "# My rows.\n_target_: mine.Rows\nrows: 7 # how many\nteam: ${oc.env:TEAM}\nsame: ${.team} # whose\n"
-    (tmp_path / "data" / "mine.yaml").write_text(own)
+    own = ["# My rows.", "_target_: mine.Rows", "columns: # their names", "  - a", "  - b", "rows: 7 # how many"]
+    own += ["team: ${oc.env:TEAM} # who", "same: ${.team} # whose", ""]
+    (tmp_path / "data" / "mine.yaml").write_text("\n".join(own))
     arguments = ["--config-dir", str(tmp_path), "--help"]
     assert "data=mine" in help.answer([*arguments, "data"])
     text = help.answer([*arguments, "data=mine"])
-    assert "data.rows=7               how many" in text and "to-be-hidden" not in text
+    assert explained(text)["data.rows"] == ("7", "how many")
+    assert explained(text)["data.columns"] == ("[a,b]", "their names")
+    assert explained(text)["data.same"] == ("${oc.env:TEAM}", "whose") and "to-be-hidden" not in text
 
 
 @pytest.mark.parametrize("group, option", OPTIONS, ids=lambda word: word)
