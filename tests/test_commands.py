@@ -17,6 +17,7 @@ import pytest
 from commandline import ROOT, free_port, train
 
 from benchmarks import readme
+from common.packages import load_transformers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -103,14 +104,17 @@ def test_every_command_of_a_page_runs(page, tmp_path):
 
 
 def prepare(folder: Path) -> None:
-    """The user's own data that the pages name: small files in each format."""
+    """The user's own data that the pages name, small files in each format, and FOLDER, a model of Hugging Face's."""
     import numpy as np
     import pyarrow
     import pyarrow.parquet
     from PIL import Image
+    from tokenizer_folders import tokenizer_folder
+
+    transformers = load_transformers()
 
     mine = folder / "my"
-    for name in ("wikitext2", "shards", "mnist", "rows"):
+    for name in ("wikitext2", "shards", "mnist", "rows", "arrays"):
         (mine / name).mkdir(parents=True)
     text = (ROOT / "train.py").read_text() * 20
     for split in ("train", "valid", "test"):
@@ -118,7 +122,15 @@ def prepare(folder: Path) -> None:
     (mine / "notes.txt").write_text(text)
     row = json.dumps({"question": "How far is the moon?", "answer": "About 384,400 km, or thirty Earths in a row."})
     (mine / "rows.jsonl").write_text(f"{row}\n" * 300)
+    said = [{"role": "user", "content": "How far is the moon?"}, {"role": "assistant", "content": "About 384,400 km."}]
+    (mine / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 300)
+    llama = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**llama, vocab_size=1000)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "FOLDER")
+    tokenizer_folder(folder / "FOLDER")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(row)] * 300), mine / "rows" / "some.parquet")
+    for name, width in (("x", 10), ("y", 5)):
+        np.save(mine / "arrays" / f"{name}.npy", np.ones((200, width), dtype=np.float32))
     for animal in ("bird", "cat", "dog"):
         (mine / "photos" / animal).mkdir(parents=True)
         for number in range(40):
