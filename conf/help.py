@@ -38,18 +38,17 @@ def answer(arguments: Sequence[str]) -> str:
 def page() -> str:
     """Return the page with all groups and the most used keys: conf/help.txt with the options of each group."""
     text = Template((FOLDER / "help.txt").read_text(encoding="utf-8"))
-    listed = {group: _wrapped(" | ".join(options(group)), 14, _WIDTH - 1).lstrip() for group in keys.groups()}
+    listed = {group: _wrapped(" | ".join(options(group)), 14, _WIDTH - 1).lstrip() for group in keys.groups().values()}
     return text.substitute(listed, mode="|".join(MODES))
 
 
 def _explained(word: str, folders: Sequence[Path]) -> str:
     name, value = key_of(word), word.partition("=")[2]
-    group = "callback" if name == "callbacks" else name
-    if group not in keys.groups():
+    if name not in keys.groups():
         return _section(name) if name in keys.sections() else _key(name, folders)
     if not value:
-        return _group(group, name, folders)
-    return "\n".join(_option(_found(group, option, folders), folders) for option in re.findall(r"[\w-]+", value))
+        return _group(name, folders)
+    return "\n".join(_option(_found(name, option, folders), folders) for option in re.findall(r"[\w-]+", value))
 
 
 def _section(name: str) -> str:
@@ -57,9 +56,9 @@ def _section(name: str) -> str:
     return f"{name}: {keys.described(node)}\n\n{_listed(keys.schema_keys(node, name))}"
 
 
-def _group(group: str, typed: str, folders: Sequence[Path]) -> str:
-    found = _options(group, folders)
-    lines = [f"Options of {typed} (python train.py --help {found[0].word} explains one):\n\n"]
+def _group(group: str, folders: Sequence[Path]) -> str:
+    found = keys.read_options(group, folders)
+    lines = [f"Options of {group} (python train.py --help {found[0].word} explains one):\n\n"]
     lines.append(_table([(option.word, option.summary) for option in found]))
     for path in dict.fromkeys(option.schema for option in found if option.schema):
         node = SCHEMAS[path]
@@ -100,12 +99,11 @@ def _key(name: str, folders: Sequence[Path]) -> str:
 
 def _all_keys(section: str, folders: Sequence[Path]) -> Iterator[tuple[Option | None, Sequence[Key]]]:
     """Yield the keys of a section, or the root's keys, by the option that has them; None for keys that all have."""
-    group = "callback" if section == "callbacks" else section
     if section in keys.sections():
         yield None, keys.schema_keys(keys.sections()[section], section)
-    elif group in keys.groups():
+    elif section in keys.groups():
         yield None, keys.common_keys(section)
-        found = _options(group, folders)
+        found = keys.read_options(section, folders)
         for path in dict.fromkeys(option.schema for option in found if option.schema):
             yield None, keys.schema_keys(SCHEMAS[path], section)
         yield from ((option, option.keys) for option in found if not option.schema)
@@ -114,7 +112,7 @@ def _all_keys(section: str, folders: Sequence[Path]) -> Iterator[tuple[Option | 
 
 
 def _unknown(name: str, folders: Sequence[Path]) -> str:
-    sections = [*keys.sections(), *("callbacks" if group == "callback" else group for group in keys.groups())]
+    sections = [*keys.sections(), *keys.groups()]
     typed = {option: f"{group}={option}" for group in keys.groups() for option in keys.files(group, folders)}
     typed |= {key: key for key in (*sections, *(key.name for key in keys.schema_keys(Root)))}
     guess = " or ".join(typed[match] for match in get_close_matches(name, typed, n=2, cutoff=0.7))
@@ -126,11 +124,7 @@ def _found(group: str, name: str, folders: Sequence[Path]) -> Option:
     files = keys.files(group, folders)
     if name not in files:
         raise UserError(f"there is no {group}={name}{nearest(f'{group}={{}}', name, list(files))}")
-    return keys.option(group, name, files[name])
-
-
-def _options(group: str, folders: Sequence[Path]) -> list[Option]:
-    return [keys.option(group, name, file) for name, file in keys.files(group, folders).items()]
+    return keys.read_option(group, name, files[name])
 
 
 def _words(option: Option, folders: Sequence[Path]) -> list[str]:

@@ -29,7 +29,7 @@ from conf.schema import SCHEMAS, Root
 
 # The section of a group's options, where it is not the group's name: callbacks=[early_stop] sets callbacks.early_stop.
 # An experiment and a debug option set keys of other sections only.
-_SECTIONS = {"callback": "callbacks.{}", "experiment": None, "debug": None}
+_SECTIONS = {"callbacks": "callbacks.{}", "experiment": None, "debug": None}
 # Keys of a file that say how the option is built, and the recipes, which are values for other groups.
 _NOT_LISTED = ("_target_", "defaults", "recipes")
 
@@ -77,18 +77,24 @@ class Option:
         return re.split(r"(?<=[.?])\s|$", " ".join(self.about.split()), maxsplit=1)[0].rstrip(".")
 
 
-def groups() -> list[str]:
-    """Return the names of the groups, as folders of conf/."""
-    return sorted(path.name for path in FOLDER.iterdir() if path.name != "hydra" and any(path.glob("*.yaml")))
+def groups() -> dict[str, str]:
+    """Return the folder in conf/ of each group, by its name on the command line."""
+    folders = sorted(path.name for path in FOLDER.iterdir() if path.name != "hydra" and any(path.glob("*.yaml")))
+    return {"callbacks" if folder == "callback" else folder: folder for folder in folders}
 
 
 def files(group: str, folders: Sequence[Path] = (FOLDER,)) -> dict[str, Path]:
     """Return the file of each option of a group, by the option's name. Later folders win."""
-    found = {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
+    found = {path.stem: path for folder in folders for path in (folder / groups()[group]).glob("*.yaml")}
     return dict(sorted(found.items()))
 
 
-def option(group: str, name: str, file: Path) -> Option:
+def read_options(group: str, folders: Sequence[Path] = (FOLDER,)) -> list[Option]:
+    """Return the options of a group."""
+    return [read_option(group, name, file) for name, file in files(group, folders).items()]
+
+
+def read_option(group: str, name: str, file: Path) -> Option:
     """Return an option of a group, as its file describes it."""
     text = file.read_text(encoding="utf-8")
     root, about = yaml.compose(text), []
@@ -109,7 +115,7 @@ def option(group: str, name: str, file: Path) -> Option:
         given = {key.name: key for key in keys}
         keys = [_as_given(key, given.get(key.name, key)) for key in schema_keys(SCHEMAS[schema[1]], group)]
     recipes = [name for name, _ in _items(tree["recipes"])] if "recipes" in tree else []
-    typed = f"callbacks=[{name}]" if group == "callback" else f"{group}={name}"
+    typed = f"callbacks=[{name}]" if group == "callbacks" else f"{group}={name}"
     return Option(typed, "\n".join(about), keys, sets, recipes, schema and schema[1])
 
 
@@ -142,7 +148,7 @@ def schema_keys(node: type, section: str = "") -> Sequence[Key]:
     ends = {ast.unparse(item.target): item.end_lineno or 0 for item in items}
     hints, keys = get_type_hints(node), []
     for item in fields(node):
-        if is_dataclass(hints[item.name]) or node is Root and item.name in groups():
+        if is_dataclass(hints[item.name]) or node is Root and item.name in groups().values():
             continue
         value = item.default if item.default_factory is MISSING else item.default_factory()
         default, meaning = _typed(value), comments.get(ends[item.name], "")

@@ -15,7 +15,7 @@ from conf.keys import Key, Option
 from conf.schema import SCHEMAS, Root
 
 PAGE = FOLDER.parent / "docs" / "reference.md"
-_ORDER = ("model", "data", "optim", "scheduler", "parallel", "cluster", "launcher", "logger", "callback")
+_ORDER = ("model", "data", "optim", "scheduler", "parallel", "cluster", "launcher", "logger", "callbacks")
 _HEAD = """# Every key
 
 This page lists every key of the configuration with its default and its meaning. `python train.py --help SECTION` prints
@@ -39,7 +39,7 @@ def page() -> str:
         parts += [f"## {name}\n", f"{_escaped(keys.described(node))}\n", _keys(keys.schema_keys(node, name))]
     ordered = [*_ORDER, *(group for group in keys.groups() if group not in _ORDER)]
     for group in ordered:
-        parts += _group(group, [keys.option(group, name, file) for name, file in keys.files(group).items()])
+        parts += _group(group, keys.read_options(group))
     return "\n".join(parts)
 
 
