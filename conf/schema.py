@@ -43,7 +43,7 @@ class Train:
     steps: int | None = None  # optimizer steps; if epochs is set, too, the run ends at whichever comes first
     epochs: float | None = None  # passes over the training data; fractions are rounded up to whole steps
     global_batch_size: int = 64  # samples per optimizer step over all replicas (sequences, for a language model)
-    precision: Precision = Precision.auto  # auto: bf16 if the device is fast at it, otherwise fp32
+    precision: Precision = Precision.auto  # number format; auto: bf16 if the device is fast at it, otherwise fp32
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
     max_skipped: int = 10  # end after more skipped steps in a row (loss or gradient not finite, or no target)
@@ -77,16 +77,16 @@ class Sample:
     at_end: int = 40  # tokens to draw at a training run's end; 0: none
     top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this much; 1: all
     seed: int | None = None  # seed of the draws; null: the run's seed
-    cache: bool = True  # keep keys and values from token to token; false: compute the whole text again for each token
+    cache: bool = True  # keep keys and values from token to token; false: compute the whole text for each token
 
 
 @dataclass
 class Export:
     """Settings of mode=export."""
 
-    format: Format = Format.safetensors  # weights; a program of torch; ONNX; a repository for Triton; LoRA adapters
+    format: Format = Format.safetensors  # weights, a program of torch, ONNX, a repository for Triton, or LoRA adapters
     max_batch_size: int = 8  # for format=triton: samples that the server may compute at once
-    positions: Positions = Positions.all  # a served language model returns logits of all tokens, or of the last only
+    positions: Positions = Positions.all  # tokens whose logits a served language model returns
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Parallel:
     tp: int = 1  # processes that share every layer, each with a part of its matrices (tensor parallelism)
     sequence: bool = False  # with tp: between the matrices each of these processes has a part of the sequence
     pp: int = 1  # processes of a pipeline, which run stages_per_rank stages each; model_parallel: stages in one process
-    chunks: Any = 1  # micro-batches per replica and step; without a pipeline: gradient accumulation; auto: the fastest
+    chunks: Any = 1  # micro-batches per replica and step (gradient accumulation without a pipeline); auto: the fastest
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
     stages_per_rank: int | None = None  # stages of each rank; null: 2 with interleaved, looped and planned, else 1
     balance: Any = "uniform"  # how layers are divided into stages: uniform, time or size (measured), or [7,7]
