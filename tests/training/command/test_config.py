@@ -9,9 +9,9 @@ from composed import compose
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from conf import help
+from conf import help, keys
 from conf.instantiate import instantiate
-from conf.schema import Root
+from conf.schema import Parallel, Root
 from data.dataset import DataSet
 from models.toy import toy
 from training.command.api import with_given
@@ -66,6 +66,12 @@ def test_help_names_values_that_exist(page):
     assert len(values) > 15
     for value in values:
         assert any(OmegaConf.select(t, value, default="no") != "no" for t in trees), f"{value} is not there"
+    nodes = {"": Root, "parallel": Parallel, **keys.sections()}
+    allowed = {key.name: key.choices for section, node in nodes.items() for key in keys.schema_keys(node, section)}
+    named = re.findall(r"(?<![\w./=])((?:\w+\.)*\w+)=([\w|]+\|[\w|]+)", listed)
+    closed = {name: words.split("|") for name, words in named if allowed.get(name)}
+    assert len(closed) >= 6
+    assert {name: words for name, words in closed.items() if not {*words} <= {*allowed[name]}} == {}
 
 
 def examples(page):
