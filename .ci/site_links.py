@@ -12,6 +12,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
+_TEXTS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sbatch": "bash", ".txt": "text", "": "text"}
 _LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 
 
@@ -37,11 +38,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _file(path: Path, uri: str, config: MkDocsConfig) -> File:
-    """Return a Markdown file and an image as they are, and any other text as a page that shows it."""
-    if path.suffix in {".md", ".png", ".svg"}:
+    """Return a text as a page that shows it, and another file, such as a page or an image, as it is."""
+    if path.suffix not in _TEXTS:
         return File.generated(config, uri, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV)
-    language = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}.get(path.suffix, "text")
-    text = f"# {path.relative_to(_ROOT)}\n\n```{language}\n{path.read_text()}\n```\n"
+    text = f"# {path.relative_to(_ROOT)}\n\n```{_TEXTS[path.suffix]}\n{path.read_text()}\n```\n"
     return File.generated(config, uri, content=text, inclusion=InclusionLevel.NOT_IN_NAV)
 
 
@@ -65,4 +65,4 @@ def _uri(path: Path, config: MkDocsConfig) -> str:
     if path.is_relative_to(config.docs_dir):
         return path.relative_to(config.docs_dir).as_posix()
     uri = Path("repository") / path.relative_to(_ROOT)
-    return (uri if path.suffix in {".md", ".png", ".svg"} else uri.with_name(f"{uri.name}.md")).as_posix()
+    return (uri.with_name(f"{uri.name}.md") if path.suffix in _TEXTS else uri).as_posix()
