@@ -37,7 +37,7 @@ _MOST_LAYERS = 10_000  # each layer is several Python objects
 CPU = torch.device("cpu")
 ONE_LAYER = (
     "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
-    "an nn.Sequential or as a Chain (docs/extending.md, 'A model')"
+    "an nn.Sequential or as a Chain (docs/own_model.md, 'A model')"
 )
 LOSS = ""  # the name of the chain's loss among the names of layers; no layer has this name
 

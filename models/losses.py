@@ -75,7 +75,7 @@ def check_loss(loss: Any) -> None:
         raise ModelError(
             f"{name} is not a loss of this project. A loss returns a sum and a count (models.losses.Sums), from which "
             "the mean over the global batch is right in every layout, and names its metrics. Of torch's losses "
-            f"{', '.join(f'nn.{kind.__name__}()' for kind in _OF_TORCH)} are turned into that; docs/extending.md, "
+            f"{', '.join(f'nn.{kind.__name__}()' for kind in _OF_TORCH)} are turned into that; docs/own_model.md, "
             "'A loss', shows how to write another"
         )
     if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
@@ -269,7 +269,7 @@ def as_sums(loss: Any) -> Any:
     if getattr(loss, "weight", None) is not None:
         raise ModelError(
             f"{name}(weight=...) weighs the places of a batch, which every layout cuts differently; weigh classes by "
-            "pos_weight=, or write a loss (docs/extending.md, 'A loss')"
+            "pos_weight=, or write a loss (docs/own_model.md, 'A loss')"
         )
     return ElementwiseLoss(loss)
 

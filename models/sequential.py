@@ -84,7 +84,7 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
         given = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
         raise ModelError(
             f"chain_of takes an nn.Module, not {given}. Write nn.Sequential(*layers), or a Chain of layers "
-            "(docs/extending.md, 'A model'). parallel=ddp and train.compile=true wrap the model by themselves"
+            "(docs/own_model.md, 'A model'). parallel=ddp and train.compile=true wrap the model by themselves"
         )
     if type(net).forward is nn.Sequential.forward and not whole:
         return net

@@ -390,7 +390,8 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
     if not chain.cut:
         raise PlanError(
             f"parallel.tp={tp} cuts layers, and this model does not say where: give its chain a table of the products "
-            f"that are cut, cut={{{example(skeleton)}, …}} (docs/extending.md), or set parallel.tp=1"
+            f"that are cut, cut={{{example(skeleton)}, …}} (docs/own_model.md, 'Tensor parallelism'), or set "
+            "parallel.tp=1"
         )
     check_table(chain.cut, skeleton)
     for name, layer in skeleton.items():

@@ -28,9 +28,9 @@ SMALL = {
     "transformer": ["model.d_model=32", "model.d_hid=64", "model.n_head=2", "data.seq_len=16"],
     "resnet50": ["data.image_size=32", "data.samples=100", "train.global_batch_size=12"],
 }
-# docs/extending.md adds files, and docs/finetuning.md begins with a model of Hugging Face's: test_extending.py and
-# test_finetuning.py, under tests/training, run these pages.
-OTHERS = ("extending.md", "finetuning.md")
+# docs/own_model.md and docs/extending.md add files, and docs/finetuning.md begins with a model of Hugging Face's:
+# test_extending.py and test_finetuning.py, under tests/training, run these pages.
+OTHERS = ("own_model.md", "extending.md", "finetuning.md")
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES if path.name not in OTHERS}
 
 

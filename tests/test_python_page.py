@@ -1,4 +1,4 @@
-"""docs/python.md and the README's own model as written: as a script, and as a notebook in a real kernel."""
+"""docs/python.md as written, as a script and as a notebook in a real kernel; and the README's own model."""
 
 import os
 import re
@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), flags=re.DOTALL)
+
+
+def code_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+BLOCKS = code_blocks("docs/python.md")
 
 
 def environment() -> dict[str, str]:
@@ -33,13 +39,17 @@ def test_the_page_runs_as_a_script(tmp_path):
 
 @pytest.mark.slow
 def test_the_readme_s_own_model_trains_and_is_the_same_in_every_layout(tmp_path):
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (block,) = code_blocks("README.md")
     (tmp_path / "mine.py").write_text(block)
     done = subprocess.run(
         [sys.executable, "mine.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=290
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pipe_ddp: 4 processes" in done.stdout and done.stdout.endswith("14 of 14 layouts hold\n")
+
+
+def test_the_page_on_own_models_begins_with_the_readme_s_own_model():
+    assert code_blocks("docs/own_model.md")[0] == code_blocks("README.md")[0]
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from conf.words import quote_values
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}
-# What docs/extending.md names is what a reader adds; tests/training/command/test_extending.py runs it.
-TEXT = "\n".join(text for page, text in PAGES.items() if page != "docs/extending.md")
+# These pages name what a reader adds; tests/training/command/test_extending.py runs it.
+ADDED = {"docs/own_model.md", "docs/extending.md"}
+TEXT = "\n".join(text for page, text in PAGES.items() if page not in ADDED)
 CODE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
 COMMANDS = re.findall(r"^ {4}(?:python|torchrun|pip) .*?train\.py (.*?)(?: #.*)?$", TEXT, flags=re.MULTILINE)
 

@@ -91,8 +91,8 @@ def assert_same(given: Tensor, wanted: Tensor) -> None:
 
 
 def translator_of_the_docs() -> ServedModel:
-    """The model of two inputs that docs/extending.md writes, small and untrained, to be served."""
-    page = (ROOT / "docs" / "extending.md").read_text()
+    """The model of two inputs that docs/own_model.md writes, small and untrained, to be served."""
+    page = (ROOT / "docs" / "own_model.md").read_text()
     blocks = dict(re.findall(r"^`([\w/.]+)`:\n\n```python\n(.*?)```", page, flags=re.S | re.M))
     model, data = {}, {}
     exec(blocks["models/translator.py"], model)

@@ -1,4 +1,6 @@
-"""Runs what docs/extending.md adds, from inside a copy of the repository: ``extended_runs.py FOLDER RUNS MISTAKES``.
+"""Runs what docs/own_model.md and docs/extending.md add: ``extended_runs.py FOLDER RUNS MISTAKES``.
+
+It is started in a copy of the repository to which their files are added.
 
 Both are JSON, command lines by name: trainings, all of whose ranks are of one pool, and commands that are refused.
 """

@@ -1,4 +1,4 @@
-"""docs/extending.md as written: what it adds appears in the help page, trains everywhere, and agrees with single."""
+"""docs/own_model.md and docs/extending.md as written: what they add is in the help page, and trains as single does."""
 
 import json
 import os
@@ -39,23 +39,23 @@ MISTAKES = {  # in what was added
 }
 
 
-def files_of_the_page():
-    """(path, code, whether it is a line of an existing file), as the page has them."""
-    page = (ROOT / "docs" / "extending.md").read_text()
-    blocks = re.findall(r"^`([\w/.]+)`(, the last line in `STRATEGIES`)?:\n\n```\w+\n(.*?)```", page, flags=re.S | re.M)
+def files_of_the_pages():
+    """(path, code, whether it is a line of an existing file), as the pages have them."""
+    text = "\n".join((ROOT / "docs" / name).read_text() for name in ("own_model.md", "extending.md"))
+    blocks = re.findall(r"^`([\w/.]+)`(, the last line in `STRATEGIES`)?:\n\n```\w+\n(.*?)```", text, flags=re.S | re.M)
     return [(path, code, bool(line)) for path, line, code in blocks]
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
-    """A copy of the repository with everything that the page adds, and nothing else."""
+    """A copy of the repository with everything that the pages add, and nothing else."""
     house = tmp_path_factory.mktemp("extending") / "house"
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, house / folder)
     for file in FILES:
         (house / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, house / file)
-    for path, code, is_line in files_of_the_page():
+    for path, code, is_line in files_of_the_pages():
         if is_line:
             text = (house / path).read_text()
             code = text.replace("\n}\n", f"\n{code}}}\n", 1)
