@@ -62,31 +62,93 @@ def test_the_pods_of_a_pytorchjob_run_a_command_that_composes_as_one_rank_each()
 
     replicas = manifests()["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
     assert replicas["Master"]["template"] == replicas["Worker"]["template"] and replicas["Master"]["replicas"] == 1
-    (container,) = replicas["Master"]["template"]["spec"]["containers"]
+    # The operator takes codes from 1 to 127 for final failures if the policy is ExitCode.
+    assert {role["restartPolicy"] for role in replicas.values()} == {"OnFailure"}
+    pod = replicas["Master"]["template"]["spec"]
+    (container,) = pod["containers"]
     assert container["name"] == "pytorch" and container["command"] == ["python", "train.py"]
+    reserves(container["resources"], pod["volumes"])
     size = sum(role["replicas"] for role in replicas.values())
-    pod = {"RANK": "1", "WORLD_SIZE": f"{size}", "MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456"}
-    assert World.detect(pod) == World(1, size, 0, 1, "environment")
-    assert compose(*container["args"]).parallel.name == "ddp"
+    environ = {"RANK": "1", "WORLD_SIZE": f"{size}", "MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456"}
+    assert World.detect(environ) == World(1, size, 0, 1, "environment")
+    parallel = compose(*container["args"]).parallel
+    assert parallel.name == "ddp" and parallel.threads == int(container["resources"]["requests"]["cpu"])
 
 
 def test_the_pods_of_an_indexed_job_run_a_torchrun_that_meets_in_its_first_pod():
-    from torch.distributed.run import get_args_parser
-
     objects = manifests()
     service, job = objects["Service"], objects["Job"]
     pod, name = job["spec"]["template"]["spec"], job["metadata"]["name"]
     (container,) = pod["containers"]
-    assert container["command"] == ["torchrun"]
+    assert container["command"] == ["python", "-m", "launchers.torchrun"]
     words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
-    torchrun = get_args_parser().parse_args(words)
+    torchrun = starts_its_ranks(words, container["resources"])
     assert torchrun.training_script == "train.py" and torchrun.node_rank == 1
     assert torchrun.nnodes == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
-    assert torchrun.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
     assert torchrun.master_addr == f"{name}-0.{pod['subdomain']}"
+    assert torchrun.shutdown_timeout < pod["terminationGracePeriodSeconds"]
     assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": name}
-    assert compose(*torchrun.training_script_args).parallel.name == "pipe_ddp"
+    reserves(container["resources"], pod["volumes"])
+
+
+def test_a_pod_that_has_saved_or_was_evicted_does_not_count_against_the_limit_of_a_job():
+    from launchers.stopping import EXIT_CODE
+
+    job = manifests()["Job"]["spec"]
+    pod = job["template"]["spec"]
+    # Kubernetes refuses a podFailurePolicy with another restartPolicy, and a rule with both kinds of conditions.
+    assert pod["restartPolicy"] == "Never" and "backoffLimit" in job
+    saved, evicted = job["podFailurePolicy"]["rules"]
+    (container,) = pod["containers"]
+    codes = {"containerName": container["name"], "operator": "In", "values": [EXIT_CODE]}
+    assert saved == {"action": "Ignore", "onExitCodes": codes}
+    assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def test_a_trainjob_starts_torchrun_with_what_kubeflow_sets_in_the_environment(monkeypatch):
+    job = manifests()["TrainJob"]
+    assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    trainer = job["spec"]["trainer"]
+    nodes, processes = trainer["numNodes"], trainer["numProcPerNode"]
+    (patch,) = job["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    reserves(trainer["resourcesPerNode"], pod["volumes"])
+    mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+    assert node["name"] == "node" and mounted == {volume["name"] for volume in pod["volumes"]}
+    for name, value in {"NNODES": nodes, "NPROC_PER_NODE": processes, "NODE_RANK": 1, "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(f"PET_{name}", f"{value}")
+    python, m, module, *words = trainer["command"]
+    assert (python, m, module) == ("python", "-m", "launchers.torchrun")
+    torchrun = starts_its_ranks([*words, *trainer["args"]], trainer["resourcesPerNode"])
+    assert torchrun.training_script == "/workspace/train.py" and torchrun.node_rank == 1
+    assert "WORKDIR /workspace" in (ROOT / "Dockerfile").read_text()
+
+
+def starts_its_ranks(words, resources):
+    """torchrun's arguments, which start one rank for each GPU and as many as the layout has."""
+    from torch.distributed.run import get_args_parser
+
+    torchrun = get_args_parser().parse_args(words)
+    assert torchrun.nproc_per_node == str(resources["limits"]["nvidia.com/gpu"])
+    parallel = compose(*torchrun.training_script_args).parallel
+    assert parallel.name == "pipe_ddp"
+    assert parallel.dp * parallel.pp == int(torchrun.nnodes) * int(torchrun.nproc_per_node)
+    assert parallel.threads * int(torchrun.nproc_per_node) == int(resources["requests"]["cpu"])
+    return torchrun
+
+
+def reserves(resources, volumes):
+    """Cores and memory are requested, and the memory that /dev/shm may take is within the limit."""
+    (shm,) = [volume["emptyDir"] for volume in volumes if "emptyDir" in volume]
+    memory = resources["requests"]["memory"]
+    assert resources["limits"]["memory"] == memory and "cpu" in resources["requests"]
+    assert shm["medium"] == "Memory" and gib(shm["sizeLimit"]) < gib(memory)
+
+
+def gib(size):
+    return int(size.removesuffix("Gi"))
 
 
 def test_every_setting_that_they_name_exists():
