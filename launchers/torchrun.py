@@ -22,15 +22,17 @@ def run(arguments: list[str] | None = None) -> int:
         arguments: The arguments of torchrun; None for those of this process.
 
     Returns:
-        0, or ``EXIT_CODE`` if the ranks ended with it or torchrun was asked to stop.
+        0, or ``EXIT_CODE`` if the first rank to end ended with it, or if torchrun was asked to stop.
 
     Raises:
-        ChildFailedError: A rank has failed.
+        ChildFailedError: The first rank to end has failed.
     """
     try:
         main(arguments)
     except ChildFailedError as error:
-        if any(failure.exitcode != EXIT_CODE for failure in error.failures.values()):
+        # The first rank to end decides, because torchrun then sends SIGTERM to the others, wherever they are.
+        _, first = error.get_first_failure()
+        if first.exitcode != EXIT_CODE:
             raise
         return EXIT_CODE
     except SignalException:

@@ -5,12 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from commandline import ROOT, free_port
+from commandline import ROOT, free_port, wait_until
 
 RANK = """
 import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 code = int(sys.argv[1 + int(os.environ["RANK"])])
+if code != -15:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 print("started", flush=True)
 if code < 0:
     time.sleep(60)
@@ -38,10 +39,17 @@ def torchrun(tmp_path):
         one.communicate()
 
 
-@pytest.mark.parametrize("codes, expected", [(["0", "0"], 0), (["75", "75"], 75), (["-1", "3"], 1)])
-def test_its_code_is_75_only_if_no_rank_has_failed(torchrun, codes, expected):
-    one = torchrun(*codes)
-    assert one.wait(120) == expected
+@pytest.mark.parametrize(
+    "codes, expected",
+    [
+        (["0", "0"], 0),
+        (["75", "75"], 75),
+        (["75", "-15"], 75),  # torchrun ends those that have not left yet, wherever they are
+        (["-1", "3"], 1),  # here they say 75, as another one has failed
+    ],
+)
+def test_its_code_is_75_if_the_first_rank_to_end_has_saved(torchrun, codes, expected):
+    assert torchrun(*codes).wait(120) == expected
 
 
 def test_its_code_is_75_where_it_is_told_to_stop_itself(torchrun):
@@ -49,3 +57,22 @@ def test_its_code_is_75_where_it_is_told_to_stop_itself(torchrun):
     assert one.stdout.readline() == "started\n"
     one.send_signal(signal.SIGTERM)
     assert one.wait(120) == 75
+
+
+@pytest.mark.slow
+def test_where_one_pod_is_evicted_every_pod_says_that_the_run_asks_to_be_continued(tmp_path):
+    port, run = free_port(), tmp_path / "run"
+    words = ["train.py", "parallel=ddp", "device=cpu", "logger=none", "train.epochs=null", "train.steps=10000000"]
+    words += ["train.eval_every=null", f"hydra.run.dir={run}", "train.resume=auto"]
+    agent = [sys.executable, "-m", "launchers.torchrun", "--nnodes", "2", "--nproc-per-node", "1"]
+    agent += ["--master-addr", "127.0.0.1", "--master-port", f"{port}"]
+    pods = [subprocess.Popen([*agent, "--node-rank", f"{number}", *words], cwd=ROOT) for number in range(2)]
+    try:
+        wait_until(lambda: (run / "metrics.jsonl").exists(), 150, "the first step")
+        pods[1].terminate()
+        assert [pod.wait(100) for pod in pods] == [75, 75]
+    finally:
+        for pod in pods:
+            pod.kill()
+            pod.wait()
+    assert (run / "checkpoints" / "latest").exists()
