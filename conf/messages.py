@@ -64,7 +64,9 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 def nearest(form: str, name: str, known: Sequence[str]) -> str:
     """Return the end of a message: the most similar of the existing names, and all of them."""
-    guess = " or ".join(map(form.format, get_close_matches(name, known, n=2, cutoff=0.7)))
+    lower, name = {option.lower(): option for option in known}, name.lower()
+    alike = [name] if name in lower else get_close_matches(name, lower, n=2, cutoff=0.7)
+    guess = " or ".join(form.format(lower[match]) for match in alike)
     return f"; did you mean {guess}? There are: {', '.join(known)}" if guess else f"; there are {', '.join(known)}"
 
 

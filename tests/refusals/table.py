@@ -56,6 +56,8 @@ WORDS = {
     "--parallel=ddp": Refusal("--parallel=ddp", "without dashes: parallel=ddp"),
     "optim.mometum": Refusal("+optim.mometum=0.9", "did you mean optim.momentum?"),
     "'model/gpt3'": Refusal("model=gpt3", "gpt2", "toy"),
+    "'optim/adamW'": Refusal("optim=adamW", "did you mean optim=adamw? There"),
+    "'parallel/DDP'": Refusal("parallel=DDP", "did you mean parallel=ddp? There"),
     "'please' cannot be read": Refusal("please", "write KEY=VALUE"),
     "logger=[csv,wandb,csv]": Refusal("logger=[csv,wandb,csv]", "names csv 2 times; name each once"),
     "no key loggers.csv": Refusal("loggers.csv.file=x", "type logger=[wandb,csv] first"),
