@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +21,7 @@ _SETTLE_S = 60.0  # until the queue and a shared file system show what has happe
 _PATIENCE_S = 300.0  # how long the queue may not answer
 _LAST_LINES = 20
 _SLURM_PREFIXES = ("srun: ", "slurmstepd")  # of SLURM's own lines in a job's output
+_ENDED_TASK = r"^srun: error: \S+ tasks? (\d+)\S*: (?:Exited with exit code (\d+)|(.*?))(?: \(core dumped\))?$"
 _ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT",
@@ -126,15 +129,27 @@ def explain(job: Job, state: State | None) -> LaunchError | None:
     if ": Out Of Memory" in text:
         name = "OUT_OF_MEMORY"
     ended = "vanished from the queue" if state is None else f"ended as {name} ({state.reason})"
-    silent = ", ".join(str(rank) for rank, report in reports.items() if report is None)
+    silent = [rank for rank, report in reports.items() if report is None]
+    how = f"ended without a report, as if killed: rank {', '.join(map(str, silent))}" if silent else ""
+    if name not in ("CANCELLED", *_ADVICE):  # in these, SLURM itself has killed the ranks
+        first = (str(root_cause([death], job.log_dir)) for death in _deaths(text) if death.rank in silent)
+        how = next(first, how)
     begun = any(report is not None for report in reports.values())  # the logs then have more than the queue
     lines = [line for line in text.splitlines() if line.startswith(_SLURM_PREFIXES) or not begun]
     shown = "\n".join(lines[-_LAST_LINES:])
     return LaunchError(
         f"job {job.id} {ended}{_ADVICE.get(name, '')}"
-        + (f"; ended without a report, as if killed: rank {silent}" if silent else "")
-        + (f". From {job.errors}:\n{shown}" if shown else "")
+        + (f"; {how}" if how else "")
+        + (f"\nFrom {job.errors}:\n{shown}" if shown else "")
     )
+
+
+def _deaths(text: str) -> Iterator[Death]:
+    """Yield how tasks have ended, in the order in which srun says so. Of several in a line, the first is named."""
+    numbers = {signal.strsignal(number): number for number in signal.valid_signals()}
+    for task, code, words in re.findall(_ENDED_TASK, text, re.MULTILINE):
+        if code or words in numbers:
+            yield Death(int(task), int(code) if code else -numbers[words], None)
 
 
 def _cancel(jobs: Sequence[Job]) -> str:

@@ -33,7 +33,7 @@ STRIKES = {
 WORDS = {
     "raise": ["error: rank 1 raised\nTraceback", "ValueError: bad luck"],
     "leave": ["error: job ", "ended without a report, as if killed: rank 3"],
-    "kill": ["error: job ", "ended without a report, as if killed: rank 1", "srun: "],
+    "kill": ["error: job ", "rank 1 was killed by signal 9 (SIGKILL)", "srun: "],
     "cancel": ["error: job ", " ended as CANCELLED"],
     "memory": ["the queue does not accept the job: ", "Memory specification can not be satisfied"],
 }

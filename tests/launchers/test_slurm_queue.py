@@ -122,7 +122,13 @@ KILLED = "srun: error: n1: task 1: Killed"
     [
         (State("FAILED", "NonZeroExitCode", "n1"), [PEER, RAISED], "", "rank 1 raised\nValueError: bad luck"),
         (State("FAILED", "NonZeroExitCode", "n1"), [PEER, None], KILLED, "job 7 ended as FAILED (NonZeroExitCode); "
-         f"ended without a report, as if killed: rank 1. From {{folder}}/7.err:\n{KILLED}"),
+         "rank 1 was killed by signal 9 (SIGKILL). If nobody killed it, the machine ran out of memory"),
+        (State("FAILED", "NonZeroExitCode", "n1"), [PEER, None], KILLED, f"\nFrom {{folder}}/7.err:\n{KILLED}"),
+        (State("FAILED", "None", "n1"), [None, PEER], "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: "
+         "n1: tasks 0,2: Segmentation fault (core dumped)", "rank 0 was killed by signal 11 (SIGSEGV)\nFrom"),
+        (State("FAILED", "None", "n1"), [PEER, None], "srun: error: n1: task 1: Exited with exit code 3",
+         "rank 1 ended with exit code 3 before its work was done"),
+        (State("CANCELLED", "None", "n1"), [None, None], KILLED, "None); ended without a report, as if killed: rank 0, 1"),
         (State("CANCELLED", "None", "n1"), [None, None], "", "job 7 ended as CANCELLED (None); ended without a report"),
         (State("FAILED", "None", "n1"), [None, None], "srun: error: n1: task 0: Out Of Memory", "launcher.mem_gb"),
         (State("TIMEOUT", "TimeLimit", "n1"), [RAISED, None], "", "set launcher.time_min or launcher.signal_s higher"),
