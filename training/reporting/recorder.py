@@ -203,6 +203,15 @@ def duration(seconds: float) -> str:
     return f"{rest} s"
 
 
+def progress(done: int, total: int, since: float) -> str:
+    """Return how far a command is, and how long the rest takes at the same pace: ``18 of 27, 3 min 5 s left``.
+
+    ``since`` is the monotonic time at which the first of ``total`` parts began.
+    """
+    left = (time.monotonic() - since) / done * (total - done)
+    return f"{done} of {total}" + f", {duration(left)} left" * (done < total)
+
+
 # -- what a run was made with ----------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ def html(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """Of a model that a probe has a word on, with two layouts that ran, one of them wrong, and one that cannot be."""
+    """Of a model that a probe has a word on, with two layouts that ran, one of them wrong, and two that did not."""
     configuration = {"verify": {"tolerance": 1e-5, "steps": 3}, "train": {"precision": "fp64", "global_batch_size": 8}}
     about = {**ABOUT, "model": "toy", "parameters": 1234, "data": "numbers", "date": "2026-01-01", "seed": 1}
     about |= {"command": "python train.py mode=verify", "configuration": configuration}
@@ -55,9 +55,10 @@ def certificate(tmp_path_factory):
         limits=dict.fromkeys(COMPARED, 1e-5),
         probes=[Finding("shapes", holds=True), Finding("repeats", "b", "draws from numpy's generator in training")],
         layouts=[
-            Compared("parallel=single chunks=4", holds=True, losses=[3.5, 2.5, 2.0], **run),
-            Compared("parallel=pipe_fsdp dp=2 pp=2 schedule=1f1b", holds=False, losses=[3.5, 2.6, 2.1], **wrong),
+            Compared("parallel=single chunks=4", holds=True, losses=[3.5, 4.0, 2.0, 2.5], **run),
+            Compared("parallel=pipe_fsdp dp=2 pp=2 schedule=1f1b", holds=False, losses=[3.5, 4.1, 2.1, 2.6], **wrong),
             Compared("parallel=model_parallel pp=4", reason="4 stages but only 3 layers"),
+            Compared("parallel=ddp dp=8", reason="needs 8 processes, and verify.processes=4", needs=8),
         ],
         complete=True,
     )
@@ -120,7 +121,11 @@ def test_all_pages_have_one_look_and_end_with_commit_versions_and_machine(pages)
 
 def test_each_layout_of_the_certificate_has_its_differences_its_losses_and_its_reason(certificate):
     assert "not the same in every layout</span>" in certificate and "0 of 1 layouts train as one" in certificate
-    assert certificate.count("<polyline") == 2 and ">3.5</text>" in certificate and ">2</text>" in certificate
+    assert certificate.count("<polyline") == 2 and ">4.1</text>" in certificate and ">2</text>" in certificate
+    assert "from 3.5 to 2.5, those" in certificate and certificate.count(">reference</span>") == 1
+    assert (
+        "2 not compared: 1 need more processes (verify.processes=8 compares them), 1 cannot be cut from" in certificate
+    )
     assert certificate.count('class="bad" title="step 2">1e-02<') == len(COMPARED)
     assert "4 stages but only 3 layers: <span" in certificate and "layer b: draws from" in certificate
 

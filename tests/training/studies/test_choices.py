@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from training.checkpoint.files import Checkpoint
 from training.command.launch import prepared
 from training.studies.planning import choice
 from training.studies.planning.choice import choose, predict_here, recall
+from training.studies.planning.comparison import Row, to_try
 from training.studies.planning.paper import command, predict_on_paper
+from training.studies.planning.trial import Trial
 
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]
 LONGER = ["train.steps=6" if word == "train.steps=4" else word for word in COMMON]
@@ -172,7 +175,8 @@ def test_compare_runs_each_strategy_s_best_beside_its_prediction(tmp_path):
     assert run.code == 0, run.console
     found = json.loads((tmp_path / "run" / "comparison.json").read_text())
     names = [row["layout"]["name"] for row in found["rows"]]
-    assert {"single", "ddp", "fsdp", "pipelined"} <= {*names} and len(names) == len({*names}) and not found["problems"]
+    assert {"single", "ddp", "fsdp", "pipelined"} <= {*names} and not found["problems"]
+    assert f"{len(names)} of {len(names)}  " in run.stdout
     seconds = [row["measured"]["seconds"] for row in found["rows"]]
     assert seconds == sorted(seconds) and all(row["predicted"]["seconds"] > 0 for row in found["rows"])
     for row in found["rows"]:
@@ -183,6 +187,22 @@ def test_compare_runs_each_strategy_s_best_beside_its_prediction(tmp_path):
     page = (tmp_path / "run" / "comparison.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2 and "is the fastest here" in page
     assert all((tmp_path / "run" / name).stat().st_size > 5000 for name in ("comparison.png", "timelines.png"))
+
+
+def test_what_trains_without_a_word_is_compared_beside_a_faster_layout_of_one_process(monkeypatch):
+    monkeypatch.setattr(choice, "measure", made_up)
+    found, _ = predict_here(cfg_of("parallel=auto"), counts=(1, 2))
+    by_chunks = {one.layout.chunks: one for one in reversed(found.best) if one.layout.strategy == "single"}
+    for first in (1, 2):
+        tried = to_try(replace(found, best=[by_chunks[first], *found.best]))
+        assert {one.layout.chunks for one in tried if one.layout.strategy == "single"} == {1, first}
+        assert len(tried) == len({one.name for one in tried})
+
+
+def test_no_part_of_a_measured_step_is_below_0(monkeypatch):
+    monkeypatch.setattr(choice, "measure", made_up)
+    found, _ = predict_here(cfg_of("parallel=auto"), counts=(1,))
+    assert Row(found.best[0], Trial(0.3, 1, busy=0.1, idle=0.2)).measured["communication"] == 0
 
 
 def test_a_layout_becomes_the_keys_of_its_command(monkeypatch):

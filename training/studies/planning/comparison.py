@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 
 from common.errors import TrainingError
 from launchers import World
-from planner.search import Candidate
+from planner.search import Candidate, Found
 from training.reporting import describe
 from training.reporting.console import columns
 from training.reporting.metrics import write_json
 from training.reporting.page import render
+from training.reporting.recorder import progress
 from training.studies.planning import AUTO
 from training.studies.planning.choice import predict_here
 from training.studies.planning.paper import best_of_each, command, timeline_of
@@ -53,7 +56,8 @@ class Row:
         trial = self.trial
         compute = min(trial.busy if trial.busy is not None else trial.seconds, trial.seconds)
         bubble = min(trial.idle or 0.0, trial.seconds - compute)
-        return dict(zip(PARTS, (compute, bubble, trial.seconds - compute - bubble), strict=True))
+        rest = max(0.0, trial.seconds - compute - bubble)  # without a rounding error below 0
+        return dict(zip(PARTS, (compute, bubble, rest), strict=True))
 
     @property
     def off(self) -> float:
@@ -80,13 +84,14 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
         raise TrainingError("mode=compare starts its processes itself: launcher=local, without torchrun or srun")
     cfg.parallel.name = AUTO
     found, model = predict_here(cfg, () if torch.accelerator.is_available() else _PROCESSES)
-    rows, problems = [], []
-    for name, best in best_of_each(found).items():
+    rows, problems, since = [], [], time.monotonic()
+    tried = to_try(found)
+    for number, best in enumerate(tried, 1):
         trial = try_layout(cfg, best, _SECONDS)
         measured = f"failed: {trial.problem}" if trial.problem else f"measured {trial.seconds:.3g} s"
-        print(f"  {best.name}: predicted {best.seconds.total:.3g} s a step, {measured}", flush=True)
+        print(f"  {progress(number, len(tried), since)}  {best.name}: predicted {best.seconds.total:.3g} s a step, {measured}", flush=True)
         if trial.problem:
-            problems.append(f"{name}: {trial.problem}")
+            problems.append(f"{best.layout.strategy}: {trial.problem}")
         else:
             rows.append(Row(best, trial))
     if not rows:
@@ -96,6 +101,13 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
     commands = [command(words, row.best) for row in rows]
     write(rows, f"{cfg.model.name}, {model.batch:,} samples a step", commands, problems, run_dir)
     return f"{text}\n{commands[0]}\n{run_dir / PAGE}"
+
+
+def to_try(found: Found) -> list[Candidate]:
+    """Return the best layout of each strategy, and the one that trains if no layout is typed: single with chunks=1."""
+    best = [*best_of_each(found).values()]
+    untyped = (one for one in found.best if one.layout.strategy == "single" and one.layout.chunks == 1)
+    return [*best, *(one for one in islice(untyped, 1) if one not in best)]
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -53,6 +53,7 @@ class Compared:
         optimizer: The name of the user's optimizer.
         holds: Whether it trains as one process does; None if the model cannot be trained in this layout.
         reason: The reason why it was not run or failed, or where it first differs.
+        needs: The number of processes that it needs, if that is more than ``verify.processes``.
         differences: The largest relative difference of each kind of result, and where it occurs.
         losses: The loss of each step with the user's optimizer.
         seconds: The duration of its runs.
@@ -64,6 +65,7 @@ class Compared:
     optimizer: str = ""
     holds: bool | None = None
     reason: str = ""
+    needs: int | None = None
     differences: dict[str, tuple[float, str]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -163,8 +165,9 @@ class Runs:
         try:
             if layout.dp > 1 and layout.dp * layout.chunks != self.microbatches:
                 raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {layout.dp} replicas")
-            if (needed := layout.processes) > self.cfg.verify.processes:
-                raise UserError(f"needs {needed} processes, and verify.processes={self.cfg.verify.processes}")
+            if layout.processes > self.cfg.verify.processes:
+                result.needs = layout.processes
+                raise UserError(f"needs {result.needs} processes, and verify.processes={self.cfg.verify.processes}")
             prepare(self._job(result, "plain"))
         except UserError as error:
             result.reason = str(error)

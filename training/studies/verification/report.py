@@ -26,7 +26,7 @@ from launchers import Interrupted, World, start_fork_server
 from parallel.layout import Layout
 from training.reporting.console import columns
 from training.reporting.page import render
-from training.reporting.recorder import describe
+from training.reporting.recorder import describe, progress
 from training.run.prepare import prepare
 from training.run.setup import Setup
 from training.studies.verification.difference import first_difference
@@ -72,6 +72,18 @@ class Report:
         return [layout for layout in self.layouts[1:] if layout.holds is not None]
 
     @property
+    def left_out(self) -> str:
+        """How many layouts were not compared, why, and what compares them; empty if all were."""
+        skipped = [layout for layout in self.layouts[1:] if layout.holds is None]
+        needs = [layout.needs for layout in skipped if layout.needs]
+        reasons = []
+        if needs:
+            reasons.append(f"{len(needs)} need more processes (verify.processes={max(needs)} compares them)")
+        if others := len(skipped) - len(needs):
+            reasons.append(f"{others} cannot be cut from this model or batch")
+        return f"{len(skipped)} not compared: {', '.join(reasons)}." if skipped else ""
+
+    @property
     def failed(self) -> list[Finding | Compared]:
         """The findings and comparisons that do not hold."""
         return [result for result in [*self.probes, *self.layouts] if result.holds is False]
@@ -97,7 +109,8 @@ class Report:
     def __str__(self) -> str:
         """Return what does not hold, and how many layouts hold."""
         held = sum(layout.holds is True for layout in self.compared)
-        lines = [*map(str, self.failed), f"{held} of {len(self.compared)} layouts hold"]
+        lines = [*map(str, self.failed), f"{held} of {len(self.compared)} layouts train as one process does"]
+        lines += filter(None, [self.left_out])
         partly = f"partial: it ended after {self.reached}, and says nothing of those that are left"
         return "\n".join(lines + [partly] * (not self.complete))
 
@@ -134,10 +147,11 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
         for finding in probe(setup, own):
             report.probes.append(finding)
             note(finding)
-        print(f"  probes: {time.monotonic() - began:.0f} s")
+        since = time.monotonic()
+        print(f"  probes: {since - began:.0f} s")
         for layout in _layouts(report, cfg, setup, run_dir / "layouts", typed, own):
             report.layouts.append(layout)
-            note(layout, f"{len(report.layouts)}/{report.planned} ")
+            note(layout, f"{progress(len(report.layouts), report.planned or 0, since)}  ")
         report.complete = True
     except KeyboardInterrupt as stopped:
         signum = getattr(stopped, "signum", signal.SIGINT)
