@@ -80,7 +80,7 @@ class Report:
         if needs:
             reasons.append(f"{len(needs)} need more processes (verify.processes={max(needs)} compares them)")
         if others := len(skipped) - len(needs):
-            reasons.append(f"{others} cannot be cut from this model or batch")
+            reasons.append(f"{others} are not possible with this model, batch or device")
         return f"{len(skipped)} not compared: {', '.join(reasons)}." if skipped else ""
 
     @property
