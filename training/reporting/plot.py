@@ -13,7 +13,7 @@ from matplotlib.rcsetup import cycler
 BLUE, GREEN, ORANGE, GREY, PALE = "#0072b2", "#009e73", "#e69f00", "#8a8a8a", "#c8c8c8"
 # The colours of curves. The first six are those of Okabe and Ito, which colour-blind readers can distinguish.
 COLOURS = (BLUE, "#d55e00", GREEN, "#cc79a7", "#56b4e9", ORANGE, "#7f3c8d", "#666666")
-NARROW, WIDE = 5.4, 12.0  # inches: legible on a phone; the width of a page
+NARROW, MEDIUM, WIDE = 5.4, 8.0, 12.0  # inches: legible on a phone; whole on a phone; the width of a page
 
 # Use it as ``with style():`` or as a decorator around all drawing code, because matplotlib reads most settings when
 # an element is added.

@@ -85,7 +85,7 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
         "predicted": predicted,
         f"measured, of median duration among {len(steps)} steps": {r: own[drawn] for r, own in measured.items()},
     }
-    figure = Figure(figsize=(plot.WIDE, 1.9 + 2 * len(predicted) * 0.8))
+    figure = Figure(figsize=(plot.MEDIUM, 1.9 + 2 * len(predicted) * 0.8))
     handles = {}
     for axes, (name, step) in zip(figure.subplots(2, sharex=True), both.items(), strict=True):
         handles |= {handle.get_label(): handle for handle in _rows(axes, step)}
@@ -99,7 +99,7 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
 
 def _frame(figure: Figure, title: str, handles: list[Patch]) -> None:
     figure.suptitle(title, x=0.005, ha="left")
-    columns = len(handles) if len(handles) <= 6 else 4
+    columns = min(len(handles), int(figure.get_figwidth() / 2))  # inches of an entry
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
@@ -109,13 +109,16 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
     first, last = work_span(everything)
     span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
-    points = 72 * 0.9 * plot.WIDE / span  # per millisecond
+    figure = axes.get_figure()
+    assert figure is not None
+    points = 72 * 0.9 * figure.get_figwidth() / span  # per millisecond
     digits = len(str(max(i.microbatch for i in everything)))
     legend: dict[tuple[int, int], tuple[str, Colour]] = {}
 
     for row, (own, step) in enumerate(zip(stages, ranks.values(), strict=True)):
         _bar(axes, 0, span, row + _TOP, _BLOCK, color=_IDLE)
-        for kind, stage, microbatch, start, end in step:
+        free = 0.0  # where the next number above a narrow block may begin
+        for kind, stage, microbatch, start, end in sorted(step, key=lambda interval: interval.start):
             if kind in WORK:
                 loop = own.index(stage)
                 colour = _lighter(_COLOURS[kind], loop / len(own))
@@ -123,6 +126,10 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
                 left, right = 1e3 * (start - first), 1e3 * (end - first)
                 _bar(axes, left, right, row + _TOP, _BLOCK, facecolor=colour, edgecolor="white", lw=0.6)
                 size = min(11.0, (right - left) * points / (0.75 * digits))
+                if size < _SMALLEST and left >= free:  # of many narrow blocks, some are numbered, above the row
+                    above = {"fontsize": _SMALLEST, "va": "bottom", "ha": "left"}
+                    axes.text(left, row + _TOP, str(microbatch), **above)
+                    free = left + _SMALLEST * (0.75 * digits + 0.5) / points
                 if size >= _SMALLEST:
                     ink = "white" if sum(np.multiply(colour, (0.30, 0.59, 0.11))) < 0.5 else "black"
                     middle = (left + right) / 2, row + _TOP + _BLOCK / 2

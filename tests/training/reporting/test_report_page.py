@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from composed import compose
 from sweep_jobs import chunk_sweep, leave
 
 from conf.instantiate import to_config, to_dict
-from training.studies.planning.comparison import Row
+from training.reporting.timeline import beside
+from training.studies.planning.comparison import Row, _bars
 from training.studies.planning.comparison import write as write_comparison
 from training.studies.planning.paper import best_of_each, command, predict_on_paper, timeline_of
 from training.studies.planning.trial import Trial
@@ -68,8 +70,8 @@ def certificate(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory):
-    """Of the toy's strategies on a laptop, as if each had run as predicted."""
+def compared():
+    """The toy's strategies on a laptop, as if each had run as predicted."""
     cfg = to_config(to_dict(compose("model=toy", "parallel=auto", "cluster=laptop", "mode=plan")))
     best = best_of_each(predict_on_paper(cfg)[0]).values()
     trials = [
@@ -78,11 +80,16 @@ def comparison(tmp_path_factory):
         else Trial(one.seconds.total, 1 << 30)
         for one in best
     ]
-    rows = [Row(one, trial) for one, trial in zip(best, trials, strict=True)]
+    return [Row(one, trial) for one, trial in zip(best, trials, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def comparison(compared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("comparison")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.studies.planning.comparison.describe", lambda: ABOUT)
-        write_comparison(rows, "toy, 64 samples", [command([], one) for one in best], ["fsdp: no memory"], folder)
+        commands = [command([], row.best) for row in compared]
+        write_comparison(compared, "toy, 64 samples", commands, ["fsdp: no memory"], folder)
     assert {path.name for path in folder.iterdir()} == {
         "comparison.html", "comparison.json", "comparison.png", "timelines.png"
     }  # fmt: skip
@@ -132,6 +139,16 @@ def test_each_cell_of_the_comparison_says_what_it_is(comparison):
     columns, cells = re.findall("<th>(.*)</th>", comparison), re.findall('<td data-name="(.*?)"', comparison)
     assert len(set(columns)) == len(columns) and cells == columns * comparison.count("<pre>")
     assert "fsdp: no memory" in comparison
+
+
+def test_nothing_is_cut_off_in_the_pictures_of_the_comparison(compared):
+    row = next(row for row in compared if row.trial.steps)
+    layout = replace(row.best.layout, schedule="interleaved_1f1b", stages_per_rank=4, recompute="full")
+    long = replace(row, best=replace(row.best, layout=layout))
+    for figure in (_bars([*compared, long], 40 * "n"), beside(timeline_of(row.best), row.trial.steps, 60 * "n")):
+        figure.draw_without_rendering()
+        box = figure.get_tightbbox()
+        assert box.x0 >= 0 and box.x1 <= figure.get_figwidth() and box.y0 >= 0 and box.y1 <= figure.get_figheight()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,14 @@ def test_the_picture_has_a_row_for_each_stage_and_a_number_on_each_block():
     assert legend[3:] == ["receive: sender still computing", "receive: sent, until used"]
 
 
+def test_the_blocks_of_a_stage_that_is_far_faster_have_numbers_above_them():
+    first, second = gpipe()
+    first = [i._replace(end=i.start + (i.end - i.start) / 100) if "receive" not in i.kind else i for i in first]
+    (axes,) = draw({0: first, 1: second}, "toy: gpipe", "step 7").axes
+    numbers = [[text.get_text() for text in axes.texts if round(text.get_position()[1]) == row] for row in (0, 1)]
+    assert numbers == [["0", "1", "0", "1"]] * 2
+
+
 def test_a_run_without_a_pipeline_says_that_there_is_nothing_to_draw(tmp_path, capsys):
     run(tmp_path, *SHORT, "train.trace=true")
     assert "train.trace=true draws pipelines, and parallel=single has none" in capsys.readouterr().err

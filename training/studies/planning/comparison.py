@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ PARTS = ("compute", "bubble", "communication")
 _PAIRS = [f"{what}, {which}" for what in (*PARTS, "GiB") for which in "pm"]  # predicted and measured
 _PROCESSES = (1, 2, 4)  # on a CPU
 _SECONDS = 3.0  # of a trial
+_NAME = 22  # characters of a line of a layout's name beside its bars
 
 
 @dataclass(frozen=True)
@@ -201,11 +203,12 @@ def _bars(rows: Sequence[Row], title: str) -> Any:
                     axes.barh(place + shift, size, 0.36, left, color=colours[part], alpha=alpha)
                     left += size
                 axes.text(left, place + shift, f" {left:.3g}", va="center", fontsize="small")
-        axes.set_yticks(range(len(rows)), [row.best.name.replace(" ", "\n", 1) for row in rows])
+        axes.set_yticks(range(len(rows)), [fill(row.best.name, _NAME) for row in rows])
         axes.grid(visible=False, axis="y")
         axes.invert_yaxis()
         axes.set_xlim(0, 1.2 * max(sum(parts.values()) for row in rows for parts in (row.predicted, row.measured)))
-        axes.set(xlabel="seconds of a step: predicted above measured", title=title)
+        axes.set(xlabel="seconds of a step", title="predicted above measured")
+        figure.suptitle(title, x=0.005, ha="left")  # above the names, too: it may be long
         handles = [Patch(color=colour, label=part) for part, colour in colours.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
