@@ -359,7 +359,8 @@ def _for_jobs(overrides: list[str]) -> list[str]:
     def for_job(override: Override, line: str) -> str:
         key, _, value = line.partition("=")
         is_plain = "." in key and value and not override.is_delete() and not override.is_sweep_override()
-        is_plain = is_plain and override.value() is not None and not key.startswith("hydra")
+        of_sweep = key.startswith(("hydra", "sweep."))  # read before and after the jobs, without their words
+        is_plain = is_plain and override.value() is not None and not of_sweep
         return f"{key}=choice({value})" if is_plain else line
 
     with suppress(HydraException):  # Hydra reports the error

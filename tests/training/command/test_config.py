@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from common.errors import UserError
 from conf import help, keys
+from conf.composition import _for_jobs
 from conf.instantiate import instantiate
 from conf.schema import Parallel, Root
 from data.dataset import DataSet
@@ -314,3 +315,8 @@ def test_debug_stands_on_top_of_the_model_and_below_the_command_line():
     assert compose("model=gpt2", "debug=limit").train.steps == 3
     assert compose("model=toy", "debug=limit").train.epochs is None
     assert compose("model=gpt2", "debug=limit", "train.steps=9").train.steps == 9
+
+
+def test_what_a_sweep_itself_reads_is_no_value_to_sweep_over():
+    words = _for_jobs(["parallel=single,ddp", "parallel.chunks=2", "sweep.objective=val_loss", "hydra.sweep.dir=x"])
+    assert words == ["parallel=single,ddp", "parallel.chunks=choice(2)", "sweep.objective=val_loss", "hydra.sweep.dir=x"]

@@ -96,6 +96,22 @@ def test_jobs_are_ranked_by_what_was_asked_for_or_by_what_varies(tmp_path, key, 
     assert table.best == [table.rows[best]]
 
 
+def test_of_jobs_that_differ_by_rounding_only_the_fastest_is_the_best(tmp_path):
+    sweep = rates(tmp_path, (3, 2.0, 5.0), (1, 1.0, 5.0 + 1e-9), (2, 3.0, 6.0), key="parallel.chunks")
+    table = read_table(sweep, "val_loss")
+    assert table.best == [table.rows[1]]
+    said = next(results(table))
+    assert "with val_loss 5, the fastest of 2 jobs that have it; the worst, parallel.chunks=2, has 6." in said
+
+
+def test_curves_that_lie_on_each_other_are_all_visible(tmp_path):
+    for num, name in enumerate(("single", "ddp", "fsdp")):
+        leave(tmp_path, num, f"parallel={name}", times=[1.0] * 6, parallel=name)
+    dashes = [line._dash_pattern for line in loss_figure(read_table(tmp_path)).axes[0].get_lines()]
+    (_, (on, off)), *_ = dashes
+    assert off == 2 * on and [offset / on for offset, _ in dashes] == [0, 1, 2]
+
+
 def test_without_any_validation_the_training_loss_ranks(tmp_path):
     leave(tmp_path, 0, "optim.lr=1", times=[1.0] * 6)
     leave(tmp_path, 1, "optim.lr=2", times=[2.0] * 8)  # whose loss, 2 / steps, is lower

@@ -87,12 +87,15 @@ def results(table: Table) -> Iterator[str]:
     sign = -1 if table.objective.larger_is_better else 1
     for row in table.best:
         whose = f" of {row.summary['model']}" if len(table.best) > 1 else ""
-        worst = max(table.rivals(row), key=lambda rival: sign * score_of(rival))
+        rivals, equals = table.rivals(row), table.equals(row)
+        worst = max(rivals, key=lambda rival: sign * score_of(rival))
+        alike = f", the fastest of {len(equals)} jobs that have it" if len(equals) > 1 else ""
+        last = f"; the worst, {worst.label}, has {table.show_score(worst)}" if len(equals) < len(rivals) else ""
         doubt = _doubt(table, row) if table.objective.is_speed else ""
         kind = "Best median" if doubt else "Fastest" if table.objective.is_speed else "Best"
         yield (
-            f"{kind}{whose}: {row.label} with {table.objective.name} "
-            f"{table.show_score(row)}; the worst, {worst.label}, has {table.show_score(worst)}.{doubt}"
+            f"{kind}{whose}: {row.label} with {table.objective.name} {table.show_score(row)}"
+            f"{'' if table.objective.is_speed else alike}{last}.{doubt}"
         )
         yield f"The same again{whose}: {_command_of(row)}"
     if table.references:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -172,10 +173,15 @@ class Table:
 
     @cached_property
     def best(self) -> list[Row]:
-        """The best job of each model of which several jobs have a score."""
+        """The best job of each model of which several jobs have a score; of equally good ones, the fastest."""
         choose = max if self.objective.larger_is_better else min
         groups = {row.summary["model"]: self.rivals(row) for row in self.scored}
-        return [choose(rivals, key=score_of) for rivals in groups.values() if len(rivals) > 1]
+        best = [choose(rivals, key=score_of) for rivals in groups.values() if len(rivals) > 1]
+        return [min(self.equals(row), key=lambda equal: equal.summary.get(TIME) or math.inf) for row in best]
+
+    def equals(self, row: Row) -> list[Row]:
+        """Return the rivals of ``row`` whose scores differ from its own in no digit that is shown, itself included."""
+        return [other for other in self.rivals(row) if self.show_score(other) == self.show_score(row)]
 
     def rivals(self, row: Row) -> list[Row]:
         """Return the scored rows of the same model as ``row``, itself included."""
