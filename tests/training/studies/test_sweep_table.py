@@ -107,7 +107,9 @@ def test_of_jobs_that_differ_by_rounding_only_the_fastest_is_the_best(tmp_path):
 def test_curves_that_lie_on_each_other_are_all_visible(tmp_path):
     for num, name in enumerate(("single", "ddp", "fsdp")):
         leave(tmp_path, num, f"parallel={name}", times=[1.0] * 6, parallel=name)
-    dashes = [line._dash_pattern for line in loss_figure(read_table(tmp_path)).axes[0].get_lines()]
+    figure = loss_figure(read_table(tmp_path))
+    assert {handle.get_linestyle() for handle in figure.legends[0].legend_handles} == {"-"}
+    dashes = [line._dash_pattern for line in figure.axes[0].get_lines()]
     (_, (on, off)), *_ = dashes
     assert off == 2 * on and [offset / on for offset, _ in dashes] == [0, 1, 2]
 
