@@ -128,7 +128,7 @@ KILLED = "srun: error: n1: task 1: Killed"
          "n1: tasks 0,2: Segmentation fault (core dumped)", "rank 0 was killed by signal 11 (SIGSEGV)\nFrom"),
         (State("FAILED", "None", "n1"), [PEER, None], "srun: error: n1: task 1: Exited with exit code 3",
          "rank 1 ended with exit code 3 before its work was done"),
-        (State("CANCELLED", "None", "n1"), [None, None], KILLED, "None); ended without a report, as if killed: rank 0, 1"),
+        (State("CANCELLED", "None", "n1"), [None, None], KILLED, "; ended without a report, as if killed: rank 0, 1"),
         (State("CANCELLED", "None", "n1"), [None, None], "", "job 7 ended as CANCELLED (None); ended without a report"),
         (State("FAILED", "None", "n1"), [None, None], "srun: error: n1: task 0: Out Of Memory", "launcher.mem_gb"),
         (State("TIMEOUT", "TimeLimit", "n1"), [RAISED, None], "", "set launcher.time_min or launcher.signal_s higher"),

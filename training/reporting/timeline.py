@@ -66,7 +66,7 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
     height = 1.55 + len(ranks) * (0.8 if len(ranks) <= 8 else 0.5)
     figure = Figure(figsize=(plot.WIDE, height))
     axes = figure.add_subplot()
-    handles = _rows(axes, ranks)
+    handles = _rows(axes, ranks, plot.WIDE)
     axes.set_title(subtitle)
     _frame(figure, title, handles)
     return figure
@@ -88,7 +88,7 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
     figure = Figure(figsize=(plot.MEDIUM, 1.9 + 2 * len(predicted) * 0.8))
     handles = {}
     for axes, (name, step) in zip(figure.subplots(2, sharex=True), both.items(), strict=True):
-        handles |= {handle.get_label(): handle for handle in _rows(axes, step)}
+        handles |= {handle.get_label(): handle for handle in _rows(axes, step, plot.MEDIUM)}
         axes.set_title(name)
     spans = (work_span([i for own in step.values() for i in own]) for step in both.values())
     _scale(axes, 1e3 * max(last - first for first, last in spans))  # both have it
@@ -103,15 +103,13 @@ def _frame(figure: Figure, title: str, handles: list[Patch]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
-def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]]) -> list[Patch]:
-    """Draw the rows of ``draw``, and return the legend's handles."""
+def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> list[Patch]:
+    """Draw the rows of ``draw`` in a figure of a width in inches, and return the legend's handles."""
     everything = [i for step in ranks.values() for i in step]
     first, last = work_span(everything)
     span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
-    figure = axes.get_figure()
-    assert figure is not None
-    points = 72 * 0.9 * figure.get_figwidth() / span  # per millisecond
+    points = 72 * 0.9 * width / span  # per millisecond
     digits = len(str(max(i.microbatch for i in everything)))
     legend: dict[tuple[int, int], tuple[str, Colour]] = {}
 

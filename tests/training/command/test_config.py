@@ -318,5 +318,5 @@ def test_debug_stands_on_top_of_the_model_and_below_the_command_line():
 
 
 def test_what_a_sweep_itself_reads_is_no_value_to_sweep_over():
-    words = _for_jobs(["parallel=single,ddp", "parallel.chunks=2", "sweep.objective=val_loss", "hydra.sweep.dir=x"])
-    assert words == ["parallel=single,ddp", "parallel.chunks=choice(2)", "sweep.objective=val_loss", "hydra.sweep.dir=x"]
+    group, key, *kept = "parallel=single,ddp", "parallel.chunks=2", "sweep.objective=val_loss", "hydra.sweep.dir=x"
+    assert _for_jobs([group, key, *kept]) == [group, "parallel.chunks=choice(2)", *kept]

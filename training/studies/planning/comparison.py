@@ -91,7 +91,8 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
     for number, best in enumerate(tried, 1):
         trial = try_layout(cfg, best, _SECONDS)
         measured = f"failed: {trial.problem}" if trial.problem else f"measured {trial.seconds:.3g} s"
-        print(f"  {progress(number, len(tried), since)}  {best.name}: predicted {best.seconds.total:.3g} s a step, {measured}", flush=True)
+        predicted = f"predicted {best.seconds.total:.3g} s a step, {measured}"
+        print(f"  {progress(number, len(tried), since)}  {best.name}: {predicted}", flush=True)
         if trial.problem:
             problems.append(f"{best.layout.strategy}: {trial.problem}")
         else:

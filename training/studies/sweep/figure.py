@@ -61,7 +61,7 @@ def loss_figure(table: Table) -> Figure | None:
     axes.locator_params("x", integer=True)
     axes.set(xlabel="step", ylabel="training loss")
     _add_legend(figure, axes)
-    for handle in (handle for legend in figure.legends for handle in legend.legend_handles):
+    for handle in (handle for legend in figure.legends for handle in legend.get_lines()):
         handle.set(linestyle="-")  # it is as short as a gap
     return figure
 
