@@ -160,6 +160,8 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     before = [read_job(entry.folder) for entry in entries]
     for entry, earlier in zip(entries, before, strict=True):
         used = entry.folder.is_dir() and any(entry.folder.iterdir())
+        if earlier is not None and earlier.status == FAILED and not (entry.folder / METRICS).exists():
+            used = False  # it failed before its first step: the mended command may have the folder
         if used and (earlier is None or not earlier.is_same(entry.job)):
             known = f" ({' '.join(earlier.overrides)})" if earlier is not None else ""
             raise TrainingError(

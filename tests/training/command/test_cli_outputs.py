@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from commandline import train
 
 from train import main
 from training.reporting import describe
+from training.run.loop import Loop
 
 PIPE_DDP = ["parallel=pipe_ddp", "parallel.chunks=4"]  # as test_cli_models has it: the run is shared
 TINY_PARAMETERS = 50304 * 64 + 256 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
@@ -191,6 +193,16 @@ def test_a_directory_that_holds_another_run_is_refused_and_left_untouched(toy):
     assert "hydra.run.dir" in run.stderr and "train.resume=auto" in run.stderr
     assert "Traceback" not in run.console
     assert contents(toy.folder) == before
+
+
+def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_the_mended_command(tmp_path, monkeypatch):
+    words = ["model=toy", "train.steps=1", "train.epochs=null", "logger=none", f"hydra.run.dir={tmp_path}/run"]
+    assert main([*words, "optim.lr=-1"]) == 1
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a bug"):
+        patch.setattr(Loop, "run", Mock(side_effect=RuntimeError("a bug")))
+        main(words)
+    assert (tmp_path / "run" / "environment.json").exists()
+    assert [main(words), main(words)] == [0, 1], "the second finds a run"
 
 
 @pytest.mark.parametrize(

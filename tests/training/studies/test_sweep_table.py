@@ -10,7 +10,7 @@ from sweep_jobs import chunk_sweep, leave
 
 from common.errors import TrainingError
 from training.command.sweep_jobs import Entry, batches, open_folders
-from training.reporting.job_record import Job
+from training.reporting.job_record import Job, write_job
 from training.studies.sweep.figure import loss_figure, score_figure
 from training.studies.sweep.report import SweepReport, results
 from training.studies.sweep.table import read_table, write_csv
@@ -182,6 +182,15 @@ def test_jobs_that_nobody_waits_for_are_not_queued_twice(tmp_path, capsys):
     leave(tmp_path, 1, "seed=2", status="failed")
     assert numbers(open_folders(entries(tmp_path, 1, 2, queued=True), tmp_path)) == [1]
     assert "job 0 is running" in capsys.readouterr().out
+
+
+def test_a_mended_command_gets_the_folders_of_jobs_that_failed_before_their_first_step(tmp_path):
+    leave(tmp_path, 0, "seed=1", "optim.lr=-1", status="failed", error="Invalid learning rate")
+    assert numbers(open_folders(entries(tmp_path, 1, more=("optim.lr=1",)), tmp_path)) == [0]
+    (tmp_path / "0" / "metrics.jsonl").write_text("{}\n")
+    write_job(tmp_path / "0", Job(0, ("seed=1", "optim.lr=-1"), "failed"))
+    with pytest.raises(TrainingError, match="holds another run"):
+        open_folders(entries(tmp_path, 1, more=("optim.lr=1",)), tmp_path)
 
 
 @pytest.mark.parametrize("theirs", ["another job", "a run of no sweep"])
