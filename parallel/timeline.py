@@ -171,6 +171,13 @@ def work_span(intervals: Sequence[Interval]) -> tuple[float, float]:
     return min(i.start for i in work), max(i.end for i in work)
 
 
+def busy_seconds(ranks: Sequence[Steps]) -> list[float]:
+    """Compute how long each rank works in a step, on average over the steady steps; 0 if no step was recorded."""
+    steps = steady_steps(ranks)
+    work = ([i.end - i.start for index in steps for i in own[index] if i.kind in WORK] for own in ranks)
+    return [sum(seconds) / max(1, len(steps)) for seconds in work]
+
+
 def bubble_fraction(ranks: Sequence[Steps]) -> float | None:
     """Compute 1 - busy time / (ranks x span from the first forward to the last backward), over the steady steps.
 

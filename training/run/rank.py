@@ -31,6 +31,7 @@ from parallel.host_group import NCCL, init_process_group
 from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
+from parallel.timeline import busy_seconds
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.init_from import not_drawn, read_base, start
@@ -46,6 +47,10 @@ from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
 from training.run.prepare import build_setup
 from training.run.setup import Setup
+
+_UNEVEN = (
+    1.5  # how many times as long the slowest rank of a pipeline computes as the fastest, to suggest another balance
+)
 
 
 @exit_is_failure()
@@ -309,7 +314,7 @@ def _report(
 
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
-    headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world)).split("\n")
+    headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world, ranks)).split("\n")
     if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:
         link = hydra_word(str(outcome.checkpoint.parents[1]))
         length = [f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
@@ -329,12 +334,19 @@ def _rate_at_end(setup: Setup, step: int) -> list[str]:
     return ["scheduler=constant", *(f"{key}.lr={lr * factor:.6g}" for key, lr in rates.items() if lr is not None)]
 
 
-def _idle(setup: Setup, world: World) -> str:
+def _idle(setup: Setup, world: World, ranks: list[RankResult]) -> str:
     """Return why a pipeline idles far more than its schedule requires; empty if the reason is not known."""
-    cores = usable_cores()
-    if setup.plan.device_type != "cpu" or world.local_size <= cores:
+    plan, cores = setup.plan, usable_cores()
+    if plan.device_type == "cpu" and world.local_size > cores:
+        return f"{world.local_size} processes take turns on {cores} core{'s' * (cores > 1)}"
+    if not (ranks and plan.pipelined and setup.cfg.parallel.balance == "uniform"):
         return ""
-    return f"{world.local_size} processes take turns on {cores} core{'s' * (cores > 1)}"
+    busy = busy_seconds([ranks[rank].intervals for rank in plan.mesh(0).pipeline(0)])
+    slowest = plan.stages_of(busy.index(max(busy)))
+    if max(busy) <= _UNEVEN * min(busy) or all(len(stage.layers) == 1 for stage in slowest):
+        return ""
+    seconds = " and ".join(f"{each:.3g}" for each in busy)
+    return f"the ranks compute for {seconds} s of a step: parallel.balance=time evens out the stages"
 
 
 def kept(cfg: Any) -> dict[str, Any]:

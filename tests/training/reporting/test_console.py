@@ -10,14 +10,19 @@ from pathlib import Path
 import commandline
 import pytest
 from commandline import ROOT
+from composed import compose, plain
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import train
 from common.machine import styled
 from conf.words import hydra_word
+from launchers import World
+from parallel.timeline import Interval
 from training.reporting.console import describe_results, what_to_type
 from training.reporting.recorder import Progress
-from training.reporting.summary import Outcome
+from training.reporting.summary import Outcome, RankResult
+from training.run.prepare import prepare
+from training.run.rank import _idle
 
 FEW = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=3", "train.eval_every=1"]
 PAGE = Path(__file__).parent / "pages" / "pipe_ddp.txt"
@@ -186,3 +191,18 @@ def test_a_bubble_far_above_the_ideal_comes_with_its_reason(bubble, shown):
     summary = dict.fromkeys(("first_loss", "best_val_loss", "test_loss", "test_accuracy", "samples_per_s"))
     speed = {"tokens_per_s": 5.0, "peak_memory_bytes": [1], "bubble_fraction": bubble, "ideal_bubble_fraction": 0.2}
     assert f"bubble {shown}" in describe_results({**summary, **speed}, Path("run"), idle="too few cores")
+
+
+@pytest.mark.parametrize(
+    "seconds, words, said",
+    [
+        ((3.0, 1.0), [], "the ranks compute for 3 and 1 s of a step: parallel.balance=time evens out the stages"),
+        ((1.4, 1.0), [], ""),
+        ((1.0, 3.0), [], ""),  # the last stage has one layer
+        ((3.0, 1.0), ["parallel.balance=[2,1]"], ""),
+    ],
+)
+def test_stages_that_take_unequally_long_are_the_reason_of_a_bubble(seconds, words, said):
+    cfg = plain(compose("model=toy", "parallel=pipelined", "parallel.pp=2", "device=cpu", *words))
+    ranks = [RankResult(0, {}, None, [[Interval("forward", n, 0, 0.0, size)]]) for n, size in enumerate(seconds)]
+    assert _idle(prepare(cfg), World.alone(), ranks) == said
