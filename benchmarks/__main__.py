@@ -18,7 +18,7 @@ from benchmarks.table import RESULTS, TRIALS, Benchmark
 
 NAMES = (
     "architectures", "ddp", "exporting", "faults", "first_run", "gpt2", "gpu", "jsonl", "overhead", "parity",
-    "pipelining", "planner", "promise", "published_figures", "readme", "sampling", "tensor",
+    "pipelining", "planner", "promise", "published_figures", "readme", "sampling", "strategies", "tensor",
 )  # fmt: skip
 
 

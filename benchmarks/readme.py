@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks import table
 from training.studies.verification.layouts import COMPARED
 
+# The measured runs of parallel=pipelined, one for each schedule.
+SCHEDULES = (
+    "pipelined_gpipe", "pipelined_1f1b", "pipelined_interleaved_1f1b", "pipelined_looped_bfs",
+    "pipelined_interleaved_zero_bubble", "pipelined_planned",
+)  # fmt: skip
 _ROOT = Path(__file__).parents[1]
 PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -97,6 +103,42 @@ def speed() -> list[dict]:
     return [{"model": model, **{other: factors[model, other] for other in others}} for model in models]
 
 
+def strategies() -> list[dict]:
+    """Return one row per strategy: what its fullest rank holds, and the most that a rank sends."""
+    by_name: dict[str, list[dict[str, str]]] = {}
+    for row in table.read("strategies"):
+        by_name.setdefault(row["strategy"], []).append(row)
+    shown = {**_HELD, "sent": "sent"}
+    return [
+        {"strategy": f"`{name}`", "processes": str(len(rows))}
+        | {f"{title}, MB": _megabytes(max(int(row[column]) for row in rows)) for title, column in shown.items()}
+        for name, rows in by_name.items()
+    ]
+
+
+def of_strategy(names: Sequence[str], named: bool = False) -> list[dict]:
+    """Return one row per rank of some measured strategies: what it holds, and what it sends in a step."""
+    rows = [row for row in table.read("strategies") if row["strategy"] in names]
+    held = {title: key for title, key in _HELD.items() if any(int(row[key]) for row in rows)}
+    return [
+        ({"schedule": f"`{row['strategy'].removeprefix('pipelined_')}`"} if named else {})
+        | {"rank": row["rank"]}
+        | {f"{title}, MB": _megabytes(int(row[key])) for title, key in held.items()}
+        | {"sent, bytes": f"{int(row['sent']):,}", "by formula": f"{int(row['sent by formula']):,}"}
+        for row in rows
+    ]
+
+
+_HELD = {
+    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "whole at once": "whole",
+    "activations": "activations",
+}  # fmt: skip
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.2f}"
+
+
 def _same(*columns: str) -> dict[str, str]:
     return {column: column for column in columns}
 
@@ -129,5 +171,11 @@ TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list
     **dict.fromkeys(("planner", "planner_memory", "planner_fits", "planner_here")),
     **dict.fromkeys(("gpu_peaks", "gpu_gpt2", "gpu_gpt2_compiled", "gpu_profile", "gpu_resnet50", "gpu_pipelines")),
     "gpu_planner": None,
+    "strategies": strategies,
+    **{
+        f"strategy_{name}": partial(of_strategy, (name,))
+        for name in ("single", "model_parallel", "ddp", "fsdp", "hsdp", "pipe_ddp", "pipe_fsdp", "tensor", "sequence")
+    },
+    "strategy_pipelined": partial(of_strategy, SCHEDULES, named=True),
 }
 BENCHMARK = table.Benchmark(update)

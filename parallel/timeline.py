@@ -19,6 +19,7 @@ BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
 WORK = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 # A receive lasts from when it is posted to when its data is used, which includes waiting for the neighbour.
 RECEIVE_ACTIVATION, RECEIVE_GRADIENT = "receive_activation", "receive_gradient"
+RECEIVES = (RECEIVE_ACTIVATION, RECEIVE_GRADIENT)
 
 
 class Interval(NamedTuple):

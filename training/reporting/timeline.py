@@ -23,6 +23,7 @@ from parallel.timeline import (
     FORWARD,
     RECEIVE_ACTIVATION,
     RECEIVE_GRADIENT,
+    RECEIVES,
     WORK,
     Interval,
     Steps,
@@ -45,6 +46,7 @@ _NAMES = {
     BACKWARD_WEIGHT: "backward, weights",
 }
 _IDLE, _WAITING, _SENT = "#f0f0f0", plot.PALE, "#404040"
+_OTHERS = (plot.GREEN, "#cc79a7", "#7f3c8d", "#56b4e9")
 _SMALLEST = 5.0  # font size in points below which a number cannot be read
 _TOP, _BLOCK, _STRIP_TOP, _STRIP = -0.40, 0.62, 0.26, 0.10  # of a row of height 1, downwards from its middle
 
@@ -57,6 +59,8 @@ Colour = tuple[float, float, float]
 @plot.style()
 def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> Figure:
     """Draw one row per rank: blocks numbered by micro-batch, and below them a thin strip with the rank's receives.
+
+    Intervals of other kinds, such as collectives, are drawn in the strip under the name of their kind.
 
     Args:
         ranks: The intervals of one step by rank, in the order of the stages, in seconds on one clock.
@@ -112,6 +116,8 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
     points = 72 * 0.9 * width / span  # per millisecond
     digits = len(str(max(i.microbatch for i in everything)))
     legend: dict[tuple[int, int], tuple[str, Colour]] = {}
+    others = sorted({i.kind for i in everything} - {*WORK, *RECEIVES})
+    colours = dict(zip(others, _OTHERS, strict=False))
 
     for row, (own, step) in enumerate(zip(stages, ranks.values(), strict=True)):
         _bar(axes, 0, span, row + _TOP, _BLOCK, color=_IDLE)
@@ -132,9 +138,12 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
                     ink = "white" if sum(np.multiply(colour, (0.30, 0.59, 0.11))) < 0.5 else "black"
                     middle = (left + right) / 2, row + _TOP + _BLOCK / 2
                     axes.text(*middle, str(microbatch), color=ink, fontsize=size, ha="center", va="center_baseline")
+            elif kind in colours:
+                left, right = (min(max(0.0, 1e3 * (time - first)), span) for time in (start, end))
+                _bar(axes, left, right, row + _STRIP_TOP, _STRIP, color=colours[kind])
     row_of = {stage: row for row, own in enumerate(stages) for stage in own}
     done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in everything}
-    receives = [i for i in everything if i.kind not in WORK]
+    receives = [i for i in everything if i.kind in RECEIVES]
     for kind, stage, microbatch, posted, used in receives:
         sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
         ready = min(max(posted, done.get((kind, sender, microbatch), posted)), used)
@@ -145,6 +154,7 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
     shown = [legend[key] for key in sorted(legend)] + [("idle (bubble)", _IDLE)]
     if receives:
         shown += [("receive: sender still computing", _WAITING), ("receive: sent, until used", _SENT)]
+    shown += [(kind.replace("_", "-"), to_rgb(colour)) for kind, colour in colours.items()]
     _finish(axes, span, [_label(rank, own) for rank, own in zip(ranks, stages, strict=True)])
     return [Patch(facecolor=colour, edgecolor="#999999", lw=0.5, label=name) for name, colour in shown]
 

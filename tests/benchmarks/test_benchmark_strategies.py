@@ -1,0 +1,29 @@
+"""What ranks hold and send under each strategy: measured at a toy size, and as the pages compute it."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import strategies
+from benchmarks.strategies import STRATEGIES, TOY, Found
+from benchmarks.trainer import configured
+
+
+def measured(words: list[str]) -> list:
+    return strategies.measured(dist.get_rank() if dist.is_initialized() else 0, configured(words))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_rank_holds_and_sends_what_the_formulas_say(name, ranks, tmp_path):
+    words = [*TOY, *STRATEGIES[name]]
+    setup = configured(words)
+    (found, *_) = ranks.run(setup.plan.processes, measured, words)
+    found = [Found.parse(one) for one in found]
+    assert len(found) == setup.plan.processes
+    for one in found:
+        assert one.held == one.held_by_formula
+        assert sum(one.sent.values()) == sum(one.sent_by_formula.values()), (one.sent, one.sent_by_formula)
+        assert one.activations > 0 and (one.whole > 0) == setup.plan.sharded
+        assert all(end >= start for step in one.steps for *_, start, end in step)
+    strategies.picture(name, setup, found).savefig(tmp_path / f"{name}.png")
