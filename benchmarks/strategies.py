@@ -21,14 +21,17 @@ from __future__ import annotations
 import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
+from PIL import Image
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,7 +43,17 @@ from parallel.orders import StageSeconds, stage_seconds
 from parallel.schedules import borders
 from parallel.sharding import is_shared
 from parallel.strategy import Strategy
-from parallel.timeline import BACKWARD, FORWARD, Interval, now, work_span
+from parallel.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    WARM_UP_STEPS,
+    Interval,
+    now,
+    steady_steps,
+)
+from parallel.zero_bubble.schedule import MEASURED_STEPS
 from planner.simulation import simulate
 from training.reporting import timeline
 from training.reporting.summary import state_bytes
@@ -74,8 +87,8 @@ TOY = [
     "data.seq_len=8", "model.block_size=8", "train.global_batch_size=8",
 ]  # fmt: skip
 PROCESSES = 4
-# A planned schedule uses the textbook's times in its first four steps. Two more are the warm-up of a timeline.
-WARM_UP, RECORDED = 4, 3
+# A planned schedule uses the textbook's times in its first four steps.
+STEPS, RECORDED = MEASURED_STEPS + 3, WARM_UP_STEPS + 3
 PAGES = Path(__file__).parents[1] / "docs" / "understand"
 
 REDUCE_SCATTER, SEND = "reduce_scatter", "send"
@@ -106,9 +119,7 @@ def rows(names: Sequence[str], common: Sequence[str], figures: Path) -> Iterator
     ):
         for number, name in enumerate(names):
             found = [Found.parse(one) for one in workers.step(number)]
-            picture(name, configured(cases[number]), found).savefig(
-                figures / f"{name}.png", pil_kwargs={"optimize": True}
-            )
+            save(picture(name, configured(cases[number]), found), figures / f"{name}.png")
             yield from (row(name, rank, one) for rank, one in enumerate(found))
 
 
@@ -187,13 +198,13 @@ def measured(rank: int, setup: Setup) -> list:
     passed = strategy.timeline
     passes = Passes(strategy) if passed is None else None
     steps = []
-    for number in range(1, WARM_UP + RECORDED + 1):
+    for number in range(1, STEPS + 1):
         with Collectives(strategy.indices[0]) as collectives:
             trainer.step(number)
         work = passed.steps[-1] if passes is None else passes.take()
         steps.append([*work, *collectives.intervals])
     with (kept := Kept(strategy)):
-        trainer.step(WARM_UP + RECORDED + 1)
+        trainer.step(STEPS + 1)
     mine = Found(
         state_bytes(strategy, trainer.optimizer.state_of),
         held_by_formula(setup, strategy),
@@ -432,26 +443,51 @@ def _ring(size: int, ranks: int, times: int) -> int:
 # -- figures ---------------------------------------------------------------------------------------------------------
 
 
-def picture(name: str, setup: Setup, found: Sequence[Found]):
-    """Draw the fastest of the recorded steps; of a pipeline without replicas below the simulated one."""
+def picture(name: str, setup: Setup, found: Sequence[Found]) -> Figure:
+    """Draw the recorded step of median duration; of a pipeline without replicas below the simulated one."""
     plan = setup.plan
     title = f"{plan.name}: GPT-2 with {plan.parameters / 1e6:.1f} M parameters"
-    rows_of = plan.mesh(0).pipeline(0) if plan.pipelined else range(plan.processes)
-    steps = {rank: found[rank].steps for rank in rows_of}
-    fastest = min(range(RECORDED), key=lambda number: _span([own[number] for own in steps.values()]))
-    step = {rank: own[fastest] for rank, own in steps.items()}
+    drawn_ranks = plan.mesh(0).pipeline(0) if plan.pipelined else range(plan.processes)
+    steps = {rank: found[rank].steps for rank in drawn_ranks}
     if plan.pipelined and plan.dp == 1:
         assert plan.schedule is not None
         seconds = {int(stage): times for one in found for stage, times in one.seconds.items()}
         order = simulate([seconds[i] for i in range(len(plan.stages))], plan.pp, plan.chunks, plan.schedule)
-        return timeline.beside(order, {rank: [own] for rank, own in step.items()}, title)
+        return timeline.beside(order, steps, title)
+    steady = steady_steps([*steps.values()])
+    middle = timeline.step_of_median_duration([*steps.values()], steady)
     which = f"replica 0 of {plan.dp}, " if plan.pipelined else ""
-    return timeline.draw(step, title, f"{which}the fastest of {RECORDED} steps")
+    step = {rank: own[middle] for rank, own in steps.items()}
+    return timeline.draw(step, title, f"{which}measured, of median duration among {len(steady)} steps")
 
 
-def _span(step: Sequence[Sequence[Interval]]) -> float:
-    first, last = work_span([interval for own in step for interval in own])
-    return last - first
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG of 64 colours, which is half as large as matplotlib's."""
+    buffer = BytesIO()
+    figure.savefig(buffer)
+    Image.open(buffer).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def drawn(schedule: str, ranks: int = 2, chunks: int = 4, per_rank: int = 1) -> str:
+    """Return a schedule's order as text: one line for each rank, and one column for the time of a forward.
+
+    F, B, I and W are a forward, a backward, and the parts of a split one for inputs and for weights, before the index
+    of the micro-batch. Those of a rank's second stage are in lower case. A backward takes two columns.
+    """
+    step = simulate([StageSeconds(1.0, 2.0, 1.0, 1.0)] * (ranks * per_rank), ranks, chunks, schedule)
+    end = round(max(interval.end for own in step.values() for interval in own))
+    lines = []
+    for rank, own in step.items():
+        columns = [". "] * end
+        for kind, stage, microbatch, start, stop in own:
+            if kind in _LETTERS:
+                letter = _LETTERS[kind] if stage < ranks else _LETTERS[kind].lower()
+                columns[round(start) : round(stop)] = [f"{letter}{microbatch}"] * (round(stop) - round(start))
+        lines.append(f"rank {rank}   {' '.join(columns)}".rstrip())
+    return "\n".join(lines)
+
+
+_LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
 
 
 BENCHMARK = Benchmark(measure, parts=tuple(STRATEGIES))
