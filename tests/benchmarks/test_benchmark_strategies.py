@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch.distributed as dist
 
 from benchmarks import strategies
 from benchmarks.strategies import STRATEGIES, TOY, Found
 from benchmarks.trainer import configured
+from parallel.schedules import SCHEDULES
 
 
 def measured(words: list[str]) -> list:
@@ -27,3 +30,12 @@ def test_a_rank_holds_and_sends_what_the_formulas_say(name, ranks, tmp_path):
         assert one.activations > 0 and (one.whole > 0) == setup.plan.sharded
         assert all(end >= start for step in one.steps for *_, start, end in step)
     strategies.picture(name, setup, found).savefig(tmp_path / f"{name}.png")
+
+
+def test_the_orders_on_the_page_of_pipelines_are_those_that_the_planner_simulates():
+    page = (strategies.PAGES / "pipelined.md").read_text()
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^#)", page, flags=re.DOTALL | re.MULTILINE))
+    assert sections.keys() == SCHEDULES.keys()
+    for schedule, section in sections.items():
+        drawn = strategies.drawn(schedule, per_rank=2 if SCHEDULES[schedule].looped else 1)
+        assert all(f"    {line}\n" in section for line in drawn.splitlines()), schedule
