@@ -399,7 +399,7 @@ def _norms_and_biases(setup: Setup) -> int:
 
 
 def sent_by_formula(setup: Setup, strategy: Strategy) -> dict[str, int]:
-    """Return the bytes that a rank sends in a step, by what they are for.
+    """Return the bytes that a rank sends in a step of one of ``STRATEGIES``, by what they are for.
 
     The names are those of docs/understand/: P parameters of the rank's stages, m micro-batches, A bytes of what layers
     pass on for one of them, L blocks.

@@ -17,9 +17,10 @@ def measured(words: list[str]) -> list:
     return strategies.measured(dist.get_rank() if dist.is_initialized() else 0, configured(words))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [*STRATEGIES, "fsdp parallel.reshard=false"])
 def test_a_rank_holds_and_sends_what_the_formulas_say(name, ranks, tmp_path):
-    words = [*TOY, *STRATEGIES[name]]
+    name, *more = name.split()
+    words = [*TOY, *STRATEGIES[name], *more]
     setup = configured(words)
     (found, *_) = ranks.run(setup.plan.processes, measured, words)
     found = [Found.parse(one) for one in found]

@@ -46,7 +46,7 @@ _NAMES = {
     BACKWARD_WEIGHT: "backward, weights",
 }
 _IDLE, _WAITING, _SENT = "#f0f0f0", plot.PALE, "#404040"
-_OTHERS = (plot.GREEN, "#cc79a7", "#7f3c8d", "#56b4e9")
+_OTHERS = (plot.GREEN, "#cc79a7", "#7f3c8d", "#56b4e9")  # kinds that are neither work nor receives
 _SMALLEST = 5.0  # font size in points below which a number cannot be read
 _TOP, _BLOCK, _STRIP_TOP, _STRIP = -0.40, 0.62, 0.26, 0.10  # of a row of height 1, downwards from its middle
 
