@@ -48,14 +48,13 @@ from parallel.timeline import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    WARM_UP_STEPS,
     Interval,
     now,
-    steady_steps,
+    work_span,
 )
 from parallel.zero_bubble.schedule import MEASURED_STEPS
 from planner.simulation import simulate
-from training.reporting import timeline
+from training.reporting import plot, timeline
 from training.reporting.summary import state_bytes
 from training.run.setup import Setup
 
@@ -88,7 +87,8 @@ TOY = [
 ]  # fmt: skip
 PROCESSES = 4
 # A planned schedule uses the textbook's times in its first four steps.
-STEPS, RECORDED = MEASURED_STEPS + 3, WARM_UP_STEPS + 3
+RECORDED = 10
+STEPS = MEASURED_STEPS + RECORDED
 PAGES = Path(__file__).parents[1] / "docs" / "understand"
 
 REDUCE_SCATTER, SEND = "reduce_scatter", "send"
@@ -444,21 +444,28 @@ def _ring(size: int, ranks: int, times: int) -> int:
 
 
 def picture(name: str, setup: Setup, found: Sequence[Found]) -> Figure:
-    """Draw the recorded step of median duration; of a pipeline without replicas below the simulated one."""
+    """Draw the fastest of the recorded steps; of a pipeline without replicas below the simulated one."""
     plan = setup.plan
     title = f"{plan.name}: GPT-2 with {plan.parameters / 1e6:.1f} M parameters"
     drawn_ranks = plan.mesh(0).pipeline(0) if plan.pipelined else range(plan.processes)
-    steps = {rank: found[rank].steps for rank in drawn_ranks}
-    if plan.pipelined and plan.dp == 1:
-        assert plan.schedule is not None
-        seconds = {int(stage): times for one in found for stage, times in one.seconds.items()}
-        order = simulate([seconds[i] for i in range(len(plan.stages))], plan.pp, plan.chunks, plan.schedule)
-        return timeline.beside(order, steps, title)
-    steady = steady_steps([*steps.values()])
-    middle = timeline.step_of_median_duration([*steps.values()], steady)
-    which = f"replica 0 of {plan.dp}, " if plan.pipelined else ""
-    step = {rank: own[middle] for rank, own in steps.items()}
-    return timeline.draw(step, title, f"{which}measured, of median duration among {len(steady)} steps")
+    count = len(found[0].steps)
+    fastest = min(range(count), key=lambda number: _span([found[rank].steps[number] for rank in drawn_ranks]))
+    step = {rank: found[rank].steps[fastest] for rank in drawn_ranks}
+    which = f"measured, the fastest of {count} steps"
+    if not plan.pipelined or plan.dp > 1:
+        return timeline.draw(step, title, f"replica 0 of {plan.dp}, {which}" if plan.pipelined else which)
+    assert plan.schedule is not None
+    seconds = {int(stage): times for one in found for stage, times in one.seconds.items()}
+    order = simulate([seconds[i] for i in range(len(plan.stages))], plan.pp, plan.chunks, plan.schedule)
+    with plot.style():
+        figure = timeline.beside(order, {rank: [own] for rank, own in step.items()}, title)
+        figure.axes[1].set_title(which)
+    return figure
+
+
+def _span(step: Sequence[Sequence[Interval]]) -> float:
+    first, last = work_span([interval for own in step for interval in own])
+    return last - first
 
 
 def save(figure: Figure, path: Path) -> None:
