@@ -196,3 +196,15 @@ def test_every_link_leads_somewhere(page):
     # GitHub's badge of CI is relative to the repository's address.
     local = [link for link in links if not link.startswith(("http", "../../actions/"))]
     assert [link for link in local if not ((ROOT / page).parent / link).exists()] == []
+
+
+def test_every_page_and_heading_that_the_program_names_exists():
+    """`(docs/own_model.md, 'A loss')` and the like, in errors and comments."""
+    rooms = ("common", "conf", "data", "launchers", "models", "parallel", "planner", "training")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".yaml")]
+    text = re.sub(r'"\n *f?"', "", "\n".join(path.read_text() for path in files))  # parts of one message
+    named = set(re.findall(r"(docs/[\w/]+\.md)(?:, '([^']+)')?", text))
+    assert len(named) > 5 and ("docs/own_model.md", "A loss") in named
+    headings = {page: re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE) for page, text in PAGES.items()}
+    assert [(page, name) for page, name in named if name not in ("", *headings.get(page, []))] == []
+    assert {page for page, _ in named} <= PAGES.keys()
