@@ -13,6 +13,7 @@ from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
 _TEXTS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sbatch": "bash", ".txt": "text", "": "text"}
+_BADGE = re.compile(r"^\[!\[.*\]\(\.\./\.\./actions/.*\)\n", flags=re.MULTILINE)  # relative to the address on a code host
 _LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 
 
@@ -28,13 +29,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Write the links to existing files as paths in the site."""
+    """Write the links to existing files as paths in the site, and leave out the badge of CI."""
 
     def changed(link: re.Match) -> str:
         path = _target(page.file, link[0])
         return link[0] if path is None else os.path.relpath(_uri(path, config), Path(page.file.src_uri).parent)
 
-    return _LINK.sub(changed, markdown)
+    return _LINK.sub(changed, _BADGE.sub("", markdown))
 
 
 def _file(path: Path, uri: str, config: MkDocsConfig) -> File:

@@ -181,7 +181,7 @@ def test_every_option_is_in_its_table(group):
         "experiment": r"\| `python train.py experiment=` ",
     }
     table = re.split(head.get(group, rf"\| `{group}=` \|"), TEXT, maxsplit=1)[1].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)[` ]", table, flags=re.MULTILINE)) == options
+    assert set(re.findall(r"^\| \[?`(\w+)[` ]", table, flags=re.MULTILINE)) == options
 
 
 def test_every_file_that_they_name_exists():
