@@ -13,7 +13,7 @@ from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
 _TEXTS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sbatch": "bash", ".txt": "text", "": "text"}
-_BADGE = re.compile(r"^\[!\[.*\]\(\.\./\.\./actions/.*\)\n", flags=re.MULTILINE)  # relative to the address on a code host
+_BADGE = re.compile(r"^\[!\[.*\]\(\.\./\.\./actions/.*\)\n", flags=re.MULTILINE)  # for a code host
 _LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 
 
