@@ -28,8 +28,7 @@ def test_a_run_whose_ranks_share_the_weights_and_are_killed_in_a_save_ends_with_
 
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(tmp_path):
-    rhythm = ["train.checkpoint_every=10", "train.eval_every=20"]  # of some 80 steps
-    assert not wrong(interrupt("single", moments("single", 1, seed=1), tmp_path, *rhythm))
+    assert not wrong(interrupt("single", moments("single", 1, seed=1), tmp_path))
 
 
 @pytest.mark.slow
