@@ -109,7 +109,7 @@ class Report:
     def __str__(self) -> str:
         """Return what does not hold, and how many layouts hold."""
         held = sum(layout.holds is True for layout in self.compared)
-        lines = [*map(str, self.failed), f"{held} of {len(self.compared)} layouts train as one process does"]
+        lines = [*map(str, self.failed), f"{held} of {len(self.compared)} layouts hold"]
         lines += filter(None, [self.left_out])
         partly = f"partial: it ended after {self.reached}, and says nothing of those that are left"
         return "\n".join(lines + [partly] * (not self.complete))
