@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -44,31 +45,38 @@ class Ranks:
         """``function(*args, **kwargs)`` on ``world`` ranks at once; what each returned, by rank.
 
         The function is sent by its name. With one rank there is no process group. Raises AssertionError with the
-        traceback of the rank that failed first, TimeoutError naming the ranks that gave no answer.
+        traceback of the rank that failed first, TimeoutError naming the ranks that gave no answer. A rank whose process
+        has ended is named before others, which may only have noticed it.
         """
         self._start(world)
         self._cases += 1
         pipes = self._pipes[:world]
         for rank, pipe in enumerate(pipes):
             pipe.send((f"case-{self._cases}", rank, world, function, args, kwargs))
-        answers, deadline, failure = {}, time.monotonic() + CASE_TIMEOUT_S, None
+        answers, deadline = {}, time.monotonic() + CASE_TIMEOUT_S
+        failures: list[tuple[bool, str]] = []  # whether the process answered, and what is wrong
         while len(answers) < world:
             ready = wait([p for p in pipes if p not in answers], max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
                 rank = pipes.index(pipe)
+                answered = True
                 try:
                     ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
                 except EOFError:
-                    ok, value = False, f"the process ended with exit code {self._processes[rank].exitcode}"
+                    answered, ok, value = (
+                        False,
+                        False,
+                        f"the process ended with exit code {self._processes[rank].exitcode}",
+                    )
                 answers[pipe] = value
-                if not ok and failure is None:
-                    failure = f"rank {rank} of {world}:\n{value}"
+                if not ok:
+                    failures.append((answered, f"rank {rank} of {world}:\n{value}"))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if failure is not None:
+        if failures:
             self._stop()
-            raise AssertionError(failure)
+            raise AssertionError(min(failures, key=itemgetter(0))[1])
         if len(answers) < world:
             self._stop()
             silent = [rank for rank, pipe in enumerate(pipes) if pipe not in answers]

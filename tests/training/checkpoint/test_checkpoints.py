@@ -509,9 +509,7 @@ def test_killed_anywhere_between_its_last_checkpoint_and_its_end_a_run_is_comple
 ):
     words = (*QUIET, *STEPS, "parallel=ddp", "parallel.dp=2", "train.resume=auto", "logger=csv")
     tree, folder = to_dict(compose(*words)), str(tmp_path)
-    with pytest.raises(
-        AssertionError, match=r"(?s)rank 0 of 2:\nthe process ended|rank 1 of 2:.*Connection closed by peer"
-    ):
+    with pytest.raises(AssertionError, match="rank 0 of 2:\nthe process ended"):
         ranks.run(2, run_and_be_killed, tree, folder, str(tmp_path / "meeting-1"), moment)
     assert (tmp_path / "summary.json").exists() == (moment == "Loggers.finish")
     (tmp_path / "checkpoints" / "latest").unlink()
