@@ -243,26 +243,39 @@ class Forward:
         return PlainHead(self, units) if self.plain else Head(self, units)
 
 
-class Embedding(nn.Module):
-    """What a model computes before its layers, token ids [b, t] -> [b, t, c]."""
+class Part(nn.Module):
+    """Holds some modules of a model, and computes with a copy of it, ``shell``, that has stand-ins for the others."""
 
-    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
+    shell: Any
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
         super().__init__()
         for name, unit in units.items():
             nest(self, name, unit)
-        self.__dict__["shell"] = whole.shell(units, Stop)  # no submodule
+
+    def compute_with(self, shell: Any) -> None:
+        """Set the copy of the model."""
+        self.__dict__["shell"] = shell  # no submodule
         self.train()
 
-    def train(self, mode: bool = True) -> Embedding:
+    def train(self, mode: bool = True) -> Part:
         """See ``nn.Module.train``: the model drops out between its modules, too."""
-        self.__dict__["shell"].train(mode)
+        self.shell.train(mode)
         return super().train(mode)
+
+
+class Embedding(Part):
+    """What a model computes before its layers, token ids [b, t] -> [b, t, c]."""
+
+    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
+        super().__init__(units)
+        self.compute_with(whole.shell(units, Stop))
 
     @uncompiled
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, c]."""
         try:
-            self.__dict__["shell"].base_model(input_ids=tokens, attention_mask=all_seen(tokens), use_cache=False)
+            self.shell.base_model(input_ids=tokens, attention_mask=all_seen(tokens), use_cache=False)
         except Reached as reached:
             return reached.args[0]
         raise AssertionError("a model without layers")
@@ -315,41 +328,27 @@ class End:
             self._last.received = None
 
 
-class Head(nn.Module):
+class Head(Part):
     """What a model computes after its layers, [b, t, c] -> logits [b, t, v]."""
 
     def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, unit in units.items():
-            nest(self, name, unit)
+        super().__init__(units)
         self._end = End(whole, units)
-        self.train()
-
-    def train(self, mode: bool = True) -> Head:
-        """See ``Embedding.train``."""
-        self._end.shell.train(mode)
-        return super().train(mode)
+        self.compute_with(self._end.shell)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, t, c] -> [b, t, v]."""
         return self._end(hidden)
 
 
-class PlainHead(FusedHead):
+class PlainHead(Part, FusedHead):
     """A head whose projection gives the logits, so that the loss needs none."""
 
     def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, unit in units.items():
-            nest(self, name, unit)
+        super().__init__(units)
         self._name = whole.projection
         self._end = End(whole, {**units, self._name: Stop(self.projection)})
-        self.train()
-
-    def train(self, mode: bool = True) -> PlainHead:
-        """See ``Embedding.train``."""
-        self._end.shell.train(mode)
-        return super().train(mode)
+        self.compute_with(self._end.shell)
 
     @property
     def projection(self) -> nn.Linear:
