@@ -72,24 +72,16 @@ def draw(path: Path, _: list[dict], timeline: Any, curves: dict[str, list[list[f
         left.set(xlabel="step", ylabel="training loss")
         names = [name for name in curves if name != "single"]
         for at, name in enumerate(names):
-            apart = [abs(a - b) / abs(b) for losses in curves[name] for a, b in zip(losses, reference, strict=True)]
-            right.plot(
-                [one or _EQUAL for one in apart],
-                [at] * len(apart),
-                "o",
-                color=figure.BLUE,
-                ms=5,
-                alpha=0.25,
-                mec="none",
-            )
+            pairs = chain.from_iterable(zip(losses, reference, strict=True) for losses in curves[name])
+            differences = [abs(loss - wanted) / abs(wanted) or _EQUAL for loss, wanted in pairs]
+            places = [at] * len(differences)
+            right.plot(differences, places, "o", color=figure.BLUE, markersize=5, alpha=0.25, markeredgecolor="none")
         right.axvline(_EPSILON, color="black", linestyle="--", linewidth=1)
         right.text(_EPSILON, -0.8, " machine epsilon", ha="left", va="center", fontsize="small")
         right.set(xscale="log", xlim=(_EQUAL / 2, 1e-11), ylim=(len(names) - 0.4, -1.2))
         right.set_yticks(range(len(names)), names)
-        powers = range(-16, -10)
-        right.set_xticks(
-            [_EQUAL, *(10.0**power for power in powers)], ["exactly 0", *(f"$10^{{{p}}}$" for p in powers)]
-        )
+        powers = {10.0**power: f"$10^{{{power}}}$" for power in range(-16, -10)}
+        right.set_xticks([_EQUAL, *powers], ["exactly 0", *powers.values()])
         right.minorticks_off()
         right.set_title("how far each step's loss is from parallel=single")
         right.set(xlabel="relative difference, in fp64")

@@ -92,8 +92,8 @@ STEPS = MEASURED_STEPS + RECORDED
 PAGES = Path(__file__).parents[1] / "docs" / "understand"
 
 REDUCE_SCATTER, SEND = "reduce_scatter", "send"
-# Of each operator of torch's backends: its name, which argument has all that its ranks have together, and how many
-# times each rank sends its part of that to another rank in a ring.
+# {operator of torch's backends: (its name, the index of the argument that holds the tensors of all ranks together, how
+# many times each rank of a ring sends its part of them)}.
 _OPERATORS = {"allreduce_": ("all_reduce", 0, 2), "allgather_": ("all_gather", 0, 1),
               "_allgather_base_": ("all_gather", 0, 1), "_reduce_scatter_base_": (REDUCE_SCATTER, 1, 1)}  # fmt: skip
 KINDS = ("all_reduce", "all_gather", REDUCE_SCATTER, SEND)
@@ -455,7 +455,7 @@ def picture(name: str, setup: Setup, found: Sequence[Found]) -> Figure:
     if not plan.pipelined or plan.dp > 1:
         return timeline.draw(step, title, f"replica 0 of {plan.dp}, {which}" if plan.pipelined else which)
     assert plan.schedule is not None
-    seconds = {int(stage): times for one in found for stage, times in one.seconds.items()}
+    seconds = {int(stage): times for rank in found for stage, times in rank.seconds.items()}
     order = simulate([seconds[i] for i in range(len(plan.stages))], plan.pp, plan.chunks, plan.schedule)
     with plot.style():
         figure = timeline.beside(order, {rank: [own] for rank, own in step.items()}, title)

@@ -1,4 +1,4 @@
-"""docs/start.ipynb as committed, but for its number of steps, in a real kernel."""
+"""docs/start.ipynb as committed, with fewer steps, in a real kernel."""
 
 import json
 import os

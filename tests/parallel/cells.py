@@ -215,7 +215,7 @@ def widths() -> Iterable[Cell]:
     changing = {"widths": (8, 32, 16), "steps": 4, "padded": True, "precision": "fp64"}
     repeated = [("pipe_ddp", "1f1b"), ("pipe_ddp", "interleaved_1f1b"), ("pipe_fsdp", "gpipe")]  # by those below
     for s in SCHEDULES:
-        more = {**changing, "steps": 4 + (s == "planned")}  # which is planned anew after 4 steps
+        more = {**changing, "steps": 4 + (s == "planned")}  # planned again after 4 steps
         yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **more, slow=s not in SPLIT)
         for name in ("pipe_ddp", "pipe_fsdp"):
             slow = s == "looped_bfs" or (name, s) in repeated

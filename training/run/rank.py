@@ -48,9 +48,8 @@ from training.run.loop import Loop
 from training.run.prepare import build_setup
 from training.run.setup import Setup
 
-_UNEVEN = (
-    1.5  # how many times as long the slowest rank of a pipeline computes as the fastest, to suggest another balance
-)
+# Another balance is suggested if the slowest rank of a pipeline computes this many times as long as the fastest.
+_UNEVEN = 1.5
 
 
 @exit_is_failure()

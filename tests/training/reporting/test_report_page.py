@@ -46,7 +46,7 @@ def html(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """Of a model that a probe has a word on, with two layouts that ran, one of them wrong, and two that did not."""
+    """A model with a note of a probe, two layouts that ran, one of them wrong, and two that were not compared."""
     configuration = {"verify": {"tolerance": 1e-5, "steps": 3}, "train": {"precision": "fp64", "global_batch_size": 8}}
     about = {**ABOUT, "model": "toy", "parameters": 1234, "data": "numbers", "date": "2026-01-01", "seed": 1}
     about |= {"command": "python train.py mode=verify", "configuration": configuration}
