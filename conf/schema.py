@@ -40,19 +40,19 @@ Schedule = _Choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleav
 class Train:
     """How a model is trained, for every model and in every layout."""
 
-    steps: int | None = None  # optimizer steps; if epochs is set, too, the run ends at whichever comes first
+    steps: int | None = None  # optimizer steps; if epochs is set too, the run ends with whichever comes first
     epochs: float | None = None  # passes over the training data; fractions are rounded up to whole steps
     global_batch_size: int = 64  # samples per optimizer step over all replicas (sequences, for a language model)
     precision: Precision = Precision.auto  # number format; auto: bf16 if the device is fast at it, otherwise fp32
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
-    max_skipped: int = 10  # end after more skipped steps in a row (loss or gradient not finite, or no target)
-    spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of about 20 before
+    max_skipped: int = 10  # the run ends after more skipped steps in a row (loss or gradient not finite, or no target)
+    spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of the last 20 or so
     spike_rollback: int | None = None  # spikes in a row after which the newest checkpoint's weights are loaded
     compile: bool = False  # compile each layer with torch.compile
     activation_checkpointing: bool = False  # recompute each layer's activations in the backward
     deterministic: bool = False  # give the same bits in every run with the same seed on the same machine
-    tf32: bool = False  # compute fp32 products in TF32 if the GPU has it: 10 bits of mantissa, several times as fast
+    tf32: bool = False  # compute fp32 products in TF32 on GPUs that have it (10 bits of mantissa, much faster)
     cudnn_benchmark: bool = False  # let cuDNN try its convolutions and keep the fastest (fixed shapes only)
     detect_anomaly: bool = False  # name the operation whose backward gave a NaN (slow)
     overfit: bool = False  # train on the first step's batch in every step
@@ -62,7 +62,7 @@ class Train:
     eval_batches: int | None = None  # batches of an evaluation; null: the whole split
     checkpoint_every: int | None = 0  # steps between checkpoints; 0: only at the end; null: never
     keep_checkpoints: int = 3  # how many of the newest checkpoints are kept
-    resume: str | None = None  # auto: the newest checkpoint of this run directory; or the path of a checkpoint
+    resume: str | None = None  # resume from auto (newest checkpoint of this directory), a run directory or a checkpoint
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Sweep:
     """The objective by which the jobs of a sweep (-m) are compared, and which a sweeper such as optuna gets."""
 
     objective: str | None = None  # a number such as val_loss, val_accuracy or step_time_s; null: see docs/sweeps.md
-    direction: Direction | None = None  # null: by the name of the objective; higher accuracy and speed are better
+    direction: Direction | None = None  # what is better; null: by the objective's name (more accuracy, more speed)
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Root:
     checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
     export_to: str = "export"  # for mode=export: a new folder; a relative path is in the run directory
     export: Export = field(default_factory=Export)
-    print_config: bool = False  # print the whole configuration at the start, not only the typed words
+    print_config: bool = False  # print the whole configuration at the start, not only the words that were typed
     sample: Sample = field(default_factory=Sample)
     train: Train = field(default_factory=Train)
     sweep: Sweep = field(default_factory=Sweep)
@@ -131,7 +131,7 @@ class Root:
     loggers: Any = None  # the loggers after the first, by name; logger=[wandb,csv] sets them
     recipe: str | None = None  # the recipe that is used, a name in recipes; null: none
     recipes: Any = None  # values that the model's file sets in other groups: {NAME: {says: …, adamw: {lr: 6e-4}}}
-    callbacks: Any = None  # sections by name, which callbacks=[early_stop] sets, or a list of sections with a _target_
+    callbacks: Any = None  # callbacks=[early_stop] sets them by name; or a list of sections with a _target_
     launcher: Any = None
     cluster: Any = None  # the description of a cluster, for which parallel=auto plans; null: measure this machine
     allow: Any = None  # has no effect; kept because .hydra/config.yaml of older runs may contain it
@@ -145,11 +145,11 @@ class Parallel:
     name: str = "single"  # the strategy; parallel=NAME sets it
     dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
     tp: int = 1  # processes that share every layer, each with a part of its matrices (tensor parallelism)
-    sequence: bool = False  # with tp: between the matrices each of these processes has a part of the sequence
+    sequence: bool = False  # with tp: each of its processes has a part of the sequence between the matrices
     pp: int = 1  # processes of a pipeline, which run stages_per_rank stages each; model_parallel: stages in one process
     chunks: Any = 1  # micro-batches per replica and step (gradient accumulation without a pipeline); auto: the fastest
     schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
-    stages_per_rank: int | None = None  # stages of each rank; null: 2 with interleaved, looped and planned, else 1
+    stages_per_rank: int | None = None  # stages of each rank; null: 1 for gpipe and 1f1b, otherwise 2
     balance: Any = "uniform"  # how layers are divided into stages: uniform, time or size (measured), or [7,7]
     order: Order = Order.dp_pp  # dp_pp: consecutive ranks are the stages of a pipeline; pp_dp: the replicas of a stage
     devices: list[str] | None = None  # model_parallel: one per stage, such as [cuda:0,cuda:1]; data_parallel: all
@@ -158,7 +158,7 @@ class Parallel:
     bucket_mb: float = 25.0  # size of the buckets in which gradients are averaged, in MiB
     comm_hook: CommHook = CommHook.none  # how gradients are sent; none: as they are; hierarchical: first within nodes
     shard: int | None = None  # replicas that share one copy of the parameters; null: all; for hsdp: those of one node
-    reshard: bool | None = None  # sharded: free a layer's whole parameters after its forward; null: except in pipelines
+    reshard: bool | None = None  # free a layer's gathered parameters after its forward; null: not in a pipeline
     sync_batchnorm: bool = False  # BatchNorm statistics over the micro-batches of all replicas together
     env: Any = None  # environment variables of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 
@@ -178,10 +178,10 @@ class Slurm:
 
     name: str = "slurm"  # the launcher; launcher=NAME sets it
     nodes: int = 1  # number of machines
-    tasks_per_node: int | None = None  # processes of each node; null: dp x pp, divided by the nodes
+    tasks_per_node: int | None = None  # processes of each node; null: dp x tp x pp, divided by the nodes
     cpus_per_task: int | None = None  # CPU cores of each process; null: the cluster's default
     mem_gb: float | None = None  # memory of each node; null: the cluster's default
-    gpus_per_node: int | None = None  # GPUs of each node; null: a cluster without GPUs
+    gpus_per_node: int | None = None  # GPUs of each node; null: none
     partition: str | None = None  # the partition that runs the job; null: the cluster's default
     account: str | None = None  # the account that is charged; null: the user's default
     qos: str | None = None  # the quality of service; null: the account's default
