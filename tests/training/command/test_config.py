@@ -117,7 +117,7 @@ def explained(text):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("parallel", "parallel=hsdp            Groups of replicas that share one copy of the parameters each"),
+        ("parallel", "parallel=hsdp            Groups of ranks, each of which shares one copy of the parameters"),
         ("parallel", "order of forwards and backwards in a pipeline (gpipe | 1f1b |"),
         ("parallel=pipe_ddp", "parallel.chunks=4 "),
         ("launcher", "launcher.nodes=1 "),
