@@ -209,17 +209,22 @@ def _layouts(
         cfg.verify.processes = plan.processes
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
     others = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
-    in_fp32 = half_precision and by_rule  # other micro-batches would be another training
-    if in_fp32:
-        wanted.insert(0, _single(cfg, count))
+    ones: list[tuple[Layout, str | None]] = [(_single(cfg, count), None)]  # one process, and its precision
+    in_fp32 = _single(cfg, count), "fp32"
+    if half_precision and by_rule:  # other micro-batches would be another training
+        ones.append(in_fp32)
     elif not by_rule and (half_precision or not chosen):
         others += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
-        wanted[:0] = [_single(cfg, n) for n in dict.fromkeys(others) if n != count]
-    report.planned = 1 + len(wanted)
+        ones += [(_single(cfg, n), None) for n in dict.fromkeys(others) if n != count]
+    shared = [(layout, None) for layout in wanted if layout.tp > 1]
+    if half_precision and shared and in_fp32 not in ones:  # partial sums are rounded, too: more than by micro-batches
+        shared.insert(0, in_fp32)
+    planned = [*ones, *((layout, None) for layout in wanted if layout.tp == 1), *shared]
+    report.planned = len(planned)
     runs = Runs(cfg, folder, setup.chain, count)
     report.limits = runs.limits
-    for number, layout in enumerate((_single(cfg, count), *wanted)):
-        result = runs.compare(layout, "fp32" if in_fp32 and number == 1 else None)
+    for layout, precision in planned:
+        result = runs.compare(layout, precision)
         if layout.strategy == "single":
             if half_precision and result.differences:
                 runs.tolerate(result)

@@ -177,6 +177,16 @@ def test_a_configuration_of_a_program_is_verified_in_its_own_layout_and_batch(tm
     assert report.about["configuration"]["train"]["global_batch_size"] == 12
 
 
+@pytest.mark.slow
+def test_the_rounding_of_partial_sums_in_bf16_is_no_difference(tmp_path):
+    model = ("model=transformer", "model.d_model=32", "model.n_head=4", "model.d_hid=64", "model.n_layer=2")
+    words = (*model, "data.seq_len=16", "parallel=tensor", "parallel.tp=2", "train.precision=bf16", "verify.steps=2")
+    report = verify(*words, "device=cpu", "logger=none", f"hydra.run.dir={tmp_path}/v")
+    one, fp32, tensor = report.layouts[0], report.layouts[-2], report.layouts[-1]
+    assert report.ok and fp32.name.endswith("precision=fp32") and tensor.name == "parallel=tensor tp=2", report
+    assert 0 == max(d for d, _ in one.differences.values()) < tensor.differences["gradients"][0]
+
+
 def only(tmp_path, model, *words):
     report = verify(*WORDS, "verify.steps=2", *words, f"hydra.run.dir={tmp_path}/v", model=model, data=DATA)
     assert not report.ok
