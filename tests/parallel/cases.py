@@ -14,6 +14,7 @@ import torch.distributed as dist
 from small_models import chain_and_batches
 
 from data.dataset import Batch
+from models.chain import Chain
 from parallel import layout
 from parallel.plan import Plan, make_plan
 from parallel.strategy import Options, Strategy, build_strategy
@@ -94,18 +95,23 @@ def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
     return SimpleNamespace(**{**layout.into({}), **others, **changes})
 
 
-def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
-    """The plan of a layout and this rank's strategy."""
-    chain, batch_at = chain_and_batches(recipe)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    plan = make_plan(
+def plan_of(layout: Layout, recipe: Recipe, chain: Chain, **where) -> Plan:
+    """The plan of a layout; ``where`` it runs is as in ``make_plan``."""
+    return make_plan(
         parallel_section(layout),
         chain,
         global_batch_size=recipe.global_batch,
         device=recipe.device,
         precision=recipe.precision,
-        world_size=world,
+        **where,
     )
+
+
+def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
+    """The plan of a layout and this rank's strategy."""
+    chain, batch_at = chain_and_batches(recipe)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    plan = plan_of(layout, recipe, chain, world_size=world)
     rank = dist.get_rank() if world > 1 else 0
     mesh = plan.mesh(rank).connect(timeout_s=60)
     sample = batch_at(0).chunks(plan.dp * plan.chunks)[0]

@@ -7,15 +7,33 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import assert_same_training, trainings
+from cases import assert_same_training, chain_and_batches, plan_of, trainings
 from cells import CELLS, Cell
 
+from common.errors import PlanError
+from parallel.devices import Hardware
 from parallel.schedules import SCHEDULES
 from parallel.timeline import WORK
 
 
 def params(device: str):
     return [cell.param for cell in {str(cell): cell for cell in CELLS if cell.device == device}.values()]
+
+
+def test_every_cell_can_be_planned_slow_ones_too():
+    """A change of a model or of the plan's rules that makes a slow cell impossible is seen at once."""
+    hardware = {"cpu": Hardware("cpu"), "cuda": Hardware("cuda", 2)}
+    chains, impossible = {}, []
+    for cell in CELLS:
+        recipe = cell.recipe
+        built_by = recipe.model, recipe.dropout, recipe.lora
+        if built_by not in chains:
+            chains[built_by], _ = chain_and_batches(recipe)
+        try:
+            plan_of(cell.layout, recipe, chains[built_by], hardware=hardware[cell.device])
+        except PlanError as error:
+            impossible.append(f"{cell}: {error}")
+    assert not impossible, "\n".join(impossible)
 
 
 def assert_it_is_the_wanted_one(cell: Cell, trained: dict) -> list:
