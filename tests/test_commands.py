@@ -104,7 +104,7 @@ def test_every_command_of_a_page_runs(page, tmp_path):
 
 
 def prepare(folder: Path) -> None:
-    """The user's own data that the pages name, small files in each format, and FOLDER, a model of Hugging Face's."""
+    """The user's own data that the pages name, small files in each format; FOLDER, a model of Hugging Face's; ROWS."""
     import numpy as np
     import pyarrow
     import pyarrow.parquet
@@ -122,6 +122,9 @@ def prepare(folder: Path) -> None:
     (mine / "notes.txt").write_text(text)
     row = json.dumps({"question": "How far is the moon?", "answer": "About 384,400 km, or thirty Earths in a row."})
     (mine / "rows.jsonl").write_text(f"{row}\n" * 300)
+    (folder / "ROWS").mkdir()
+    for split, n in (("train", 300), ("test", 60)):
+        (folder / "ROWS" / f"{split}.jsonl").write_text(f"{row}\n" * n)
     said = [{"role": "user", "content": "How far is the moon?"}, {"role": "assistant", "content": "About 384,400 km."}]
     (mine / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 300)
     llama = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
