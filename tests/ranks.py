@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import io
 import os
 import socket
@@ -49,6 +51,7 @@ class Ranks:
         has ended is named before others, which may only have noticed it.
         """
         self._start(world)
+        _give_memory_back()  # that of the results of earlier cases
         self._cases += 1
         pipes = self._pipes[:world]
         for rank, pipe in enumerate(pipes):
@@ -120,19 +123,36 @@ def _serve(port: int, pipe, backend: str) -> None:
     store = dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
     while True:
         try:
-            case, rank, world, function, args, kwargs = pipe.recv()
+            case = pipe.recv()
         except EOFError:
             return  # the tests are over, however they ended
         if dist.is_initialized():
             dist.destroy_process_group()  # only now: by this message every rank has finished the case before
-        try:
-            if world > 1:
-                timeout = timedelta(seconds=CASE_TIMEOUT_S)
-                prefixed = dist.PrefixStore(case, store)
-                dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
-            answer = True, function(*args, **kwargs)
-        except Exception:
-            answer = False, traceback.format_exc()
-        buffer = io.BytesIO()  # by value: torch would send tensors as shared memory of a process that may end
-        torch.save(answer, buffer)
-        pipe.send_bytes(buffer.getvalue())
+        pipe.send_bytes(_answer(backend, store, *case))
+        _give_memory_back()  # that of the answer
+
+
+def _answer(
+    backend: str, store: dist.Store, case: str, rank: int, world: int, function: Callable, args: tuple, kwargs: dict
+) -> memoryview:
+    """Whether the function returned, and what, or else the traceback; large, so that the rank keeps none of it."""
+    try:
+        if world > 1:
+            timeout = timedelta(seconds=CASE_TIMEOUT_S)
+            prefixed = dist.PrefixStore(case, store)
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
+        answer = True, function(*args, **kwargs)
+    except Exception:
+        answer = False, traceback.format_exc()
+    _give_memory_back()  # before the answer is there twice
+    buffer = io.BytesIO()  # by value: torch would send tensors as shared memory of a process that may end
+    torch.save(answer, buffer)
+    return buffer.getbuffer()
+
+
+def _give_memory_back() -> None:
+    """Give freed memory to other processes: a model may be large, and this process have no part in the next case."""
+    gc.collect()  # a strategy refers to itself, and would stay with its weights and gradients
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc keeps what is freed, as room for what this process allocates next
+        libc.malloc_trim(0)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import assert_same_training, chain_and_batches, plan_of, trainings
+from cases import assert_same_training, chain_and_batches, plan_of, train, trainings
 from cells import CELLS, Cell
+from ranks import Ranks
 
 from common.errors import PlanError
 from parallel.devices import Hardware
@@ -36,7 +37,8 @@ def test_every_cell_can_be_planned_slow_ones_too():
     assert not impossible, "\n".join(impossible)
 
 
-def assert_it_is_the_wanted_one(cell: Cell, trained: dict) -> list:
+def assert_it_is_the_wanted_one(cell: Cell, pool: Ranks, trained: dict) -> list:
+    """The references are kept (``trained``), for other cells; the training of this cell, of many ranks, is not."""
     reference, *_ = trained[cell.wanted.device](cell.reference, cell.wanted)
     # A comparison of two runs that stand still would say nothing. (The sequential one has new batches at each step.)
     learned = reference.losses[-1] < reference.losses[0] or cell.recipe.model == "sequential"
@@ -44,7 +46,7 @@ def assert_it_is_the_wanted_one(cell: Cell, trained: dict) -> list:
         factors = {name: reference.initial[name] for name in reference.state if ".lora_" in name}
         learned = factors and not any(torch.equal(reference.state[name], factor) for name, factor in factors.items())
     assert learned, "nothing was learned"
-    run = trained[cell.device](cell.layout, replace(cell.recipe, device=cell.device))
+    run = pool.run(cell.layout.processes, train, cell.layout, replace(cell.recipe, device=cell.device))
     assert_same_training(run, reference, cell.tolerance)
     if cell.layout.pipelined:
         assert_all_work_is_noted(cell, run)
@@ -80,8 +82,8 @@ def assert_all_work_is_noted(cell: Cell, run: list) -> None:
 
 
 @pytest.mark.parametrize("cell", params("cpu"))
-def test_it_is_the_training_of_one_process(trained, cell):
-    assert_it_is_the_wanted_one(cell, {"cpu": trained})
+def test_it_is_the_training_of_one_process(ranks, trained, cell):
+    assert_it_is_the_wanted_one(cell, ranks, {"cpu": trained})
 
 
 @pytest.fixture(scope="session")
@@ -90,8 +92,8 @@ def trained_on_gpus(gpus):
 
 
 @pytest.mark.parametrize("cell", params("cuda"))
-def test_on_pretended_gpus_it_is_the_training_of_one_of_them(trained, trained_on_gpus, cell):
-    for rank, result in enumerate(assert_it_is_the_wanted_one(cell, {"cpu": trained, "cuda": trained_on_gpus})):
+def test_on_pretended_gpus_it_is_the_training_of_one_of_them(gpus, trained, trained_on_gpus, cell):
+    for rank, result in enumerate(assert_it_is_the_wanted_one(cell, gpus, {"cpu": trained, "cuda": trained_on_gpus})):
         waits = sum(result.waits[-1].values())
         assert waits == 1 or cell.layout.strategy == "data_parallel", f"rank {rank} waited for its GPU: {result.waits}"
         assert all(tensor.dtype.itemsize >= 4 for tensor in result.state.values())
