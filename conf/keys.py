@@ -32,6 +32,8 @@ from conf.schema import SCHEMAS, Root
 _SECTIONS = {"callbacks": "callbacks.{}", "experiment": None, "debug": None}
 # Keys of a file that say how the option is built, and the recipes, which are values for other groups.
 _NOT_LISTED = ("_target_", "defaults", "recipes")
+# A file that another one of its group extends: "- device@_here_: a100" of a folder, "- a100@_here_" beside it.
+_EXTENDED = re.compile(r"^ *- (?!/)(?:(\w+)@_here_: (\w+)|(\w+)@_here_)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -110,17 +112,26 @@ def read_option(group: str, name: str, file: Path) -> Option:
     keys = list(_yaml_keys(own, section, text.splitlines())) if section and isinstance(own, MappingNode) else []
     others = {key: node for key, node in tree.items() if is_global and key != section and key not in _NOT_LISTED}
     sets = [*_chosen(tree), *(word for key, node in others.items() for word in _words(node, key))]
+    for folder, of_folder, beside in _EXTENDED.findall(text):
+        path = Path(folder, f"{of_folder or beside}.yaml")
+        extended = next(at / path for at in (file.parent, FOLDER / groups()[group]) if (at / path).is_file())
+        keys = _over(read_option(group, path.stem, extended).keys, keys)
     schema = re.search(r"^ *- /schema/([\w/]+)@", text, re.M)
     if schema is not None:
-        given = {key.name: key for key in keys}
-        keys = [_as_given(key, given.get(key.name, key)) for key in schema_keys(SCHEMAS[schema[1]], group)]
+        of_schema = schema_keys(SCHEMAS[schema[1]], group)
+        keys = _over(of_schema, keys)[: len(of_schema)]
     recipes = [name for name, _ in _items(tree["recipes"])] if "recipes" in tree else []
     typed = f"callbacks=[{name}]" if group == "callbacks" else f"{group}={name}"
     return Option(typed, "\n".join(about), keys, sets, recipes, schema and schema[1])
 
 
-def _as_given(key: Key, given: Key) -> Key:
-    return replace(key, default=given.default, meaning=given.meaning or key.meaning)
+def _over(keys: Sequence[Key], given: Sequence[Key]) -> list[Key]:
+    """Return some keys with the defaults, and the meanings if any, of ``given``, and then the keys that are new."""
+    new = {key.name: key for key in given}
+    both = [(key, new.pop(key.name, key)) for key in keys]
+    return [replace(key, default=own.default, meaning=own.meaning or key.meaning) for key, own in both] + [
+        *new.values()
+    ]
 
 
 def common_keys(section: str) -> list[Key]:
