@@ -13,9 +13,11 @@ from common.errors import PlanError
 _RANGES = {
     "nodes": (1, 100_000), "devices": (1, 1_000), "peak": (1e6, 1e18), "memory": (1e6, 1e15),
     "memory_bandwidth": (1e6, 1e17), "bandwidth": (1e3, 1e16), "latency": (0, 10), "product": (1e-4, 1),
-    "attention": (1e-4, 1), "traffic": (1e-4, 100), "launch": (0, 10), "message": (1e-4, 1), "step": (0, 3600),
-    "reserved": (0, 1e15),
+    "attention": (1e-4, 1), "attention_half": (0, 1e6), "traffic": (1e-4, 1), "launch": (0, 10), "message": (1e-4, 1),
+    "step": (0, 3600), "reserved": (0, 1e15),
 }  # fmt: skip
+_OPTIONAL = "attention_half", "guess"
+_IN_WORDS = "device", "source", "guess", "peak", "inside", "between"  # what is not one number
 _MOST = 1_000_000  # devices in all nodes: a search goes through what divides their number
 
 
@@ -46,13 +48,15 @@ class Cluster:
         inside: The link between devices of a node.
         between: The link of a device to other nodes: its share of the node's.
         product: The fraction of ``peak`` that large matrix products reach.
-        attention: The fraction of ``peak`` that attention's products reach.
-        traffic: The fraction of ``memory_bandwidth`` that other operators reach; above 1 if they are fused.
+        attention: The fraction of ``peak`` that attention's products reach in long sequences.
+        traffic: The fraction of ``memory_bandwidth`` that other operators reach.
         launch: Seconds to launch a product.
         message: The fraction of ``between.bandwidth`` that a single message reaches.
         step: Seconds per step that no other part accounts for.
         reserved: Bytes per device that tensors cannot use: the context and fragmentation.
         source: The origin of the efficiencies.
+        guess: Whether some numbers were neither measured nor fitted to measured layouts of such a cluster.
+        attention_half: The tokens of a sequence in which attention reaches half of ``attention``.
     """
 
     nodes: int
@@ -71,6 +75,8 @@ class Cluster:
     step: float
     reserved: float
     source: str
+    attention_half: float = 0.0
+    guess: bool = False
 
     @property
     def size(self) -> int:
@@ -88,10 +94,16 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
     name = section.get("name", "")
     named = f"cluster={name} (cluster/{name}.yaml)"
     known = [one.name for one in fields(Cluster)]
-    if wrong := sorted({*known} ^ {*given}):
-        problem = "lacks" if wrong[0] in known else "does not know"
-        raise PlanError(f"{named} {problem} {', '.join(wrong)}; conf/cluster/a100x64.yaml shows what a cluster needs")
-    flat = {key: value for key, value in given.items() if key not in ("device", "source", "peak", "inside", "between")}
+    if unknown := sorted({*given} - {*known}):
+        raise PlanError(f"{named} does not know {', '.join(unknown)}; its keys are {', '.join(known)}")
+    if lacking := sorted({*known} - {*given, *_OPTIONAL}):
+        raise PlanError(
+            f"{named} lacks {', '.join(lacking)}; a file of conf/cluster/device has all but name, nodes and devices: "
+            "name it as conf/cluster/a100x64.yaml does"
+        )
+    if type(given.get("guess", False)) is not bool:
+        raise PlanError(f"{named}: guess={reprlib.repr(given['guess'])} must be true or false")
+    flat = {key: value for key, value in given.items() if key not in _IN_WORDS}
     for key in ("peak", "inside", "between"):
         if not hasattr(given[key], "items"):
             raise PlanError(f"{named}: {key}={reprlib.repr(given[key])} must be numbers by name")

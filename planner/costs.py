@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, log2
+from math import ceil
 
 from parallel.schedules import SCHEDULES
 from planner.cluster import Cluster
@@ -14,7 +14,6 @@ _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16_residual": 2, "fp16": 2}  # of 
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
 # Layers that are measured one by one find what they need in a CPU's caches: fitted to runs of six small models.
 _IN_TURN = 1.1
-_NOT_CUT = 0.4  # the part of a layer's traffic outside its products that tensor parallelism leaves whole
 
 
 class PaperCosts:
@@ -32,24 +31,30 @@ class PaperCosts:
     def __init__(self, cluster: Cluster, precision: str) -> None:
         self.cluster, self.peak = cluster, cluster.peak[precision]
         self.devices, self.itemsize, self.gathered = cluster.devices, _BYTES[precision], _BYTES[precision]
-        self._known: dict[tuple[LayerWork, int, int], float] = {}
+        self._known: dict[tuple[LayerWork, int, int, bool], float] = {}
 
-    def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
-        """Seconds of a layer's forward on some samples, its products and parameters split over ``tp`` ranks."""
-        if (known := self._known.get((work, samples, tp))) is None:
-            known = self._known[work, samples, tp] = self._forward(work, samples, tp)
+    def forward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
+        """Seconds of a layer's forward on some samples, its products and parameters split over ``tp`` ranks.
+
+        ``sequence`` says whether the ranks share each sequence where they do not share products.
+        """
+        key = work, samples, tp, sequence
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._forward(*key)
         return known
 
-    def _forward(self, work: LayerWork, samples: int, tp: int) -> float:
-        cluster, share = self.cluster, _NOT_CUT + (1 - _NOT_CUT) / tp
+    def _forward(self, work: LayerWork, samples: int, tp: int, sequence: bool) -> float:
+        cluster = self.cluster
         read = self.itemsize * work.parameters / tp / cluster.memory_bandwidth if work.flops else 0.0
         products = work.flops * samples / tp / (self.peak * cluster.product) + read + work.products * cluster.launch
-        traffic = work.moved * samples * share / (cluster.memory_bandwidth * cluster.traffic)
+        whole = 0.0 if sequence else work.whole
+        moved = samples * (whole + (work.moved - whole) / tp)
+        traffic = moved / (cluster.memory_bandwidth * cluster.traffic)
         return products + traffic + self.attention(work, samples, tp)
 
-    def backward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
+    def backward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
         """Seconds of a layer's backward."""
-        return 2 * self.forward(work, samples, tp)
+        return 2 * self.forward(work, samples, tp, sequence)
 
     def begin(self, work: LayerWork, samples: int) -> float:
         """Extra seconds of the first micro-batch of a step."""
@@ -61,7 +66,8 @@ class PaperCosts:
 
     def attention(self, work: LayerWork, samples: int, tp: int = 1) -> float:
         """Seconds of the products of attention in a forward."""
-        return work.attention * samples / tp / (self.peak * self.cluster.attention)
+        longer = 1 + self.cluster.attention_half / work.length if work.attention else 0.0
+        return (work.attention - work.masked) * samples / tp / (self.peak * self.cluster.attention) * longer
 
     def message(self, size: float, inside: bool, schedule: str) -> float:
         """Seconds to send ``size`` bytes to the next stage, within a node or between nodes."""
@@ -72,14 +78,16 @@ class PaperCosts:
         """Seconds of an all-gather of ``size`` bytes in total, or of the reduce-scatter that reverses it.
 
         Each node has ``per_node`` of the ranks. The ring crosses each border between nodes once, and uses the links of
-        all its devices on a node.
+        all its devices on a node. Each layer of ``held`` that has parameters is gathered by itself.
         """
         if ranks == 1:
             return 0.0
-        link, bandwidth = self.cluster.inside, self.cluster.inside.bandwidth
-        if ranks > per_node:
-            link, bandwidth = self.cluster.between, min(bandwidth, self.cluster.between.bandwidth * per_node)
-        return (ranks - 1) / ranks * size / bandwidth + ceil(log2(ranks)) * link.latency
+        inside, between = self.cluster.inside, self.cluster.between
+        nodes = ceil(ranks / per_node)
+        bandwidth = inside.bandwidth if nodes == 1 else min(inside.bandwidth, between.bandwidth * per_node)
+        latency = (ranks - nodes) * inside.latency + (nodes - 1) * between.latency
+        times = sum(work.parameters > 0 for work in held) or 1
+        return (ranks - 1) / ranks * size / bandwidth + times * latency
 
     def hooks(self, held: Sequence[LayerWork]) -> float:
         """Seconds that sharding adds to a micro-batch in which nothing is gathered or reduced."""
@@ -107,11 +115,11 @@ class MeasuredCosts:
         self._in_turn = 1.0 if on_gpus else _IN_TURN
         self._layers = {layer.name: layer for layer in here.layers}
 
-    def forward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
+    def forward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
         """See PaperCosts; ``tp`` is 1."""
         return self._in_turn * self._layers[work.name].forward(samples)
 
-    def backward(self, work: LayerWork, samples: int, tp: int = 1) -> float:
+    def backward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
         """See PaperCosts."""
         return self._in_turn * max(0.0, self._layers[work.name].backward(samples) - self.here.overhead)
 

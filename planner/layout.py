@@ -18,6 +18,10 @@ class PlannedLayout(Layout):
         samples: The number of samples per micro-batch.
         recompute: "none"; "full" keeps only each layer's input; "selective" recomputes attention.
         overlaps: Whether gradients are reduced during the last backward.
+        scatters: Whether each of the ranks that share layers sends a part of a whole tensor to the next stage, which
+            gathers it, as in Megatron-LM.
+        zero1: Whether replicas share the optimizer's states and the weights that it updates (ZeRO-1), and gather
+            weights in the compute dtype. No strategy of this project does.
         ends_on_top: Whether stages get equally many layers besides the first and the last layer, as in Megatron-LM.
         node: The number of devices per node.
     """
@@ -26,6 +30,8 @@ class PlannedLayout(Layout):
     samples: int = 1
     recompute: str = "none"
     overlaps: bool = True
+    scatters: bool = False
+    zero1: bool = False
     ends_on_top: bool = False
     node: int = 1
 
@@ -41,6 +47,11 @@ class PlannedLayout(Layout):
         """How many neighbouring replicas reduce gradients among themselves first. For hsdp, those of a node."""
         by_node = self.shard is None and self.info.shards == "node"
         return max(1, self.node // (self.tp * self.pp)) if by_node else super().group
+
+    @property
+    def of_states(self) -> int:
+        """How many ranks share the optimizer's states and the weights that it updates."""
+        return self.dp if self.zero1 else self.shards
 
     @property
     def resharded(self) -> bool:

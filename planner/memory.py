@@ -21,6 +21,8 @@ from planner.work import Works, parameters_of
 PROCESS_BYTES = 350 * 2**20
 # What parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see Allocation.
 _HEAP, _COPIES = 0.25, (2, 6, 4)
+# Of 34 bytes that a block of GPT keeps, tensor parallelism alone leaves 10 whole (Korthikanti et al. 2022).
+_WHOLE = 10 / 34
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,13 @@ def memory_of_stages(plan: Plan, layers: Works, recompute: bool = False) -> list
 
 def bytes_per_layer(plan: Plan, layers: Works, states: int, recompute: bool = False) -> list[float]:
     """Predict the bytes that each layer adds to the first rank of a run."""
-    rank = _Rank.of_plan(plan, layers, states, recompute)
+    layout, allocation = PlannedLayout.of_plan(plan, recompute), Allocation.here(plan.precision, plan.device_type)
+    return bytes_of_layers(layers, layout, allocation, states)
+
+
+def bytes_of_layers(layers: Works, layout: PlannedLayout, allocation: Allocation, states: int) -> list[float]:
+    """Predict the bytes that each layer adds to the first rank of a layout."""
+    rank = _Rank(layers, layout, allocation, states)
     return [rank.holding([[work]], 0).of_layers for work in layers]
 
 
@@ -164,14 +172,15 @@ class _Rank:
         counted = [parameters_of(stage) for stage in stages]
         parameters, trained = (sum(some) / layout.tp for some in zip(*counted, strict=True))
         gathered = self._gathered(parameters, trained) if layout.shards > 1 else 0.0
-        weights = allocation.number * parameters / layout.shards
+        weights = allocation.number * parameters / layout.of_states
         gradients = 0.0 if self.states is None else allocation.number * trained / layout.shards
+        states = 0.0 if self.states is None else self.states * allocation.number * trained / layout.of_states
         gathered_cast = layout.shards > 1 and allocation.gathered < allocation.number  # in the compute dtype already
         cast = 0.0 if gathered_cast else sum(work.cast for work in own) / layout.tp
         kept, recomputed = self._activations(own)
         if layout.pipelined:
             kept *= in_flight(layout.schedule, layout.pp, layout.chunks, layout.per_rank, position)
-        tensors = weights, gradients, gradients * (self.states or 0), gathered, cast, kept, recomputed
+        tensors = weights, gradients, states, gathered, cast, kept, recomputed
         freed = max(0.0, self._exchanged(parameters, trained) - gathered)
         return Memory(*tensors, allocation.process, freed + allocation.heap * (sum(tensors) + freed))
 
@@ -196,15 +205,15 @@ class _Rank:
     def _activations(self, own: Works) -> tuple[float, float]:
         """Return the bytes kept for a micro-batch's backward, and those of the layer being recomputed."""
         layout, kept, recomputed = self.layout, 0.0, 0.0
-        cut = layout.samples / layout.tp
-        # 10 of 34 bytes are not cut without sequence parallelism (Korthikanti et al. 2022).
-        each = cut if layout.sequence else cut * (10 * layout.tp + 24) / 34
+        tp, samples = layout.tp, layout.samples
         for work in own:
+            whole = _WHOLE * work.kept if work.kept_whole is None else work.kept_whole
+            of_backward = samples * (work.kept / tp if layout.sequence else whole + (work.kept - whole) / tp)
             if layout.recompute == "full" and work is not self.layers[-1]:  # the last one has the loss
-                kept += work.output * (cut if layout.sequence else layout.samples)
-                recomputed = max(recomputed, work.kept * each)
+                kept += samples * (work.output / tp if layout.sequence else work.output)
+                recomputed = max(recomputed, of_backward)
             else:
-                kept += work.kept * each
+                kept += of_backward
         return kept, recomputed
 
 

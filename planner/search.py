@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from common.errors import PlanError
+from parallel.plan import block_partition
 from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
 from planner.costs import Costs
 from planner.layout import PlannedLayout
-from planner.memory import Allocation, Memory, fullest
-from planner.step import Seconds, seconds_of
+from planner.memory import Allocation, Memory, bytes_of_layers, fullest
+from planner.step import Seconds, seconds_of, seconds_of_layer
 from planner.work import Works
 
 WHOLE: Mapping[int, bool] = {1: False}  # ranks that share a layer, and whether they can share a sequence
@@ -111,9 +112,10 @@ def search(
     """
     fit, nearest, tried, fixed = [], {}, 0, fixed or {}
     for devices in kinds:
+        balanced = _Balanced(layers, devices)
         for layout in layouts(layers, devices.costs.devices, batch, devices.count, tensor, fixed, least, devices.whole):
             tried += 1
-            candidate = Candidate(layers, layout, devices)
+            candidate = Candidate(layers, balanced(layout), devices)
             if candidate.missing <= 0:
                 fit.append(candidate)
             elif layout.strategy not in nearest or candidate.missing < nearest[layout.strategy].missing:
@@ -131,6 +133,26 @@ def search(
     fit.sort(key=lambda candidate: (candidate.seconds.total, candidate.memory.total))
     known = {candidate.layout.strategy for candidate in fit}
     return Found(fit, tried, {name: candidate for name, candidate in nearest.items() if name not in known})
+
+
+class _Balanced:
+    """Gives pipelines the stages that ``parallel.balance=time`` or ``size`` will make, by predicted costs of layers."""
+
+    def __init__(self, layers: Works, devices: Devices) -> None:
+        self._layers, self._devices = layers, devices
+        self._known: dict[PlannedLayout, tuple[int, ...]] = {}
+
+    def __call__(self, layout: PlannedLayout) -> PlannedLayout:
+        if layout.balance not in ("time", "size") or not layout.pipelined:
+            return layout
+        alike = replace(layout, strategy="pipelined", dp=1, chunks=1, schedule="gpipe")
+        if (counts := self._known.get(alike)) is None:
+            if layout.balance == "time":
+                costs = [seconds_of_layer(work, layout, self._devices.costs) for work in self._layers]
+            else:
+                costs = bytes_of_layers(self._layers, layout, self._devices.allocation, self._devices.states)
+            counts = self._known[alike] = tuple(block_partition(costs, layout.pp * layout.per_rank))
+        return replace(layout, balance=counts)
 
 
 def layouts(

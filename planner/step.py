@@ -54,6 +54,8 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     compute = each[slowest] - tensor - passed
     gradients, shards = _replicas(held, parameters, trained, compute, layout, costs)
     whole = duration(stages, layout.pp, m, layout.schedule) if layout.pp > 1 else m * each[slowest]
+    if layout.pp > 1 and layout.resharded:  # stages wait for it in turn, as they do for computing
+        shards *= whole / (m * each[slowest])
     if layout.pp > 1:  # what the first and the last stage share
         tied = sum(work.tied_trained for work in layers)
         gradients += costs.reduce(4 * tied / layout.tp, 2, 2 if layout.processes <= costs.devices else 1)
@@ -68,7 +70,7 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
         stages=m * passed,
         gradients=gradients,
         shards=shards,
-        optimizer=costs.optimizer(trained / layout.shards) + costs.fixed(layout.dp, reduced),
+        optimizer=costs.optimizer(trained / layout.of_states) + costs.fixed(layout.dp, reduced),
     )
 
 
@@ -82,7 +84,7 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
     """Return the seconds of each stage per micro-batch, including messages, for which ranks wait."""
     seconds, message = [], _message(layers, layout, costs)
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
-        forward = sum(costs.forward(work, layout.samples, layout.tp) for work in stage)
+        forward = sum(costs.forward(work, layout.samples, layout.tp, layout.sequence) for work in stage)
         both = sum(_computed(work, layout, costs, work is not layers[-1]) for work in stage)
         tensor = sum(_tensor(work, layout, costs) for work in stage)
         passed = beside / 2 * message  # half of a message is its sender's, half its receiver's
@@ -92,9 +94,14 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
     return seconds
 
 
+def seconds_of_layer(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
+    """Predict the seconds of a layer's forward and backward per micro-batch."""
+    return _computed(work, layout, costs, True) + _tensor(work, layout, costs)
+
+
 def _computed(work: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
     """Seconds of a layer per micro-batch. ``again`` is false for the last layer, whose loss is not recomputed."""
-    forward, backward = (of(work, layout.samples, layout.tp) for of in (costs.forward, costs.backward))
+    forward, backward = (of(work, layout.samples, layout.tp, layout.sequence) for of in (costs.forward, costs.backward))
     more = {"none": 0.0, "full": forward, "selective": costs.attention(work, layout.samples, layout.tp)}
     return forward + backward + again * more[layout.recompute]
 
@@ -110,7 +117,8 @@ def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:
     if layout.pp == 1:
         return 0.0
     apart = layout.tp * (layout.dp if layout.order == "pp_dp" else 1)  # how far the next stage's rank is
-    size = max(work.output for work in layers[:-1]) * layout.samples / layout.tp
+    parts = layout.tp if layout.sequence or layout.scatters else 1
+    size = max(work.output for work in layers[:-1]) * layout.samples / parts
     return costs.message(size, layout.pp * apart <= costs.devices, layout.schedule)
 
 
@@ -122,7 +130,9 @@ def _replicas(
         return 0.0, 0.0
     per_node = max(1, costs.devices // (layout.tp * (1 if layout.order == "pp_dp" else layout.pp)))
     if layout.shards == 1:
-        reduced = costs.reduce(4 * trained, layout.dp, min(layout.dp, per_node))
+        # The first half of an all-reduce scatters gradients. With ZeRO-1, the second half gathers weights.
+        size = (4 + costs.gathered) / 2 if layout.zero1 else 4
+        reduced = costs.reduce(size * trained, layout.dp, min(layout.dp, per_node))
         hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if layout.overlaps else 0.0
         return reduced - hidden, 0.0
     size = costs.gathered * parameters

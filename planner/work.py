@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,10 @@ class LayerWork:
         frozen: The number of parameters that are not trained.
         cast: Bytes of its weights in the compute dtype; independent of samples.
         hidden: The numbers of its output. A block's collectives of tensor parallelism send them in the compute dtype.
+        whole: The bytes of ``moved`` that tensor parallelism leaves whole, unless ranks share the sequence: those of
+            operators that are as wide as the output (norms, residual connections, dropout).
+        masked: The FLOPs of ``attention`` that its kernel leaves out.
+        kept_whole: The bytes of ``kept`` that tensor parallelism leaves whole, likewise; None if they are not counted.
     """
 
     name: str = field(compare=False)  # layers that are alike are equal
@@ -60,11 +65,19 @@ class LayerWork:
     frozen: int = 0
     cast: float = 0
     hidden: float = 0
+    whole: float = 0
+    masked: float = 0
+    kept_whole: float | None = None
 
     @property
     def trained(self) -> int:
         """The number of its own parameters that get gradients."""
         return self.parameters - self.frozen
+
+    @property
+    def length(self) -> float:
+        """The tokens among which attention mixes: it has four FLOPs for each of them and each number of the output."""
+        return self.attention / (4 * self.hidden) if self.hidden else inf
 
     @property
     def tied_trained(self) -> int:
@@ -83,15 +96,18 @@ class Counted(TorchDispatchMode):
 
         super().__init__()
         self._formulas = flop_registry
-        self.flops = self.attention = self.moved = 0.0
+        self.flops = self.attention = self.masked = self.moved = 0.0
         self.products = 0
+        self.moved_by_width: dict[int, float] = defaultdict(float)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         output = operator(*args, **(kwargs or {}))
         packet = getattr(operator, "overloadpacket", operator)
         if packet is _ATTENTION:
             query, keys = args[0].shape, args[1].shape
-            self.attention += 4 * prod(query) * keys[2]
+            flops = 4 * prod(query) * keys[2]
+            self.attention += flops
+            self.masked += flops / 2 if (args[4] if len(args) > 4 else (kwargs or {}).get("is_causal")) else 0.0
             self.products += 2
         elif packet in self._formulas:
             self.flops += self._formulas[packet](*args, **(kwargs or {}), out_val=output)
@@ -99,7 +115,11 @@ class Counted(TorchDispatchMode):
         elif operator.namespace != "prim" and not operator.is_view:
             tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor)]
             if not any(isinstance(t, nn.Parameter) and t.dim() > 1 for t in tensors):  # casts, once for all samples
-                self.moved += sum(t.numel() * t.itemsize for t in tensors)
+                size = sum(t.numel() * t.itemsize for t in tensors)
+                self.moved += size
+                largest = max(tensors, key=Tensor.numel, default=None)
+                if largest is not None and largest.dim():
+                    self.moved_by_width[largest.shape[-1]] += size
         return output
 
 
@@ -150,9 +170,11 @@ def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork]
             break
     return [
         replace(
-            work, flops=t.work.flops / least, attention=t.work.attention / least, products=t.work.products,
+            work, flops=t.work.flops / least, attention=t.work.attention / least,
+            masked=t.work.masked / least, products=t.work.products,
             moved=t.work.moved / least, output=t.output_bytes / least, kept=t.kept / least, cast=t.cast,
             hidden=sum(prod(spec.shape) for spec in t.outputs) / least,
+            whole=sum(t.work.moved_by_width[n] for n in {spec.shape[-1] for spec in t.outputs if spec.shape}) / least,
         )
         for work, t in zip(weights_of(chain), traces, strict=True)
     ], least  # fmt: skip

@@ -5,21 +5,36 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from composed import typed
 
-from benchmarks.planner import MORE, by_one_row, predicted, published, rows
+from benchmarks.planner import (
+    COMPILED,
+    EAGER,
+    MORE,
+    by_one_row,
+    cluster_of,
+    decoder,
+    predicted,
+    published,
+    rows,
+    without_table,
+)
+from planner.costs import PaperCosts
+from planner.layout import PlannedLayout
+from planner.step import seconds_of
 from training.command.app import execute
 from training.reporting.run_directory import release
 
 ROWS = rows()
 PRESENT = (MORE / "vtrain").is_dir()
 LIMITS = {
-    "Megatron-LM 2021": 0.08, "Korthikanti 2022": 0.06, "torchtitan": 0.08, "vTrain": 0.06, "llm-foundry": 0.035,
-    "KempnerForge": 0.08,
+    "Megatron-LM 2021": 0.029, "Korthikanti 2022": 0.024, "torchtitan": 0.105, "vTrain": 0.073, "llm-foundry": 0.046,
+    "llm-foundry H100": 0.037, "KempnerForge": 0.05,
 }  # fmt: skip
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, LAYOUTS = ((DOCS / page).read_text() for page in ("planner.md", "layout.md"))
@@ -27,11 +42,42 @@ PAGE, LAYOUTS = ((DOCS / page).read_text() for page in ("planner.md", "layout.md
 
 @pytest.mark.parametrize("table", LIMITS)
 def test_step_times_are_off_by_no_more_than_the_page_says(table):
-    own = [row for row in ROWS if row.table.startswith(table)]
+    own = [row for row in ROWS if row.table.removesuffix(" compiled") == table]
     if not own and not PRESENT:
         pytest.skip(f"the table of {table} is not part of this repository")
     off = np.abs(predicted(own) / np.array([row.seconds for row in own]) - 1)
     assert off.mean() <= LIMITS[table]
+
+
+@pytest.mark.parametrize("table", ["Megatron-LM 2021", "Korthikanti 2022", "KempnerForge", "llm-foundry H100"])
+def test_a_table_that_nothing_was_fitted_to_is_off_by_a_tenth_at_most(table):
+    own = [row for row in ROWS if row.table == table]
+    if not PRESENT:
+        pytest.skip("the tables to which devices are fitted are not part of this repository")
+    off = np.abs(without_table(own, ROWS) / np.array([row.seconds for row in own]) - 1)
+    assert off.mean() <= 0.1 and np.quantile(off, 0.9) <= 0.2
+
+
+# Measured on 64 and 256 A100 with Llama of 13, 30 and 65 billion parameters: pairs of layouts that differ in one thing.
+PAIRS = {
+    "norms in plain operators": (EAGER, {}, replace(EAGER, norm=4), {}, 1.03, 1.30),
+    "attention that computes the masked half": (replace(EAGER, skips=False), {}, EAGER, {}, 1.02, 1.07),
+    "whole sequences on 2 ranks": (COMPILED, {"tp": 2}, COMPILED, {"tp": 2, "sequence": True}, 1.01, 1.04),
+    "whole sequences on 4 ranks": (COMPILED, {"tp": 4}, COMPILED, {"tp": 4, "sequence": True}, 1.03, 1.10),
+    "whole sequences on 8 ranks": (COMPILED, {"tp": 8}, COMPILED, {"tp": 8, "sequence": True}, 1.06, 1.16),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_kernels_and_sequence_parallelism_cost_what_they_were_measured_to(pair):
+    kernels, one, others, other, least, most = PAIRS[pair]
+
+    def seconds(kernels, tp=2, sequence=False):
+        works = decoder(6656, 60, 52, 2048, 32000, mlp=17920, tied=False, kernels=kernels)
+        layout = PlannedLayout("pipe_ddp", 64 // tp // 4, 4, 64, "1f1b", order="pp_dp", tp=tp, sequence=sequence)
+        return seconds_of(works, layout, PaperCosts(cluster_of("a100x64"), "bf16")).total
+
+    assert least <= seconds(kernels, **one) / seconds(others, **other) <= most
 
 
 def test_one_measured_row_corrects_the_others():
@@ -40,7 +86,7 @@ def test_one_measured_row_corrects_the_others():
         pytest.skip("vTrain's rows are not part of this repository")
     places, corrected = by_one_row(own, predicted(own))
     off = np.abs(corrected / np.array([own[place].seconds for place in places]) - 1)
-    assert off.mean() <= 0.05 and np.quantile(off, 0.9) <= 0.12
+    assert off.mean() <= 0.05 and np.quantile(off, 0.9) <= 0.14
 
 
 def test_the_tables_are_written_with_a_picture(tmp_path):

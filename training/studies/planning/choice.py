@@ -33,7 +33,7 @@ from training.optimizer import Optimizer, states_of
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.run.prepare import BALANCES, model_and_data, prepare
 from training.studies.planning import AUTO, is_automatic
-from training.studies.planning.paper import PAPER_IS_OFF, Model, model_of, on_paper, predict_on_paper
+from training.studies.planning.paper import Model, cluster_of, model_of, on_paper, paper_is_off, predict_on_paper
 from training.studies.planning.trial import lay_out, try_layout
 from training.studies.planning.typed import accepted, check_kept, fixed_of, possible_rooms, tensor_sizes
 
@@ -112,7 +112,8 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
         found, model = predict_on_paper(cfg)
     else:
         found, model = predict_here(cfg)
-    print("\n".join([*model.tables(found, words), PAPER_IS_OFF if queued else _HERE_IS_OFF]), flush=True)
+    off = paper_is_off(cluster_of(cfg)[0], found) if queued else [_HERE_IS_OFF]
+    print("\n".join([*model.tables(found, words), *off]), flush=True)
     best, tried = (found.best[0], {}) if queued or cfg.mode == "plan" else pick(cfg, found.best)
     if cfg.parallel.name == AUTO:
         lay_out(cfg, best.layout)

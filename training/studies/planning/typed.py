@@ -39,7 +39,9 @@ def fixed_of(cfg: Any) -> dict[str, Any]:
     fixed = {key: cfg.parallel[key] for key in keys}
     if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
         fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
-    if (balance := cfg.parallel.balance) not in ("uniform", *BALANCES):
+    if (balance := cfg.parallel.balance) in BALANCES:
+        fixed["balance"] = balance
+    elif balance != "uniform":
         counts = [] if balance is None or isinstance(balance, str | int) else [*balance]
         if not counts or not all(type(n) is int and n > 0 for n in counts):
             raise PlanError(
@@ -103,9 +105,9 @@ def possible_rooms(
         return found
     if problems:  # what a strategy that shares parameters has to say is nearer to what was meant
         raise PlanError(problems.get(True) or problems[False])
-    counts, typed = fixed.get("balance", ()), [key for key in FREE if key in fixed]
-    if counts and sum(counts) != len(layers):
-        raise PlanError(f"parallel.balance={[*counts]} has {sum(counts)} layers, and the model {len(layers)}")
+    balance, typed = fixed.get("balance"), [key for key in FREE if key in fixed]
+    if isinstance(balance, tuple) and sum(balance) != len(layers):
+        raise PlanError(f"parallel.balance={[*balance]} has {sum(balance)} layers, and the model {len(layers)}")
     possible = {}
     for key in typed:
         without = having({other: value for other, value in fixed.items() if other != key})
