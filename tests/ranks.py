@@ -17,6 +17,7 @@ from operator import itemgetter
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from psutil import Process
 
 from common.machine import changed_environment
 from parallel import host_group
@@ -24,6 +25,7 @@ from parallel import host_group
 CASE_TIMEOUT_S = 120
 GRACE_S = 3  # how long the other ranks have to answer after one has failed
 _HOST = "127.0.0.1"
+_MUCH = 2**30  # bytes of a process that gives back what it has freed
 
 
 class Ranks:
@@ -152,6 +154,8 @@ def _answer(
 
 def _give_memory_back() -> None:
     """Give freed memory to other processes: a model may be large, and this process have no part in the next case."""
+    if Process().memory_info().rss < _MUCH:  # a twentieth of a second, and pages to take again
+        return
     gc.collect()  # a strategy refers to itself, and would stay with its weights and gradients
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc keeps what is freed, as room for what this process allocates next

@@ -136,6 +136,7 @@ def test_parity_has_a_row_for_every_layout_with_all_that_was_compared(monkeypatc
     assert set(parity.SIZES) < set(options("model"))
 
 
+@pytest.mark.slow
 def test_an_architecture_has_a_row_of_layouts_and_one_of_seconds(tmp_path):
     pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
     runner.run(["architectures", "--quick", "--output", str(tmp_path)])

@@ -205,6 +205,7 @@ def test_a_part_that_is_missing_is_named(folders, rows, tmp_path):
         prepare(config(*words(folder, rows)))
 
 
+@pytest.mark.slow
 def test_the_page_leads_from_a_folder_to_a_folder(rows, folders, chats, tmp_path, capsys):
     """Its commands in their order, with few steps; then its program, whose last line is a difference of logits."""
     page = (ROOT / "docs" / "finetuning.md").read_text()

@@ -13,6 +13,7 @@ from hugging_face import make_folder, write_rows
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run_in_their_order(tmp_path):
     folder, rows = make_folder(tmp_path / "published", "Gemma2", head_dim=12), write_rows(tmp_path / "rows")
     page = (ROOT / "docs" / "transformers.md").read_text()
