@@ -42,7 +42,8 @@ MISTAKES = {  # in what was added
 def files_of_the_pages():
     """(path, code, whether it is a line of an existing file), as the pages have them."""
     text = "\n".join((ROOT / "docs" / name).read_text() for name in ("own_model.md", "extending.md"))
-    blocks = re.findall(r"^`([\w/.]+)`(, a line at the end of `STRATEGIES`)?:\n\n```\w+\n(.*?)```", text, flags=re.S | re.M)
+    titled = r"^`([\w/.]+)`(, a line at the end of `STRATEGIES`)?:\n\n```\w+\n(.*?)```"
+    blocks = re.findall(titled, text, flags=re.S | re.M)
     return [(path, code, bool(line)) for path, line, code in blocks]
 
 
