@@ -32,8 +32,6 @@ from conf.schema import SCHEMAS, Root
 _SECTIONS = {"callbacks": "callbacks.{}", "experiment": None, "debug": None}
 # Keys of a file that say how the option is built, and the recipes, which are values for other groups.
 _NOT_LISTED = ("_target_", "defaults", "recipes")
-# A file that another one of its group extends: "- device@_here_: a100" of a folder, "- a100@_here_" beside it.
-_EXTENDED = re.compile(r"^ *- (?!/)(?:(\w+)@_here_: (\w+)|(\w+)@_here_)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -112,10 +110,10 @@ def read_option(group: str, name: str, file: Path) -> Option:
     keys = list(_yaml_keys(own, section, text.splitlines())) if section and isinstance(own, MappingNode) else []
     others = {key: node for key, node in tree.items() if is_global and key != section and key not in _NOT_LISTED}
     sets = [*_chosen(tree), *(word for key, node in others.items() for word in _words(node, key))]
-    for folder, of_folder, beside in _EXTENDED.findall(text):
-        path = Path(folder, f"{of_folder or beside}.yaml")
-        extended = next(at / path for at in (file.parent, FOLDER / groups()[group]) if (at / path).is_file())
-        keys = _over(read_option(group, path.stem, extended).keys, keys)
+    for path in _extended(tree):
+        there = (at / path for at in (file.parent, FOLDER / groups()[group]))
+        if extended := next(filter(Path.is_file, there), None):  # composing says what is missing, and helps
+            keys = _over(read_option(group, path.stem, extended).keys, keys)
     schema = re.search(r"^ *- /schema/([\w/]+)@", text, re.M)
     if schema is not None:
         of_schema = schema_keys(SCHEMAS[schema[1]], group)
@@ -227,6 +225,15 @@ def _text(node: Node) -> str:
     if isinstance(node, ScalarNode) and node.tag.endswith(":null"):
         return "null"
     return _typed(BaseConstructor().construct_document(node))
+
+
+def _extended(tree: Mapping[str, Node]) -> Iterator[Path]:
+    """Yield the files that a file of its group extends: ``device@_here_: a100`` or, beside it, ``a100@_here_``."""
+    for item in tree["defaults"].value if "defaults" in tree else ():
+        [(key, name)] = [(key, value.value) for key, value in _items(item)] or [(item.value, None)]
+        word, _, where = key.partition("@")
+        if where == "_here_" and not word.startswith("/"):
+            yield Path(word, f"{name}.yaml") if name else Path(f"{word}.yaml")
 
 
 def _chosen(tree: Mapping[str, Node]) -> list[str]:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from common.errors import PlanError, UserError
 from conf import FOLDER, options
 from conf.instantiate import to_dict
+from conf.keys import read_options
 from data.dataset import Batch
 from models.gpt2 import gpt2
 from models.llama import llama
@@ -367,6 +368,12 @@ def test_a_cluster_file_of_one_s_own_needs_its_device_and_its_size(tmp_path):
     ours = compose(f"hydra.searchpath=[file://{tmp_path}]", "mode=plan", "parallel=auto", "cluster=ours").cluster
     cluster = read_cluster(OmegaConf.to_container(ours))
     assert (cluster.size, cluster.device, cluster.guess) == (16, "H100 80 GB", True)
+    (described,) = (option for option in read_options("cluster", [tmp_path]) if option.word == "cluster=ours")
+    assert {"cluster.product", "cluster.nodes"} <= {key.name for key in described.keys}, (
+        "the help has the device's, too"
+    )
+    (tmp_path / "cluster" / "ours.yaml").write_text("\n".join([lines[0].replace("h100", "h1000"), *lines[1:]]))
+    assert [option.word for option in read_options("cluster", [tmp_path])] == ["cluster=ours"], "and lists a wrong one"
 
 
 WRONG = {

@@ -72,13 +72,15 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
     twice = " (a tied one counted twice)" if any(work.ties for work in model.layers) else ""
     about = [
         f"{cfg.model.name}: {sum(work.parameters for work in model.layers):,} parameters{twice}, {precision}, "
-        f"global batch {model.batch:,}",
+        f"global batch {model.batch:,}" + (f" x {model.tokens:,} tokens" if model.tokens else ""),
         f"cluster={cfg.cluster.name}: {cluster.size:,} x {cluster.device}, {cluster.devices} in a node; efficiencies: "
         f"{cluster.source}",
         f"{found.tried:,} layouts in {time.perf_counter() - began:.1f} s, of which {len(found.best):,} fit",
     ]
     tables = model.tables(found, words, cluster.peak[precision])
     told = model.batchnorm_of(found.best[0], cfg)
+    nodes = f"on the cluster: add launcher=slurm launcher.nodes={cluster.nodes}, or start ranks with torchrun"
+    tables = [*tables, *[f"{nodes} (docs/cluster.md)"] * (cluster.nodes > 1)]
     return "\n".join([*about, *tables, *paper_is_off(cluster, found), *told, *_draw(found, cfg, run_dir)])
 
 

@@ -216,7 +216,7 @@ def _layouts(
     elif not by_rule and (half_precision or not chosen):
         others += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
         ones += [(_single(cfg, n), None) for n in dict.fromkeys(others) if n != count]
-    shared = [(layout, None) for layout in wanted if layout.tp > 1]
+    shared: list[tuple[Layout, str | None]] = [(layout, None) for layout in wanted if layout.tp > 1]
     if half_precision and shared and in_fp32 not in ones:  # partial sums are rounded, too: more than by micro-batches
         shared.insert(0, in_fp32)
     planned = [*ones, *((layout, None) for layout in wanted if layout.tp == 1), *shared]
