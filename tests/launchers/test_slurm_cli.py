@@ -32,6 +32,14 @@ def test_two_nodes_give_the_losses_of_one_machine(cluster, recipe, local_losses,
     assert queue(cluster) == ""
 
 
+def test_the_ranks_of_each_node_share_the_layers_and_nodes_are_replicas(cluster, recipe, local_losses, tmp_path):
+    shared = ["parallel=ddp", "parallel.dp=2", "parallel.tp=2", "parallel.sequence=true"]
+    run = train(cluster, [*recipe[1:], *shared, *TWO_NODES], tmp_path / "run")
+    assert run.code == 0, run.console
+    assert run.losses == pytest.approx(local_losses(), rel=1e-5)
+    assert (run.summary["world_size"], run.summary["tp"]) == (4, 2)
+
+
 def test_a_job_takes_the_layout_that_is_planned_for_its_nodes(cluster, tmp_path):
     words = [*TOY, "logger=none", "train.steps=3", "parallel=auto", "cluster=laptop", *TWO_NODES]
     run = train(cluster, words, tmp_path / "run")
