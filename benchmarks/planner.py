@@ -8,10 +8,13 @@ Korthikanti et al. 2022 (arXiv 2205.05198, tables 4 and 5, figure 1) and torchti
 without float8; BSD-3). Larger tables (vTrain, llm-foundry, KempnerForge) are read from ../shared/data beside the
 repository, where that exists.
 
-A row is predicted in four ways: by the cluster's file; for a table to which that file was fitted, by a device that is
-fitted again to everything but the rows of the same model, and to everything but the whole table, with a network that is
-guessed; and by the file after one row of the same model, tensor parallelism and micro-batch has said by how much all of
-them are off.
+A row is predicted in four ways:
+
+* by the cluster's file;
+* for a table with many rows, by a device that is fitted again without the rows of the same model;
+* for a table to which the device was fitted, without the whole table: products are fitted to the device's other tables,
+  attention is that of kernels measured by themselves, and the network is guessed;
+* by the file, after one row of the same model, tensor parallelism and micro-batch has said by how much all are off.
 
 here, half an hour on two cores: six small models in all layouts of 1, 2 and 4 processes with 1, 2, 4 or 8
 micro-batches, predicted from what is measured in seconds, and then run.
@@ -55,7 +58,7 @@ _UNFITTED = 0.7, 0.5  # where a fit of products and attention starts
 _PRODUCTS, _ATTENTION = {989e12: 0.759}, {312e12: 0.615, 989e12: 0.339}
 _FEW = 20  # rows: each model of a larger table is left out in turn
 _LOSS_SCALE = 0.02  # errors beyond it count less in a fit: a table has rows that nothing explains
-_PRIOR = 0.05  # how much a fit is held to what the file says, beside an error
+_PRIOR = 0.05  # how much a fit is held to where it starts, beside an error
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def decoder(
     moved = whole + s * inner + times * in_memory
     kept = s * h * (24 if mlp else 34) + (6 * s * wide if mlp else 0) + (scores == "kept") * 5 * heads * s * s
     kept = 2 * s * (4 * h + keys + wide) if alternate else kept + 2 * kernels.norm_kept * s * h
-    # Of a norm its input and output, and masks of dropout, which a gated MLP's blocks have not.
+    # Inputs and outputs of norms, and masks of dropout, which blocks with a gated MLP do not have.
     kept_whole = 4 * s * h if alternate else s * h * ((8 if mlp else 10) + 2 * kernels.norm_kept)
     flops, attention = 2 * s * weights, 4 * s * s * h
     if alternate:

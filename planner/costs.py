@@ -8,7 +8,7 @@ from math import ceil
 from parallel.schedules import SCHEDULES
 from planner.cluster import Cluster
 from planner.here import Here, Line
-from planner.work import LayerWork
+from planner.work import LayerWork, part_of_rank
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16_residual": 2, "fp16": 2}  # of a number, as products read it
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
@@ -47,9 +47,8 @@ class PaperCosts:
         cluster = self.cluster
         read = self.itemsize * work.parameters / tp / cluster.memory_bandwidth if work.flops else 0.0
         products = work.flops * samples / tp / (self.peak * cluster.product) + read + work.products * cluster.launch
-        whole = 0.0 if sequence else work.whole
-        moved = samples * (whole + (work.moved - whole) / tp)
-        traffic = moved / (cluster.memory_bandwidth * cluster.traffic)
+        moved = part_of_rank(work.moved, work.whole, tp, sequence)
+        traffic = moved * samples / (cluster.memory_bandwidth * cluster.traffic)
         return products + traffic + self.attention(work, samples, tp)
 
     def backward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:

@@ -15,7 +15,7 @@ from parallel.devices import parameter_dtype
 from parallel.plan import Plan
 from parallel.schedules import in_flight
 from planner.layout import PlannedLayout, cut
-from planner.work import Works, parameters_of
+from planner.work import Works, parameters_of, part_of_rank
 
 # Measured on Linux: a worker that has imported torch, its pipelining and wandb, and set gloo up.
 PROCESS_BYTES = 350 * 2**20
@@ -131,14 +131,12 @@ def memory_of_stages(plan: Plan, layers: Works, recompute: bool = False) -> list
 
 def bytes_per_layer(plan: Plan, layers: Works, states: int, recompute: bool = False) -> list[float]:
     """Predict the bytes that each layer adds to the first rank of a run."""
-    layout, allocation = PlannedLayout.of_plan(plan, recompute), Allocation.here(plan.precision, plan.device_type)
-    return bytes_of_layers(layers, layout, allocation, states)
+    return _Rank.of_plan(plan, layers, states, recompute).each_layer()
 
 
 def bytes_of_layers(layers: Works, layout: PlannedLayout, allocation: Allocation, states: int) -> list[float]:
     """Predict the bytes that each layer adds to the first rank of a layout."""
-    rank = _Rank(layers, layout, allocation, states)
-    return [rank.holding([[work]], 0).of_layers for work in layers]
+    return _Rank(layers, layout, allocation, states).each_layer()
 
 
 @dataclass(frozen=True)
@@ -164,6 +162,10 @@ class _Rank:
         """Return the memory of the rank at each position of the pipeline."""
         stages, count = cut(self.layers, self.layout), self.layout.pp if self.layout.pipelined else 1
         return [self.holding(stages[position::count], position) for position in range(count)]
+
+    def each_layer(self) -> list[float]:
+        """Return the bytes that each layer adds to the first rank."""
+        return [self.holding([[work]], 0).of_layers for work in self.layers]
 
     def holding(self, stages: Sequence[Works], position: int) -> Memory:
         """Return the memory of the rank at a position of the pipeline, which holds some stages."""
@@ -208,9 +210,9 @@ class _Rank:
         tp, samples = layout.tp, layout.samples
         for work in own:
             whole = _WHOLE * work.kept if work.kept_whole is None else work.kept_whole
-            of_backward = samples * (work.kept / tp if layout.sequence else whole + (work.kept - whole) / tp)
+            of_backward = samples * part_of_rank(work.kept, whole, tp, layout.sequence)
             if layout.recompute == "full" and work is not self.layers[-1]:  # the last one has the loss
-                kept += samples * (work.output / tp if layout.sequence else work.output)
+                kept += samples * part_of_rank(work.output, work.output, tp, layout.sequence)
                 recomputed = max(recomputed, of_backward)
             else:
                 kept += of_backward

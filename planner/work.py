@@ -88,6 +88,11 @@ class LayerWork:
 Works = Sequence[LayerWork]
 
 
+def part_of_rank(size: float, whole: float, tp: int, sequence: bool) -> float:
+    """Return a rank's part of some bytes, of which ``whole`` are divided only if ranks share the sequence."""
+    return size / tp if sequence else whole + (size - whole) / tp
+
+
 class Counted(TorchDispatchMode):
     """Adds up the work of the operators that run in the block."""
 

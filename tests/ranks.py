@@ -66,15 +66,12 @@ class Ranks:
                 break
             for pipe in ready:
                 rank = pipes.index(pipe)
-                answered = True
                 try:
                     ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                    answered = True
                 except EOFError:
-                    answered, ok, value = (
-                        False,
-                        False,
-                        f"the process ended with exit code {self._processes[rank].exitcode}",
-                    )
+                    ok, value = False, f"the process ended with exit code {self._processes[rank].exitcode}"
+                    answered = False
                 answers[pipe] = value
                 if not ok:
                     failures.append((answered, f"rank {rank} of {world}:\n{value}"))

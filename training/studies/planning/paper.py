@@ -86,10 +86,10 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
 
 def paper_is_off(cluster: Cluster, found: Found) -> list[str]:
     """Return how far predictions for a cluster may be off, and which of the best layouts may not fit after all."""
-    tight = [one for one in found.best[:_SHOWN] if -one.missing < _MEMORY_IS_OFF * one.devices.memory]
-    names = ", ".join(str(found.best.index(one) + 1) for one in tight)
+    best = found.best[:_SHOWN]
+    tight = [n for n, one in enumerate(best, 1) if one.memory.total > (1 - _MEMORY_IS_OFF) * one.devices.memory]
     warning = (
-        f"{len(tight)} of the best {min(_SHOWN, len(found.best))} layouts ({names}) need more than "
+        f"{len(tight)} of the best {len(best)} layouts ({', '.join(map(str, tight))}) need more than "
         f"{100 * (1 - _MEMORY_IS_OFF):.0f} % of a device's memory, and predictions of memory are that far off: "
         "try them with two steps first"
     )
