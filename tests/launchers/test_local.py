@@ -17,7 +17,7 @@ from launchers.world import is_loopback
 
 @pytest.fixture(autouse=True)
 def no_worker_is_left():
-    of_the_tests = {child.pid for child in psutil.Process().children()}
+    of_the_tests = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     left = psutil.Process().children(recursive=True)
     assert [child for child in left if child.pid not in of_the_tests and not _is_of_the_tests(child)] == []
