@@ -157,10 +157,11 @@ def cut() -> Iterable[Cell]:
     for model in ("gpt2", "llama", "transformer"):
         yield cell(model, Layout("tensor", tp=2, chunks=2), **exact)
         yield cell(model, Layout("tensor", tp=2, chunks=2, sequence=True), **exact)
-        others = {"slow": model == "transformer", **exact}
+        others = {"slow": model != "gpt2", **exact}
         yield cell(model, Layout("ddp", dp=2, tp=2, chunks=2, sequence=True), **others)
         yield cell(model, Layout("fsdp", dp=2, tp=2, chunks=2), **others)
-        yield cell(model, Layout("pipelined", tp=2, pp=2, chunks=4, schedule="1f1b", sequence=True), **others)
+        pipelined = Layout("pipelined", tp=2, pp=2, chunks=4, schedule="1f1b", sequence=True)
+        yield cell(model, pipelined, **{**others, "slow": model == "transformer"})
         for s in ("gpipe", "interleaved_1f1b", *SPLIT):
             for name in ("pipe_ddp", "pipe_fsdp"):
                 fast = model == "gpt2" and (name, s) in (("pipe_ddp", SPLIT[0]), ("pipe_fsdp", "interleaved_1f1b"))
@@ -184,7 +185,7 @@ def cut() -> Iterable[Cell]:
         layout = Layout("tensor", tp=2, chunks=2, sequence=sequence)
         yield cell("gpt2", layout, recompute=True, **exact)
         for model in ("gpt2", "llama"):  # without dropout a recomputation ends inside a region
-            yield cell(model, layout, recompute=True, dropout=0.0, **exact)
+            yield cell(model, layout, recompute=True, dropout=0.0, slow=model == "llama", **exact)
         yield cell("gpt2", layout, padded=True, **exact)
         yield cell("gpt2", layout)
         yield cell("gpt2", layout, 5e-2, precision="bf16", reference=Layout("single", chunks=2))
@@ -192,7 +193,7 @@ def cut() -> Iterable[Cell]:
         yield cell("llama", layout, lora=("q_proj", "k_proj", "down_proj"), **exact)
     for s in ("1f1b", SPLIT[0]):
         layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule=s, sequence=True)
-        yield cell("gpt2", layout, lora=("h.0.attn.c_attn",), slow=s == "1f1b", **exact)
+        yield cell("gpt2", layout, lora=("h.0.attn.c_attn",), slow=True, **exact)
 
 
 def sent() -> Iterable[Cell]:
@@ -219,7 +220,7 @@ def widths() -> Iterable[Cell]:
         more = {**changing, "steps": 4 + (s == "planned")}  # planned again after 4 steps
         yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **more, slow=s not in SPLIT)
         for name in ("pipe_ddp", "pipe_fsdp"):
-            slow = s == "looped_bfs" or (name, s) in repeated
+            slow = s == "looped_bfs" or (name, s) in repeated or (name == "pipe_ddp" and s not in SPLIT)
             yield cell("gpt2", Layout(name, dp=2, pp=2, chunks=2, schedule=s), **more, slow=slow)
     for s in ("1f1b", "interleaved_zero_bubble"):
         wanted = replace(RECIPES["gpt2"], **changing)
@@ -266,12 +267,14 @@ def adapters() -> Iterable[Cell]:
     """LoRA: frozen layers before, between and behind those that are trained, in stages of their own and not."""
     everywhere, first, last = ("c_attn", "c_proj"), ("h.0.attn.c_attn",), ("h.3.mlp.c_proj",)
     for name, info in COMPARED:
-        yield from (cell("gpt2", small_layout(name, info), lora=targets) for targets in (everywhere, first, last))
+        for targets in (everywhere, first, last):
+            repeated = targets != everywhere and not (info.stages and info.shards)
+            yield cell("gpt2", small_layout(name, info), lora=targets, slow=repeated)
         yield from (cell("toy", small_layout(name, info), lora=(target,)) for target in ("net1", "net2"))
     for s in SCHEDULES:
         rest = {"slow": s not in SPLIT}  # where a backward in two parts may meet nothing that is trained
-        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=everywhere)
-        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=first)
+        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=everywhere, **rest)
+        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=first, **rest)
         yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=last, **rest)
         yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=("h.2.mlp.c_fc",), **rest)
         own = ("decoder1.attention.query",)
@@ -284,7 +287,8 @@ def adapters() -> Iterable[Cell]:
         for layout in (Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b"), Layout("fsdp", dp=2, chunks=2)):
             yield cell(model, layout, lora=targets)
     for s in ("1f1b", "interleaved_zero_bubble"):
-        yield cell("llama", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=("q_proj", "down_proj"))
+        layout = Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s)
+        yield cell("llama", layout, lora=("q_proj", "down_proj"), slow=s == "1f1b")
 
 
 # The ways of running that GPUs have: one process's, and these.

@@ -138,7 +138,16 @@ def describe(setup: Setup) -> str:
     warning = unseen(setup.cfg.model, setup.chain) if reads_weights(setup.cfg, setup.chain) else None
     warnings = [f"warning: {text}" for text in (warning, across_nodes(setup)) if text is not None]
     whole = [ONE_LAYER] if len(setup.chain.layers) == 1 else []
-    return "\n".join([plan, *whole, *setup.by_microbatch[1], *warnings]) + recipe
+    return "\n".join([plan, *whole, *_shorter(setup), *setup.by_microbatch[1], *warnings]) + recipe
+
+
+def _shorter(setup: Setup) -> list[str]:
+    """Return a line about a run that its epochs end before its steps."""
+    train, total = setup.cfg.train, setup.total_steps
+    if setup.cfg.mode != "train" or train.steps is None or total >= train.steps:
+        return []
+    why = f"train.epochs={train.epochs:g} ends this run after {total} steps, before train.steps={train.steps}"
+    return [f"{why}; without that limit: train.epochs=null"]
 
 
 def describe_recipe(cfg: Any) -> str:

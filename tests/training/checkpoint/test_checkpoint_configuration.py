@@ -310,7 +310,9 @@ def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule
     assert "scheduler._target_ training.optimizer.CosineWarmup -> " in capsys.readouterr().err
     longer = [f"train.resume={tmp_path}/a", "train.steps=8", "logger=none", f"hydra.run.dir={tmp_path}/c"]
     assert main(longer) == 0
-    assert "settings that differ from those before: schedule.total 4 -> 8" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "settings that differ from those before: schedule.total 4 -> 8; the scheduler follows" in said
+    assert "so the learning rate jumps here" in said
 
 
 def test_an_evaluation_that_is_not_finite_is_said(tmp_path, capsys):

@@ -94,6 +94,14 @@ def test_the_start_shows_what_was_typed_or_all_of_it(tmp_path, capsys):
     assert "seed: 1337" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words, said", [(["train.steps=3"], False), (["train.steps=5"], True), ([], False)])
+def test_a_run_that_its_epochs_end_before_its_steps_says_so_at_the_start(tmp_path, capsys, words, said):
+    line = ["train.epochs=2", "data.samples=80", "train.global_batch_size=32", "logger=none", "device=cpu"]
+    assert train.main([*line, *words, f"hydra.run.dir={tmp_path}/run"]) == 0
+    shown = "train.epochs=2 ends this run after 4 steps, before train.steps=5; without that limit: train.epochs=null"
+    assert (shown in capsys.readouterr().out) == said
+
+
 def closed():
     os.closerange(0, 3)
     sys.stdin = sys.stdout = sys.stderr = None  # as Python does at its start

@@ -43,7 +43,10 @@ def test_the_file_of_a_shared_layer_has_the_numbers_of_the_whole_one(train):
         assert all(torch.equal(cut[name], alone[name]) for name in alone), layout
 
 
-@pytest.mark.parametrize("layout", SHARED)
+SLOW = ("tensor", "fsdp tp")  # of which the others have each part
+
+
+@pytest.mark.parametrize("layout", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in SHARED])
 def test_a_run_resumes_with_the_same_bits(train, layout):
     every = ["train.checkpoint_every=2", "train.steps=4", "optim=adamw"]
     whole = train(layout, *every)
