@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -44,12 +44,19 @@ def explain(error: BaseException) -> str | None:
         return _one_line(error)
     file = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     if isinstance(cause, (ConfigKeyError, AttributeError)) and isinstance(cause.parent_node, DictConfig):
-        return file + unknown_key(cause.full_key, [str(key) for key in cause.parent_node])
+        known = [str(key) for key in cause.parent_node]
+        return file + unknown_key(cause.full_key, known, _elsewhere(cause.parent_node, cause.full_key))
     return f"{file}{cause.full_key}: {str(cause).splitlines()[0]}"
 
 
-def unknown_key(key: str, known: Sequence[str]) -> str:
-    """Return the message about a key, such as "parallel.chnks", whose section has the keys ``known``."""
+def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
+    """Return the message about a key that does not exist.
+
+    Args:
+        key: The key, such as "parallel.chnks".
+        known: The keys of its section.
+        elsewhere: Keys of other sections with its name.
+    """
     section, dot, name = key.rpartition(".")
     section += dot
     if not known:
@@ -59,6 +66,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
             "model.settings.": f"type +{key}=",
         }
         return f"there is no key {key}; {lists.get(section, 'its section is empty')}"
+    if elsewhere:
+        return f"there is no key {key}; did you mean {' or '.join(elsewhere)}?"
     return f"there is no key {key}{nearest(f'{section}{{}}', name, known)}"
 
 
@@ -68,6 +77,14 @@ def nearest(form: str, name: str, known: Sequence[str]) -> str:
     alike = [name] if name in lower else get_close_matches(name, lower, n=2, cutoff=0.7)
     guess = " or ".join(form.format(lower[match]) for match in alike)
     return f"; did you mean {guess}? There are: {', '.join(known)}" if guess else f"; there are {', '.join(known)}"
+
+
+def _elsewhere(section: DictConfig, key: str) -> list[str]:
+    """Return the keys of other sections that have the name of ``key``: "optim.lr" for "train.lr"."""
+    name = key.rpartition(".")[2]
+    tree = OmegaConf.to_container(section._get_root())  # private: an error of Hydra has no configuration (2.3.1)
+    sections = {str(key): value for key, value in tree.items() if key != "hydra"} if isinstance(tree, dict) else {}
+    return [f"{section}.{name}" for section, keys in sections.items() if isinstance(keys, dict) and name in keys]
 
 
 def _one_line(error: BaseException) -> str:

@@ -103,6 +103,12 @@ def files_of(root: Path, what: str, suffix: str = "", packed: Sequence[str] = ()
     if not files:
         problem = "holds no such file" if root.is_dir() else "is empty" if root.exists() else "does not exist"
         raise DataError(f"data.root={root} {problem}; give a file of {what}, or a folder of {suffix or 'such'} files")
+    by_content: dict[Path, list[Path]] = {}
+    for path in files:
+        by_content.setdefault(path.with_suffix("") if path.suffix in packed else path, []).append(path)
+    if twice := next((paths for paths in by_content.values() if len(paths) > 1), None):
+        names = " and ".join(path.name for path in twice)
+        raise DataError(f"data.root={root} has {names}, whose rows would be read twice; keep one of them")
     return files
 
 

@@ -244,6 +244,13 @@ def test_a_row_of_a_compressed_file_is_named_by_that_file(tmp_path, rows_of):
         rows_of(root)
 
 
+def test_rows_beside_their_compressed_copy_are_not_read_twice(tmp_path, rows_of):
+    written(tmp_path / "a.jsonl", row := b'{"text": "a"}\n')
+    written(tmp_path / "a.jsonl.gz", gzip.compress(row))
+    with pytest.raises(DataError, match=r"a\.jsonl and a\.jsonl\.gz, whose rows would be read twice; keep one"):
+        rows_of(tmp_path)
+
+
 def test_what_nothing_here_unpacks_says_what_to_type(tmp_path, rows_of, monkeypatch):
     root = written(tmp_path / "a.jsonl.zst", b"x")
 

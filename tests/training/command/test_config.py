@@ -15,6 +15,7 @@ from conf.instantiate import instantiate
 from conf.schema import Parallel, Root
 from data.dataset import DataSet
 from models.toy import toy
+from train import main
 from training.command.api import with_given
 from training.run.prepare import describe_recipe
 
@@ -152,6 +153,21 @@ def test_help_explains_a_section_a_group_an_option_or_a_key(words, said):
 def test_help_suggests_what_an_unknown_word_may_mean(word, said):
     with pytest.raises(UserError, match=re.escape(said)):
         help.answer(["--help", word])
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("train.lr=1", "there is no key train.lr; did you mean optim.lr?"),
+        ("dp=2", "there is no key dp; did you mean parallel.dp?"),
+        ("steps=2", "there is no key steps; did you mean train.steps or verify.steps?"),
+        ("parallel.chnks=2", "there is no key parallel.chnks; did you mean parallel.chunks? There are:"),
+        ("nonsense=2", "there is no key nonsense; there are hydra,"),
+    ],
+)
+def test_a_key_of_another_section_is_suggested(word, said, capsys):
+    assert main([word]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {said}")
 
 
 def test_help_explains_a_users_own_option_without_its_secrets(tmp_path, monkeypatch):
