@@ -129,15 +129,16 @@ def parts(memory: Memory, names=PARTS) -> dict[str, int]:
     return {name: round(getattr(memory, name)) for name in names}
 
 
-def memory_cases():
-    """Every case; of GPT-2's that are computed again, one with everything in it is quick."""
-    for recompute, name in ((False, "kept"), (True, "recomputed")):
-        for model, layout in CASES:
-            slow = recompute and model == "gpt2" and layout != "pipe_fsdp tp"
-            yield pytest.param(model, layout, recompute, marks=[pytest.mark.slow] * slow, id=f"{model}-{layout}-{name}")
+def memory_case(model, layout, recompute):
+    """Of GPT-2's layouts that compute again, the one with everything in it is quick."""
+    slow = recompute and model == "gpt2" and layout != "pipe_fsdp tp"
+    name = f"{model}-{layout}-{'recomputed' if recompute else 'kept'}"
+    return pytest.param(model, layout, recompute, marks=[pytest.mark.slow] * slow, id=name)
 
 
-@pytest.mark.parametrize("model, layout, recompute", memory_cases())
+@pytest.mark.parametrize(
+    "model, layout, recompute", [memory_case(*case, again) for again in (False, True) for case in CASES]
+)
 def test_all_who_say_how_much_memory_say_the_same(tmp_path, monkeypatch, capsys, model, layout, recompute):
     cfg = composed(model, layout, recompute)
     planned = said_by_plan(copy.deepcopy(cfg), tmp_path, monkeypatch)

@@ -94,11 +94,17 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
     for axes, (name, step) in zip(figure.subplots(2, sharex=True), both.items(), strict=True):
         handles |= {handle.get_label(): handle for handle in _rows(axes, step, plot.MEDIUM)}
         axes.set_title(name)
-    spans = (work_span([i for own in step.values() for i in own]) for step in both.values())
+    spans = (_span([i for own in step.values() for i in own]) for step in both.values())
     _scale(axes, 1e3 * max(last - first for first, last in spans))  # both have it
     figure.axes[0].set_xlabel("")
     _frame(figure, title, [*handles.values()])
     return figure
+
+
+def _span(intervals: Sequence[Interval]) -> tuple[float, float]:
+    """Return the start of the first work of a step, and the end of the last work or collective."""
+    first, last = work_span(intervals)
+    return first, max([last, *(i.end for i in intervals if i.kind not in {*WORK, *RECEIVES})])
 
 
 def _frame(figure: Figure, title: str, handles: list[Patch]) -> None:
@@ -110,7 +116,7 @@ def _frame(figure: Figure, title: str, handles: list[Patch]) -> None:
 def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> list[Patch]:
     """Draw the rows of ``draw`` in a figure of a width in inches, and return the legend's handles."""
     everything = [i for step in ranks.values() for i in step]
-    first, last = work_span(everything)
+    first, last = _span(everything)
     span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
     points = 72 * 0.9 * width / span  # per millisecond
@@ -151,7 +157,8 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
             left, right = (max(0.0, 1e3 * (time - first)) for time in (begin, end))
             _bar(axes, left, right, row_of[stage] + _STRIP_TOP, _STRIP, color=colour)
 
-    shown = [legend[key] for key in sorted(legend)] + [("idle (bubble)", _IDLE)]
+    shown = [legend[key] for key in sorted(legend)]
+    shown.append(("idle (bubble)" if len({*row_of.values()}) > 1 else "idle", _IDLE))
     if receives:
         shown += [("receive: sender still computing", _WAITING), ("receive: sent, until used", _SENT)]
     shown += [(kind.replace("_", "-"), to_rgb(colour)) for kind, colour in colours.items()]
