@@ -31,11 +31,9 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from benchmarks import figure
 from benchmarks.table import Benchmark, Table
-from conf import FOLDER
 from conf.composition import compose
 from conf.instantiate import to_dict
 from planner.cluster import Cluster, Link, read_cluster
@@ -210,7 +208,7 @@ def _published(row: dict[str, str]) -> Row:
         "interleaved_1f1b" if n["per_rank"] > 1 else "1f1b", n["per_rank"], order="pp_dp" if megatron else "dp_pp",
         shard=n["shards"], reshard=True, tp=n["tp"], samples=n["samples"],
         recompute=recompute if megatron else "none", sequence=recompute == "selective", overlaps=not megatron,
-        scatters=megatron, ends_on_top=megatron,
+        scatters=megatron, gradient=2 if megatron else 4, ends_on_top=megatron,
     )  # fmt: skip
     layers = decoder(
         n["hidden"], n["layers"], n["heads"], n["sequence"], n["vocabulary"], n.get("kv_heads", 0), n.get("mlp", 0),
@@ -234,7 +232,7 @@ def _vtrain(row: dict[str, str]) -> Row:
     size, devices, batch, samples, hidden, heads, layers, sequence, tp, dp, pp, ms = map(float, row.values())
     layout = PlannedLayout(
         "pipe_ddp", int(dp), int(pp), int(batch / dp / samples), "1f1b", order="pp_dp", tp=int(tp),
-        samples=int(samples), recompute="full", sequence=False, overlaps=False, scatters=True, ends_on_top=True,
+        samples=int(samples), recompute="full", overlaps=False, scatters=True, gradient=2, ends_on_top=True,
     )  # fmt: skip
     layers = decoder(int(hidden), int(layers), int(heads), int(sequence), 51200, scores="kept", kernels=MEGATRON)
     return Row("vTrain", ("vTrain", size), ("vTrain", size, tp, samples), "a100x512", layers, layout, ms / 1e3)
@@ -299,15 +297,6 @@ def cluster_of(name: str) -> Cluster:
     return read_cluster(to_dict(compose(["parallel=auto", "mode=plan", f"cluster={name}"]).cluster))
 
 
-@cache
-def guessed(name: str) -> Cluster:
-    """Return the cluster of a file as if only its device and its size were known."""
-    own = OmegaConf.load(FOLDER / "cluster" / f"{name}.yaml")
-    device = own.defaults[0]["device@_here_"]
-    section = to_dict(compose(["parallel=auto", "mode=plan", f"+cluster/device@cluster={device}"]).cluster)
-    return read_cluster({**section, **{key: own[key] for key in ("name", "nodes", "devices")}})
-
-
 def predicted(
     measured: Sequence[Row], cluster: Callable[[Row], Cluster] = lambda row: cluster_of(row.cluster)
 ) -> np.ndarray:
@@ -330,9 +319,9 @@ def fit(measured: Sequence[Row]) -> Fitted:
     return product, attention
 
 
-def _having(fitted: Fitted, row: Row, guess: bool = False) -> Cluster:
+def _having(fitted: Fitted, row: Row) -> Cluster:
     product, attention = fitted
-    return replace((guessed if guess else cluster_of)(row.cluster), product=product, attention=attention)
+    return replace(cluster_of(row.cluster), product=product, attention=attention)
 
 
 def without_models(measured: Sequence[Row], everything: Sequence[Row]) -> np.ndarray:
@@ -348,7 +337,7 @@ def without_models(measured: Sequence[Row], everything: Sequence[Row]) -> np.nda
 
 
 def without_table(measured: Sequence[Row], everything: Sequence[Row]) -> np.ndarray:
-    """Predict a table by a network that is guessed, and a device whose products were fitted to the other tables.
+    """Predict a table by a device whose products were fitted to the other tables. No network was fitted to a table.
 
     What attention reaches, and products where few rows are of such devices, is that of kernels measured by themselves.
     """
@@ -356,7 +345,7 @@ def without_table(measured: Sequence[Row], everything: Sequence[Row]) -> np.ndar
     others = [row for row in everything if row.table != measured[0].table]
     others = [row for row in others if cluster_of(row.cluster).device == own.device]
     product = fit(others)[0] if len(others) > _FEW else _PRODUCTS[own.peak["bf16"]]
-    return predicted(measured, partial(_having, (product, _ATTENTION[own.peak["bf16"]]), guess=True))
+    return predicted(measured, partial(_having, (product, _ATTENTION[own.peak["bf16"]])))
 
 
 def by_one_row(measured: Sequence[Row], seconds: np.ndarray) -> tuple[list[int], np.ndarray]:

@@ -22,6 +22,7 @@ class PlannedLayout(Layout):
             gathers it, as in Megatron-LM.
         zero1: Whether replicas share the optimizer's states and the weights that it updates (ZeRO-1), and gather
             weights in the compute dtype. No strategy of this project does.
+        gradient: Bytes per number of the gradients that replicas sum. Megatron-LM's training in fp16 sums them in fp16.
         ends_on_top: Whether stages get equally many layers besides the first and the last layer, as in Megatron-LM.
         node: The number of devices per node.
     """
@@ -32,6 +33,7 @@ class PlannedLayout(Layout):
     overlaps: bool = True
     scatters: bool = False
     zero1: bool = False
+    gradient: int = 4
     ends_on_top: bool = False
     node: int = 1
 

@@ -58,7 +58,7 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
         shards *= whole / (m * each[slowest])
     if layout.pp > 1:  # what the first and the last stage share
         tied = sum(work.tied_trained for work in layers)
-        gradients += costs.reduce(4 * tied / layout.tp, 2, 2 if layout.processes <= costs.devices else 1)
+        gradients += costs.reduce(layout.gradient * tied / layout.tp, 2, 2 if layout.processes <= costs.devices else 1)
     part = slowed(stages, whole, layout, costs)
     reduced = layout.per_rank if layout.shards == 1 else 1  # DDP reduces each stage's gradients apart
     # The first micro-batch passes through all stages in turn.
@@ -131,7 +131,7 @@ def _replicas(
     per_node = max(1, costs.devices // (layout.tp * (1 if layout.order == "pp_dp" else layout.pp)))
     if layout.shards == 1:
         # The first half of an all-reduce scatters gradients. With ZeRO-1, the second half gathers weights.
-        size = (4 + costs.gathered) / 2 if layout.zero1 else 4
+        size = (layout.gradient + costs.gathered) / 2 if layout.zero1 else layout.gradient
         reduced = costs.reduce(size * trained, layout.dp, min(layout.dp, per_node))
         hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if layout.overlaps else 0.0
         return reduced - hidden, 0.0

@@ -33,7 +33,7 @@ from training.reporting.run_directory import release
 ROWS = rows()
 PRESENT = (MORE / "vtrain").is_dir()
 LIMITS = {
-    "Megatron-LM 2021": 0.029, "Korthikanti 2022": 0.024, "torchtitan": 0.105, "vTrain": 0.073, "llm-foundry": 0.046,
+    "Megatron-LM 2021": 0.029, "Korthikanti 2022": 0.024, "torchtitan": 0.105, "vTrain": 0.069, "llm-foundry": 0.046,
     "llm-foundry H100": 0.037, "KempnerForge": 0.05,
 }  # fmt: skip
 DOCS = Path(__file__).parents[2] / "docs"
@@ -49,7 +49,9 @@ def test_step_times_are_off_by_no_more_than_the_page_says(table):
     assert off.mean() <= LIMITS[table]
 
 
-@pytest.mark.parametrize("table", ["Megatron-LM 2021", "Korthikanti 2022", "KempnerForge", "llm-foundry H100"])
+@pytest.mark.parametrize(
+    "table", ["Megatron-LM 2021", "Korthikanti 2022", "KempnerForge", "llm-foundry", "llm-foundry H100", "vTrain"]
+)
 def test_a_table_that_nothing_was_fitted_to_is_off_by_a_tenth_at_most(table):
     own = [row for row in ROWS if row.table == table]
     if not PRESENT:
