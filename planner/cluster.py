@@ -9,6 +9,8 @@ from typing import Any
 
 from common.errors import PlanError
 
+# Bytes of a number, as products read it, by precision.
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16_residual": 2, "fp16": 2}
 # The least and the most that each number can be, generously: beyond them it is a slip of the keyboard or of the unit.
 _RANGES = {
     "nodes": (1, 100_000), "devices": (1, 1_000), "peak": (1e6, 1e18), "memory": (1e6, 1e15),
@@ -90,10 +92,9 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
     Raises:
         PlanError: A number is missing or impossible; the message names it.
     """
-    given = {key: value for key, value in section.items() if key != "name"}
-    name = section.get("name", "")
-    named = f"cluster={name} (cluster/{name}.yaml)"
-    known = [one.name for one in fields(Cluster)]
+    given, name = {**section}, section.get("name")
+    named = "the cluster's file" if name is None else f"cluster={name} (cluster/{name}.yaml)"
+    known = ["name", *(one.name for one in fields(Cluster))]
     if unknown := sorted({*given} - {*known}):
         raise PlanError(f"{named} does not know {', '.join(unknown)}; its keys are {', '.join(known)}")
     if lacking := sorted({*known} - {*given, *_OPTIONAL}):
@@ -103,6 +104,7 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
         )
     if type(given.get("guess", False)) is not bool:
         raise PlanError(f"{named}: guess={reprlib.repr(given['guess'])} must be true or false")
+    del given["name"]
     flat = {key: value for key, value in given.items() if key not in _IN_WORDS}
     for key in ("peak", "inside", "between"):
         if not hasattr(given[key], "items"):
@@ -110,13 +112,17 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
         flat |= {f"{key}.{name}": number for name, number in given[key].items()}
     for link in ("inside", "between"):
         if {*given[link]} != {"bandwidth", "latency"}:
-            raise PlanError(f"{named}: {link} must have bandwidth and latency, and no more")
+            raise PlanError(f"{named}: {link} must have bandwidth and latency, and has {', '.join(given[link])}")
     for key, number in flat.items():
         least, most = _RANGES[key if key in _RANGES else "peak" if key.startswith("peak.") else key.rpartition(".")[2]]
         whole = key in ("nodes", "devices")
         if type(number) not in ((int,) if whole else (int, float)) or not least <= number <= most:
             kind = "whole number" if whole else "number"
             raise PlanError(f"{named}: {key}={reprlib.repr(number)} must be a {kind} from {least:,g} to {most:,g}")
+    if wrong := sorted({*given["peak"]} - {*BYTES}):
+        raise PlanError(f"{named}: peak has {', '.join(wrong)}; the precisions are {', '.join(BYTES)}")
+    if given["reserved"] >= given["memory"]:
+        raise PlanError(f"{named}: reserved={given['reserved']:g} must be less than memory={given['memory']:g}")
     if (size := given["nodes"] * given["devices"]) > _MOST:
         raise PlanError(f"{named}: nodes x devices={size:,} must be at most {_MOST:,}")
     links = {link: Link(**given[link]) for link in ("inside", "between")}

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from math import ceil
 
 from parallel.schedules import SCHEDULES
-from planner.cluster import Cluster
+from planner.cluster import BYTES, Cluster
 from planner.here import Here, Line
 from planner.work import LayerWork, part_of_rank
 
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16_residual": 2, "fp16": 2}  # of a number, as products read it
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
 # Layers that are measured one by one find what they need in a CPU's caches: fitted to runs of six small models.
 _IN_TURN = 1.1
@@ -30,7 +29,7 @@ class PaperCosts:
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
         self.cluster, self.peak = cluster, cluster.peak[precision]
-        self.devices, self.itemsize, self.gathered = cluster.devices, _BYTES[precision], _BYTES[precision]
+        self.devices, self.itemsize, self.gathered = cluster.devices, BYTES[precision], BYTES[precision]
         self._known: dict[tuple[LayerWork, int, int, bool], float] = {}
 
     def forward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
@@ -109,7 +108,7 @@ class MeasuredCosts:
     """The seconds of each kind of work on this machine. It has the interface of ``PaperCosts``."""
 
     def __init__(self, here: Here, precision: str, on_gpus: bool) -> None:
-        self.here, self.devices, self.itemsize, self.gathered = here, here.processes, _BYTES[precision], 4
+        self.here, self.devices, self.itemsize, self.gathered = here, here.processes, BYTES[precision], 4
         self.hides = PaperCosts.hides if on_gpus else (0.0, 0.0)  # what moves bytes needs a core, too
         self._in_turn = 1.0 if on_gpus else _IN_TURN
         self._layers = {layer.name: layer for layer in here.layers}

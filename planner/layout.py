@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import ceil
 from typing import Any
 
 from parallel.layout import Layout
@@ -54,6 +55,11 @@ class PlannedLayout(Layout):
     def of_states(self) -> int:
         """How many ranks share the optimizer's states and the weights that it updates."""
         return self.dp if self.zero1 else self.shards
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that it needs."""
+        return ceil(self.processes / self.node)
 
     @property
     def resharded(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 from common.errors import PlanError
@@ -167,8 +168,8 @@ def layouts(
     within = [tp for tp in tensor if tp in divisors(min(per_node, devices))]
     for tp in numbers("tp", within, [*tensor]):
         for pp in numbers("pp", divisors(devices // tp), range(1, devices // tp + 1)):
-            possible = [n for n in divisors(batch) if n * tp * pp <= devices]
-            for dp in numbers("dp", sorted({1, possible[-1]}), possible):
+            possible = [n for n in divisors(batch) if n * tp * pp <= devices and divides(n * tp * pp, per_node)]
+            for dp in numbers("dp", sorted({*possible[:1], *possible[-1:]}), possible):
                 for chunks in numbers("chunks", cuts := divisors(batch // dp), cuts):
                     layout = PlannedLayout(
                         dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks, node=per_node,
@@ -209,6 +210,11 @@ def allowed(layers: Works, layout: PlannedLayout) -> bool:
     filled = layout.chunks >= layout.pp or (layout.pp <= _SHORT and layout.schedule != "1f1b")  # else ranks mostly wait
     enough = layout.pp * layout.per_rank <= len(layers) and filled
     return several and enough and has_equal_rounds(layout.schedule, layout.pp, layout.chunks)
+
+
+def divides(processes: int, per_node: int) -> bool:
+    """Return whether the processes can be divided equally among the nodes that they need."""
+    return processes % ceil(processes / per_node) == 0
 
 
 def divisors(number: int) -> list[int]:

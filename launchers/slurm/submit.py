@@ -89,8 +89,8 @@ def submit(
     """
     if processes % options.nodes:
         raise LaunchError(
-            f"{processes} processes (parallel.dp x parallel.tp x parallel.pp) cannot be divided equally among "
-            f"launcher.nodes={options.nodes}; choose numbers of which one divides the other"
+            f"{processes} process{'es' * (processes > 1)} (parallel.dp x parallel.tp x parallel.pp) cannot be divided "
+            f"equally among launcher.nodes={options.nodes}; choose a number of nodes that divides the processes"
         )
     folder, count = Path(folder).absolute(), len(log_dirs)
     file = "%j" if count == 1 else "%A_%a"

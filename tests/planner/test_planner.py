@@ -281,10 +281,10 @@ def test_where_nothing_fits_the_nearest_is_named_with_what_it_misses():
         search(WORKS, 16, [DEVICES], fixed={"pp": 9})
 
 
-def test_typed_numbers_may_leave_devices_free_and_a_batch_may_fill_most_of_them():
+def test_numbers_may_leave_devices_free_but_all_nodes_have_equally_many_processes():
     found = search(WORKS, 16, [DEVICES], fixed={"pp": 3, "dp": 2})
     assert {one.layout.processes for one in found.best} == {6}
-    assert {one.layout.dp for one in search(WORKS, 15, [DEVICES]).best if one.layout.strategy == "ddp"} == {5}
+    assert {one.layout.dp for one in search(WORKS, 15, [DEVICES]).best if one.layout.strategy == "ddp"} == {3}
     assert {one.layout.strategy for one in search(WORKS, 16, [DEVICES], fixed={"schedule": "1f1b"}).best} == {
         "pipelined", "pipe_ddp", "pipe_fsdp",
     }  # fmt: skip
@@ -392,7 +392,16 @@ WRONG = {
     "nodes and devices": ({"nodes": 100_000, "devices": 100}, "nodes x devices=10,000,000 must be at most 1,000,000"),
     "a link": ({"inside": {"bandwidth": 1e9}}, "inside must have bandwidth and latency"),
     "a peak": ({"peak": {"bf16": 0}}, "peak.bf16=0 must be a number"),
-    "unknown": ({"colour": 1}, "does not know colour"),
+    "a peak that is none": (
+        {"peak": {"bf16": 1e15, "bf17": 1e15}},
+        "peak has bf17; the precisions are fp64, fp32, bf16",
+    ),
+    "misspelt in a link": (
+        {"inside": {"bandwith": 1e9, "latency": 0}},
+        "must have bandwidth and latency, and has bandwith",
+    ),
+    "all of the memory": ({"reserved": 9e10}, r"reserved=9e\+10 must be less than memory=8.5e\+10"),
+    "unknown": ({"colour": 1}, "does not know colour; its keys are name, nodes"),
 }
 
 
@@ -403,6 +412,9 @@ def test_a_wrong_number_of_a_cluster_is_named(changes, says):
     lacking = section("a100x64")
     del lacking["between"]
     with pytest.raises(PlanError, match=r"\(cluster/a100x64.yaml\) lacks between"):
+        read_cluster(lacking)
+    del lacking["name"]
+    with pytest.raises(PlanError, match="the cluster's file lacks between, name"):
         read_cluster(lacking)
 
 
@@ -431,6 +443,28 @@ def test_the_plan_has_the_best_ten_each_strategy_s_best_and_a_command_that_is_ac
     assert "off on average in six tables" in said
 
 
+def test_each_command_of_a_plan_asks_for_the_nodes_that_its_layout_fills_equally(tmp_path, capsys):
+    said = plan(tmp_path, capsys, "cluster=a100x64", "cluster.nodes=3", "cluster.devices=3")
+    commands = [line for line in said.splitlines() if line.startswith("  python train.py ")]
+    asked = {}
+    for line in commands:
+        numbers = dict(re.findall(r"parallel\.(dp|tp|pp)=(\d+)", line))
+        processes, nodes = (
+            math.prod(map(int, numbers.values())),
+            int(re.search(r"launcher=slurm launcher.nodes=(\d)", line)[1]),
+        )
+        assert nodes == math.ceil(processes / 3) and processes % nodes == 0, line
+        asked[processes] = nodes
+    assert asked[1] == 1 and len(asked) > 2
+    alone = plan(tmp_path, capsys, "cluster=a100x64", "cluster.nodes=1")
+    assert "launcher=slurm" not in alone
+
+
+def test_a_plan_refuses_an_optimizer_that_the_model_does_not_allow(tmp_path, capsys):
+    with pytest.raises(UserError, match="Muon is for the matrices of hidden layers"):
+        execute(compose("mode=plan", "parallel=auto", "cluster=laptop", "model=resnet50", "optim=muon"), tmp_path, None)
+
+
 def test_a_plan_says_that_its_cluster_is_a_guess_and_which_layouts_are_close_to_the_memory(tmp_path, capsys):
     sizes = "nodes=1", "devices=1", "guess=true", "reserved=1.15e9", "memory=1.3e9"
     said = plan(tmp_path, capsys, "cluster=a100x64", *(f"cluster.{size}" for size in sizes))
@@ -440,7 +474,10 @@ def test_a_plan_says_that_its_cluster_is_a_guess_and_which_layouts_are_close_to_
 
 REFUSED = {
     "a precision without a peak": (("cluster=laptop", "train.precision=fp16"), "no peak for train.precision=fp16"),
-    "training": (("cluster=laptop", "mode=train"), "leave cluster= out, or type mode=plan"),
+    "training": (
+        ("cluster=laptop", "mode=train"),
+        "mode=plan or launcher=slurm: type parallel=auto, .*or leave cluster= out",
+    ),
     "a job without a cluster": (("mode=train", "launcher=slurm"), "type cluster=NAME of conf/cluster"),
     "an evaluation": (("mode=eval", "checkpoint=/nowhere"), "no checkpoint at /nowhere"),
 }

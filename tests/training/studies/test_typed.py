@@ -31,7 +31,7 @@ REFUSED = {
     "devices": ((*PAPER, "model=toy", "parallel.devices=[cpu,cpu]"), r"parallel.devices is for strategies of one"),
     "layers that are not there": ((*TOY, "parallel.balance=[9,4]"), r"\[9, 4\] has 13 layers, and the model 3"),
     "replicas that do not divide the batch": (
-        (*PAPER, "model=resnet50", "parallel.dp=7"), r"parallel.dp=1, 4, 8, 15, 30, 60",
+        (*PAPER, "model=resnet50", "parallel.dp=7"), r"parallel.dp=1, 4, 8, 12, 24, 40",
     ),
     "a sequence that is too long": ((*PAPER, "model=gpt2", "data.seq_len=5000"), r"longer than the model's 1024"),
     "a sequence that ranks do not divide": (

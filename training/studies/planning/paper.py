@@ -26,7 +26,7 @@ from planner.search import FREE, Candidate, Devices, Found, search
 from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, slowed, stage_seconds
 from planner.work import Works, work_of
-from training.optimizer import states_of
+from training.optimizer import check_others, states_of
 from training.reporting.console import columns
 from training.run.prepare import checked_model_and_data
 from training.studies.planning import AUTO
@@ -41,7 +41,7 @@ _FITTED_IS_OFF = (
 )
 _GUESS_IS_OFF = (
     "some numbers of this cluster are guesses: such predictions were 2 to 9 % off on average in six tables that "
-    "were left out, and by up to 24 % for nine layouts in ten"
+    "were left out, and by up to 15 % for nine layouts in ten"
 )
 _EARLIER = "an earlier version was 6 to 24 % off in tables with other kernels: docs/planner.md"
 _MEMORY_IS_OFF = 0.1  # layouts that fit with less to spare are named; see the table of memory in docs/planner.md
@@ -77,10 +77,8 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
         f"{cluster.source}",
         f"{found.tried:,} layouts in {time.perf_counter() - began:.1f} s, of which {len(found.best):,} fit",
     ]
-    tables = model.tables(found, words, cluster.peak[precision])
+    tables = model.tables(found, words, cluster.peak[precision], for_job=cluster.nodes > 1 and not on_job(cfg))
     told = model.batchnorm_of(found.best[0], cfg)
-    nodes = f"on the cluster: add launcher=slurm launcher.nodes={cluster.nodes}, or start ranks with torchrun"
-    tables = [*tables, *[f"{nodes} (docs/cluster.md)"] * (cluster.nodes > 1)]
     return "\n".join([*about, *tables, *paper_is_off(cluster, found), *told, *_draw(found, cfg, run_dir)])
 
 
@@ -105,6 +103,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     """
     cluster, precision = cluster_of(cfg)
     fixed, (chain, data) = fixed_of(cfg), checked_model_and_data(cfg)
+    check_others(to_dict(cfg.optim), chain)
     data.prepare()
     model = model_of(cfg, chain, data, precision)
     tensor = tensor_sizes(chain, data, fixed, cluster.devices)
@@ -125,7 +124,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
 
 def on_paper(cfg: Any) -> bool:
     """Return whether a configuration names a described cluster."""
-    return cfg.cluster is not None and cfg.cluster.name != HERE
+    return cfg.cluster is not None and cfg.cluster.get("name") != HERE
 
 
 def on_job(cfg: Any) -> bool:
@@ -155,8 +154,8 @@ def check_cluster(cfg: Any) -> None:
     """Check that a described cluster is typed only where something is planned on paper. Raises PlanError."""
     if on_paper(cfg) and not (cfg.parallel.name == AUTO and (cfg.mode == "plan" or on_job(cfg))):
         raise PlanError(
-            f"cluster={cfg.cluster.name} is for parallel=auto on paper and in a job of a queue: leave cluster= out, or "
-            "type mode=plan parallel=auto"
+            f"cluster={cfg.cluster.get('name')} is for parallel=auto with mode=plan or launcher=slurm: type "
+            "parallel=auto, and the parts of the layout that you want, such as parallel.dp=2; or leave cluster= out"
         )
 
 
@@ -178,13 +177,16 @@ class Model:
     has_batchnorm: bool
     least: int
 
-    def tables(self, found: Found, words: Sequence[str], peak: float | None = None) -> Iterator[str]:
+    def tables(
+        self, found: Found, words: Sequence[str], peak: float | None = None, for_job: bool = False
+    ) -> Iterator[str]:
         """Yield the best ten layouts, each strategy's best, why others do not fit, and the commands to copy.
 
         Args:
             found: The result of a search.
             words: The command line.
             peak: FLOP/s of a device, if known.
+            for_job: Whether the commands submit a job of SLURM.
         """
         parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
         head = ["", "layout", "total", *parts, "GiB", "of", "tokens/s" if self.tokens else "samples/s"]
@@ -198,9 +200,11 @@ class Model:
         for name, candidate in found.nearest.items():
             needed, there = (size / 2**30 for size in (candidate.memory.total, candidate.devices.memory))
             yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({candidate.name})"
-        yield "to copy, the best of each strategy, the fastest first:"
+        without = " (without SLURM, start ranks with torchrun: docs/cluster.md)" * for_job
+        yield f"to copy, the best of each strategy, the fastest first{without}:"
         for candidate in best.values():
-            yield f"  {command(words, candidate)}"
+            job = f" launcher=slurm launcher.nodes={candidate.layout.nodes}" * for_job
+            yield f"  {command(words, candidate)}{job}"
 
     def batchnorm_of(self, candidate: Candidate, cfg: Any) -> list[str]:
         """Return a line that names the layout of one process with the same micro-batches; none without BatchNorm."""
@@ -218,7 +222,7 @@ class Model:
         row = [candidate.name, f"{total:.3g}", *shown, *memory, speed]
         if peak is None:
             return row
-        flops = 3 * self.batch * sum(work.flops + work.attention for work in self.layers)
+        flops = 3 * self.batch * sum(work.flops + work.attention - work.masked for work in self.layers)
         return [*row, f"{flops / total / (candidate.layout.processes * peak):.0%}"]
 
 
