@@ -250,12 +250,14 @@ def _brought(saved: Any) -> Sequence[str]:
 
 
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
-    """Add the folders of code. A model whose file sets no name gets the name of its option."""
+    """Add the folders of code. A cluster, and a model whose file sets no name, get the name of their option."""
     masking.named.update(masking.references(OmegaConf.to_container(cfg, resolve=False)))
     cfg.import_from = [*(cfg.import_from or ()), *folders]
     if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and cfg.model.get("name") is None:
         name = choices.get("model") or str(cfg.model._target_).rpartition(".")[2]
         OmegaConf.update(cfg, "model.name", name, force_add=True)
+    if OmegaConf.is_dict(cfg.cluster) and choices.get("cluster"):
+        OmegaConf.update(cfg, "cluster.name", choices["cluster"], force_add=True)
     return cfg
 
 

@@ -99,7 +99,7 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
         raise PlanError(f"{named} does not know {', '.join(unknown)}; its keys are {', '.join(known)}")
     if lacking := sorted({*known} - {*given, *_OPTIONAL}):
         raise PlanError(
-            f"{named} lacks {', '.join(lacking)}; a file of conf/cluster/device has all but name, nodes and devices: "
+            f"{named} lacks {', '.join(lacking)}; a file of conf/cluster/device has all but nodes and devices: "
             "name it as conf/cluster/a100x64.yaml does"
         )
     if type(given.get("guess", False)) is not bool:

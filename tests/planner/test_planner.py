@@ -16,7 +16,7 @@ from composed import compose, execute, plain
 from omegaconf import OmegaConf
 
 from common.errors import PlanError, UserError
-from conf import FOLDER, options
+from conf import FOLDER, composition, options
 from conf.instantiate import to_dict
 from conf.keys import read_options
 from data.dataset import Batch
@@ -441,6 +441,15 @@ def test_the_plan_has_the_best_ten_each_strategy_s_best_and_a_command_that_is_ac
     assert chosen.parallel.dp * chosen.parallel.tp * chosen.parallel.pp == 64
     assert (tmp_path / "predicted_timeline.png").stat().st_size > 10_000
     assert "off on average in six tables" in said
+
+
+def test_a_cluster_has_the_name_of_its_file(tmp_path):
+    (tmp_path / "cluster").mkdir()
+    for name, line in {"ours": "", "yours": "name: other\n"}.items():
+        text = f"defaults:\n  - device@_here_: h100\n  - _self_\n{line}nodes: 4\ndevices: 8\n"
+        (tmp_path / "cluster" / f"{name}.yaml").write_text(text)
+        cfg = composition.compose(["--config-dir", str(tmp_path), f"cluster={name}"])
+        assert cfg.cluster.name == name and read_cluster(to_dict(cfg.cluster)).size == 32
 
 
 def test_each_command_of_a_plan_asks_for_the_nodes_that_its_layout_fills_equally(tmp_path, capsys):
