@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ModelError
 from common.files import expand_home, folder_of, parse_json
 from common.packages import load_transformers
+from models import causal_lm_experts
 from models.causal_lm_files import Opened, from_file, to_file
 from models.config_json import Family
 from models.huggingface import HuggingFace
@@ -77,8 +78,8 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
             f"{path} has output_router_logits=true, which adds a router's loss over the whole batch to the model's; "
             "set +model.settings.output_router_logits=false to train without it"
         )
-    # Its shapes do not depend on which experts are chosen.
-    made._experts_implementation = "batched_mm"
+    causal_lm_experts.register()
+    made._experts_implementation = causal_lm_experts.NAME
     return made
 
 

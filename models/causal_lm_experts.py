@@ -1,0 +1,28 @@
+"""Experts of transformers' models, whose products are computed one expert after the other."""
+
+from __future__ import annotations
+
+from torch import Tensor, compiler, nn
+
+NAME = "one_by_one"
+
+
+def experts(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Compute what the experts ``chosen`` make of each token, as the model's own code does.
+
+    That code's shapes depend on which experts are chosen. If there are no values, or a graph is compiled, all products
+    are one batched product, which copies the weights of each token's experts.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor  # private: torch 2.13
+    from transformers.integrations.moe import batched_mm_experts_forward
+
+    if compiler.is_compiling() or hidden.is_meta or isinstance(hidden, FakeTensor):
+        return batched_mm_experts_forward(self, hidden, chosen, weights)
+    return type(self).forward.__wrapped__(self, hidden, chosen, weights)
+
+
+def register() -> None:
+    """Make ``NAME`` a value of a configuration's experts_implementation."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
