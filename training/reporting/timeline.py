@@ -157,8 +157,8 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
             left, right = (max(0.0, 1e3 * (time - first)) for time in (begin, end))
             _bar(axes, left, right, row_of[stage] + _STRIP_TOP, _STRIP, color=colour)
 
-    shown = [legend[key] for key in sorted(legend)]
-    shown.append(("idle (bubble)" if len({*row_of.values()}) > 1 else "idle", _IDLE))
+    idle = "idle (bubble)" if len({*row_of.values()}) > 1 else "idle"
+    shown = [legend[key] for key in sorted(legend)] + [(idle, _IDLE)]
     if receives:
         shown += [("receive: sender still computing", _WAITING), ("receive: sent, until used", _SENT)]
     shown += [(kind.replace("_", "-"), to_rgb(colour)) for kind, colour in colours.items()]
