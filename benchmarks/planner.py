@@ -13,7 +13,7 @@ A row is predicted in four ways:
 * by the cluster's file;
 * for a table with many rows, by a device that is fitted again without the rows of the same model;
 * for a table to which the device was fitted, without the whole table: products are fitted to the device's other tables,
-  attention is that of kernels measured by themselves, and the network is guessed;
+  and attention is that of kernels measured by themselves;
 * by the file, after one row of the same model, tensor parallelism and micro-batch has said by how much all are off.
 
 here, half an hour on two cores: six small models in all layouts of 1, 2 and 4 processes with 1, 2, 4 or 8

@@ -83,8 +83,9 @@ def _elsewhere(section: DictConfig, key: str) -> list[str]:
     """Return the keys of other sections that have the name of ``key``: "optim.lr" for "train.lr"."""
     name = key.rpartition(".")[2]
     tree = OmegaConf.to_container(section._get_root())  # private: an error of Hydra has no configuration (2.3.1)
-    sections = {str(key): value for key, value in tree.items() if key != "hydra"} if isinstance(tree, dict) else {}
-    return [f"{section}.{name}" for section, keys in sections.items() if isinstance(keys, dict) and name in keys]
+    assert isinstance(tree, dict)
+    sections = {str(other): keys for other, keys in tree.items() if isinstance(keys, dict) and other != "hydra"}
+    return [f"{other}.{name}" for other, keys in sections.items() if name in keys]
 
 
 def _one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ def experts(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
 
     if compiler.is_compiling() or hidden.is_meta or isinstance(hidden, FakeTensor):
         return batched_mm_experts_forward(self, hidden, chosen, weights)
-    return type(self).forward.__wrapped__(self, hidden, chosen, weights)
+    return type(self).forward.__wrapped__(self, hidden, chosen, weights)  # which the library has wrapped to call this
 
 
 def register() -> None:

@@ -59,7 +59,7 @@ class PlannedLayout(Layout):
     @property
     def nodes(self) -> int:
         """The number of nodes that it needs."""
-        return ceil(self.processes / self.node)
+        return nodes_for(self.processes, self.node)
 
     @property
     def resharded(self) -> bool:
@@ -78,6 +78,11 @@ class PlannedLayout(Layout):
     def name(self) -> str:
         """The layout in a few words."""
         return super().name + " recompute" * (self.recompute == "full")
+
+
+def nodes_for(processes: int, per_node: int) -> int:
+    """Return the number of nodes that some processes need."""
+    return ceil(processes / per_node)
 
 
 def cut(layers: Works, layout: PlannedLayout) -> list[Works]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
 from typing import Any
 
 from common.errors import PlanError
@@ -13,7 +12,7 @@ from parallel.plan import block_partition
 from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
 from planner.costs import Costs
-from planner.layout import PlannedLayout
+from planner.layout import PlannedLayout, nodes_for
 from planner.memory import Allocation, Memory, bytes_of_layers, fullest
 from planner.step import Seconds, seconds_of, seconds_of_layer
 from planner.work import Works
@@ -214,7 +213,7 @@ def allowed(layers: Works, layout: PlannedLayout) -> bool:
 
 def divides(processes: int, per_node: int) -> bool:
     """Return whether the processes can be divided equally among the nodes that they need."""
-    return processes % ceil(processes / per_node) == 0
+    return processes % nodes_for(processes, per_node) == 0
 
 
 def divisors(number: int) -> list[int]:

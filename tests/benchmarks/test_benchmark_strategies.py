@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch.distributed as dist
+from slow_cases import with_slow
 
 from benchmarks import strategies
 from benchmarks.strategies import STRATEGIES, TOY, Found
@@ -14,14 +15,13 @@ from parallel.schedules import SCHEDULES
 
 # One of a pipeline's schedules; `pytest -m slow` has the others.
 OTHERS = [name for name in STRATEGIES if name.startswith("pipelined_") and "zero_bubble" not in name]
-CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in OTHERS)) for name in STRATEGIES]
 
 
 def measured(words: list[str]) -> list:
     return strategies.measured(dist.get_rank() if dist.is_initialized() else 0, configured(words))
 
 
-@pytest.mark.parametrize("name", [*CASES, "fsdp parallel.reshard=false"])
+@pytest.mark.parametrize("name", with_slow([*STRATEGIES, "fsdp parallel.reshard=false"], OTHERS))
 def test_a_rank_holds_and_sends_what_the_formulas_say(name, ranks, tmp_path):
     name, *more = name.split()
     words = [*TOY, *STRATEGIES[name], *more]

@@ -458,10 +458,8 @@ def test_each_command_of_a_plan_asks_for_the_nodes_that_its_layout_fills_equally
     asked = {}
     for line in commands:
         numbers = dict(re.findall(r"parallel\.(dp|tp|pp)=(\d+)", line))
-        processes, nodes = (
-            math.prod(map(int, numbers.values())),
-            int(re.search(r"launcher=slurm launcher.nodes=(\d)", line)[1]),
-        )
+        processes = math.prod(map(int, numbers.values()))
+        nodes = int(re.search(r"launcher=slurm launcher.nodes=(\d)", line)[1])
         assert nodes == math.ceil(processes / 3) and processes % nodes == 0, line
         asked[processes] = nodes
     assert asked[1] == 1 and len(asked) > 2

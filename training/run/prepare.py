@@ -143,10 +143,11 @@ def describe(setup: Setup) -> str:
 
 def _shorter(setup: Setup) -> list[str]:
     """Return a line about a run that its epochs end before its steps."""
-    train, total = setup.cfg.train, setup.total_steps
-    if setup.cfg.mode != "train" or train.steps is None or total >= train.steps:
+    train = setup.cfg.train
+    if setup.cfg.mode != "train" or train.steps is None or setup.total_steps >= train.steps:
         return []
-    why = f"train.epochs={train.epochs:g} ends this run after {total} steps, before train.steps={train.steps}"
+    ended = f"after {setup.total_steps} steps, before train.steps={train.steps}"
+    why = f"train.epochs={train.epochs:g} ends this run {ended}"
     return [f"{why}; without that limit: train.epochs=null"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from composed import compose, config, execute, for_rank, losses, run_layout, run_on_rank, saved
+from slow_cases import with_slow
 
 from common.errors import PlanError
 from training.run.checks.model import across_nodes
@@ -46,7 +47,7 @@ def test_the_file_of_a_shared_layer_has_the_numbers_of_the_whole_one(train):
 SLOW = ("tensor", "fsdp tp")  # of which the others have each part
 
 
-@pytest.mark.parametrize("layout", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in SHARED])
+@pytest.mark.parametrize("layout", with_slow(SHARED, SLOW))
 def test_a_run_resumes_with_the_same_bits(train, layout):
     every = ["train.checkpoint_every=2", "train.steps=4", "optim=adamw"]
     whole = train(layout, *every)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from composed import again, config, losses, run, run_layout, saved
 from hugging_face import EXPERTS, make_folder, words, write_rows
+from slow_cases import with_slow
 
 from conf.instantiate import to_dict
 from data.loader import TrainBatches
@@ -62,7 +63,7 @@ def by_hand(model, batches, lr, betas, decay):
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
+@pytest.mark.parametrize("kind", with_slow(KINDS, SLOW))
 def test_losses_weights_and_greedy_text_are_those_of_transformers_and_torch(rows, tmp_path, kind):
     folder = make_folder(tmp_path / "published", kind, **KINDS[kind])
     line = words(folder, rows, *RECIPE, model="transformers")

@@ -124,7 +124,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
 
 def on_paper(cfg: Any) -> bool:
     """Return whether a configuration names a described cluster."""
-    return cfg.cluster is not None and cfg.cluster.get("name") != HERE
+    return cfg.cluster is not None and cfg.cluster.name != HERE
 
 
 def on_job(cfg: Any) -> bool:
@@ -154,7 +154,7 @@ def check_cluster(cfg: Any) -> None:
     """Check that a described cluster is typed only where something is planned on paper. Raises PlanError."""
     if on_paper(cfg) and not (cfg.parallel.name == AUTO and (cfg.mode == "plan" or on_job(cfg))):
         raise PlanError(
-            f"cluster={cfg.cluster.get('name')} is for parallel=auto with mode=plan or launcher=slurm: type "
+            f"cluster={cfg.cluster.name} is for parallel=auto with mode=plan or launcher=slurm: type "
             "parallel=auto, and the parts of the layout that you want, such as parallel.dp=2; or leave cluster= out"
         )
 
