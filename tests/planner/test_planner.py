@@ -467,6 +467,21 @@ def test_each_command_of_a_plan_asks_for_the_nodes_that_its_layout_fills_equally
     assert "launcher=slurm" not in alone
 
 
+def test_a_plan_says_how_many_devices_each_layout_leaves_idle_unless_none_does(tmp_path, capsys):
+    said = plan(tmp_path, capsys, "cluster=a100x64", "cluster.nodes=3", "cluster.devices=3")
+    head = next(line for line in said.splitlines() if line.split()[:1] == ["layout"])
+    at, found = head.index("idle"), {}
+    for line in said.splitlines()[said.splitlines().index(head) + 1 :]:
+        if not line:
+            break
+        found[line[:at].strip()] = int(line[at:].split()[0])
+    for name, idle in found.items():
+        assert idle == 9 - math.prod(int(size) for size in re.findall(r"(?:dp|tp|pp)=(\d+)", name)), name
+    assert len({*found.values()}) > 2
+    alone = plan(tmp_path, capsys, "cluster=a100x64", "cluster.nodes=1", "cluster.devices=1")
+    assert "layout" in alone and " idle " not in alone
+
+
 def test_a_plan_refuses_an_optimizer_that_the_model_does_not_allow(tmp_path, capsys):
     with pytest.raises(UserError, match="Muon is for the matrices of hidden layers"):
         execute(compose("mode=plan", "parallel=auto", "cluster=laptop", "model=resnet50", "optim=muon"), tmp_path, None)

@@ -189,10 +189,15 @@ class Model:
             for_job: Whether the commands submit a job of SLURM.
         """
         parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
-        head = ["", "layout", "total", *parts, "GiB", "of", "tokens/s" if self.tokens else "samples/s"]
         best = best_of_each(found)
         named = [*enumerate(found.best[:_SHOWN], 1), *(("best", candidate) for candidate in best.values())]
+        idle = [str(candidate.devices.count - candidate.layout.processes) for _, candidate in named]
+        idle = idle if any(number != "0" for number in idle) else []
+        head = ["", "layout", *["idle"] * bool(idle), "total", *parts, "GiB", "of"]
+        head += ["tokens/s" if self.tokens else "samples/s"]
         rows = [[str(name), *self._row(candidate, parts, peak)] for name, candidate in named]
+        for row, number in zip(rows, idle, strict=False):
+            row.insert(2, number)
         yield "seconds of a step:"
         yield ""
         yield columns([head + ["MFU"] * (peak is not None), *rows])
