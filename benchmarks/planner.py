@@ -177,7 +177,8 @@ def decoder(
     embedding = LayerWork("embedding", 0, 0, 0, 4 * s * h, words, 2 * s * h, 0, cast=2 * words, whole=4 * s * h)
     own, last = 0 if tied else words, kernels.norm * s * h
     moved, kept = kernels.loss * s * vocabulary + last, kernels.logit_kept * s * vocabulary
-    head = LayerWork("head", 2 * s * words, 0, 1, moved, own, 4, kept, cast=2 * own, whole=last,
+    head = LayerWork("head", 2 * s * words, 0, 1, moved, own, 4, kept, cast=2 * own,
+                     whole=last if kernels.cuts_logits else moved,
                      kept_whole=0 if kernels.cuts_logits else kept)  # fmt: skip
     return [embedding, *[block] * layers, head]
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -96,8 +97,10 @@ def differences(disturbed: Ended, undisturbed: Ended) -> list[str]:
     if steps != list(range(1, len(undisturbed.run.steps) + 1)):
         found.append(f"metrics.jsonl has steps {steps}")
     for name in ("losses", "val_losses"):
-        if getattr(disturbed.run, name) != getattr(undisturbed.run, name):
-            found.append(f"{name} differ")
+        ours, theirs = (getattr(ended.run, name) for ended in (disturbed, undisturbed))
+        if ours != theirs:
+            first = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
+            found.append(f"{name} differ from number {first + 1} on: {ours[first:][:1]} and {theirs[first:][:1]}")
     return found
 
 

@@ -56,7 +56,7 @@ def kill(strategy: str, faults: list[Fault], folder: Path) -> list[Trial]:
             trials.append(Trial(name, strategy, False, problem=f"{fault} never struck; {'; '.join(wrong)}"))
             continue
         lost = max(0, struck["done"] + 1 - again["first_step"]) if again else None
-        trials.append(Trial(name, strategy, finished, lost, not wrong, "; ".join(wrong[:2])))
+        trials.append(Trial(name, strategy, finished, lost, not wrong, "; ".join(wrong)))
     return trials
 
 
@@ -98,7 +98,7 @@ def interrupt(strategy: str, faults: list[Fault], folder: Path, *more: str) -> l
         latest, lost = ended.run.folder / "checkpoints" / "latest", None
         if latest.exists() and ended.run.steps:  # steps on record that the newest checkpoint does not hold
             lost = ended.run.steps[-1]["step"] - int(latest.resolve().name.partition("-")[2])
-        problem = "; ".join([*wrong, *different][:2])
+        problem = "; ".join([*wrong, *different])
         trials.append(Trial(name, strategy, not wrong, lost, not different, problem))
     return trials
 
@@ -139,7 +139,7 @@ def damage(strategy: str, folder: Path, damages=tuple(DAMAGES), files=FILES) -> 
         begun = ended.record.read("begun-0-0")
         lost = stopped_after + 1 - begun["first_step"] if begun else None
         survived = ended.run.code == 0 and lost == 1
-        trials.append(Trial(f"checkpoint file {kind}", strategy, survived, lost, not wrong, "; ".join(wrong[:2])))
+        trials.append(Trial(f"checkpoint file {kind}", strategy, survived, lost, not wrong, "; ".join(wrong)))
     return trials
 
 
@@ -157,7 +157,7 @@ def poison(strategy: str, rank: int, folder: Path) -> Trial:
     if skipped != [SAVE_EVERY + 1]:
         wrong.append(f"steps {skipped} were skipped")
     equal = None if strategy_info(strategy).sharded else _replicas_equal(ended, strategy)  # shares differ
-    return Trial("NaN on one rank", strategy, not wrong, 1, equal, "; ".join(wrong[:2]))
+    return Trial("NaN on one rank", strategy, not wrong, 1, equal, "; ".join(wrong))
 
 
 def stall(strategy: str, rank: int, folder: Path) -> Trial:
@@ -167,7 +167,7 @@ def stall(strategy: str, rank: int, folder: Path) -> Trial:
     wrong = ended.wrong(within_s=_TIMEOUT_S + _ENDING_S)
     if ended.run.code in (0, 75) or f"rank {rank} " not in ended.run.stderr.strip().splitlines()[-1]:
         wrong.append(f"exit code {ended.run.code}: {ended.run.stderr.strip().splitlines()[-1:]}")
-    return Trial("SIGSTOP: named and ended", strategy, not wrong, problem="; ".join(wrong[:2]))
+    return Trial("SIGSTOP: named and ended", strategy, not wrong, problem="; ".join(wrong))
 
 
 def _replicas_equal(ended: Ended, strategy: str) -> bool:
@@ -212,7 +212,7 @@ def soak(steps: int, folder: Path) -> Trial:
         name += f"descriptors {descriptors} and {descriptors_at_end}"
         if memory_at_end - memory > _MOST_GROWTH or descriptors_at_end > descriptors + 2:
             wrong.append("it grew")
-    return Trial(name, "single", not wrong, problem="; ".join(wrong[:2]))
+    return Trial(name, "single", not wrong, problem="; ".join(wrong))
 
 
 def _held(started: Started) -> tuple[int, int, int] | None:

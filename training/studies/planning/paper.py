@@ -37,13 +37,13 @@ HERE = "here"  # the option of cluster= that is measured
 # network and a device that was not fitted to the table.
 _FITTED_IS_OFF = (
     "such predictions were 2 to 7 % off on average in six tables of measured layouts that devices were fitted to, and "
-    "10 % in one that was only compared"
+    "10 and 15 % in two that were only compared"
 )
 _GUESS_IS_OFF = (
     "some numbers of this cluster are guesses: such predictions were 2 to 9 % off on average in six tables that "
     "were left out, and by up to 15 % for nine layouts in ten"
 )
-_EARLIER = "an earlier version was 6 to 24 % off in tables with other kernels: docs/planner.md"
+_WHERE = "docs/planner.md has the tables, and how to measure a network"
 _MEMORY_IS_OFF = 0.1  # layouts that fit with less to spare are named; see the table of memory in docs/planner.md
 _SHOWN = 10
 _PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
@@ -92,7 +92,7 @@ def paper_is_off(cluster: Cluster, found: Found) -> list[str]:
         "try them with two steps first"
     )
     off = _GUESS_IS_OFF if cluster.guess else _FITTED_IS_OFF
-    return [f"{off}; {_EARLIER}"] + [warning] * bool(tight)
+    return [f"{off}; {_WHERE}"] + [warning] * bool(tight)
 
 
 def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
