@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -49,6 +50,7 @@ def _plain_order(stage: int, chunks: int, ahead: int) -> list[Action]:
     return actions
 
 
+@cache  # layouts that differ in anything else have the same order
 def _order_of_torch(schedule: str, ranks: int, chunks: int, stages: int) -> Orders:
     """Return the order that torch's schedule class computes at its construction, from three numbers of its stages.
 

@@ -83,10 +83,16 @@ def slowed(stages: Sequence[StageSeconds], whole: float, layout: PlannedLayout, 
 def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[StageSeconds]:
     """Return the seconds of each stage per micro-batch, including messages, for which ranks wait."""
     seconds, message = [], _message(layers, layout, costs)
+    parts = {  # layers that are alike may be one object: a search predicts thousands of layouts
+        key: (
+            costs.forward(work, layout.samples, layout.tp, layout.sequence),
+            _computed(work, layout, costs, work is not layers[-1]),
+            _tensor(work, layout, costs),
+        )
+        for key, work in {id(work): work for work in layers}.items()
+    }
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
-        forward = sum(costs.forward(work, layout.samples, layout.tp, layout.sequence) for work in stage)
-        both = sum(_computed(work, layout, costs, work is not layers[-1]) for work in stage)
-        tensor = sum(_tensor(work, layout, costs) for work in stage)
+        forward, both, tensor = map(sum, zip(*(parts[id(work)] for work in stage), strict=True))
         passed = beside / 2 * message  # half of a message is its sender's, half its receiver's
         ahead = forward + tensor / (3 if layout.recompute == "full" else 2) + passed
         behind = both + tensor + 2 * passed - ahead

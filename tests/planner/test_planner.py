@@ -301,15 +301,11 @@ def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
 
 
 def test_a_thousand_devices_take_seconds():
-    """Ten where Python adds up ten million numbers in 0.6 seconds; machines differ by more than a factor of two."""
-    large, began = replace(PLAIN, nodes=128, devices=8, memory=1e12), time.process_time()
-    total = 0
-    for number in range(10**7):
-        total += number
-    unit, began = (time.process_time() - began) / 0.6, time.process_time()
+    began = time.process_time()
+    large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
     devices = Devices(PaperCosts(large, "bf16"), 1024, 1e12, PAPER)
     found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [devices], tensor=dict.fromkeys((1, 2, 4, 8), True))
-    assert found.tried > 2000 and time.process_time() - began < 10 * unit
+    assert found.tried > 2000 and time.process_time() - began < 10
 
 
 def test_norms_and_residuals_take_as_long_on_every_rank_unless_ranks_share_the_sequence():
