@@ -25,6 +25,7 @@ from models.seeds import passes
 # Rows per block. On a CPU 16 (16 x 50,304 x 4 bytes are 3 MiB) was the fastest of 16, 64 and 256 on one and two
 # threads. On other devices blocks are large, and limit the float32 copy to 1.6 GB.
 CPU_ROWS, OTHER_ROWS = 16, 8192
+_ELSEWHERE = -1  # the column of a target that another rank has, or that does not count
 # The least log-probability in a gradient, that of 1e-30. A confident model has many probabilities below 1e-38, which
 # are subnormal in float32, and a CPU multiplies those up to eighty times as slowly.
 _LEAST = -69.0
@@ -46,40 +47,82 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
     return total
 
 
-def _by_shared_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, words: SharedWords) -> Tensor:
+def _by_shared_words(logits: Tensor, targets: Tensor, needs_grad: bool, words: SharedWords) -> Tensor:
     """Compute what ``_by_blocks`` does where ranks share the words, and ``logits`` [n, v] are those of this rank's.
 
     Three numbers of each row are exchanged, and no logits.
     """
-    rows = CPU_ROWS if logits.device.type == "cpu" else OTHER_ROWS
-    dtype = torch.promote_types(logits.dtype, torch.float32)
     counted = targets != IGNORED
-    column = targets - words.start
-    here = (column >= 0) & (column < logits.shape[1]) & counted
-    column = column.where(here, 0)[:, None]
-    largest = words.largest(torch.cat([block.amax(dim=1).to(dtype) for block in logits.split(rows)]))
-    blocks = zip(logits.split(rows), largest.split(rows), strict=True)
-    sums = torch.cat([(block.to(dtype) - most[:, None]).exp_().sum(dim=1) for block, most in blocks])
-    of_target = logits.gather(1, column)[:, 0].to(dtype) * here
-    sums, of_target = words.sum(torch.stack([sums, of_target]))
-    normaliser = largest + sums.log()
+    columns = targets - words.start
+    columns = columns.where(counted & (columns >= 0) & (columns < logits.shape[1]), _ELSEWHERE)
+    largest, total, of_target = _statistics(logits, columns)
+    most = words.largest(largest.clone())
+    total, of_target = words.sum(torch.stack([total * (largest - most).exp(), of_target]))
     if needs_grad:
-        for start in range(0, len(targets), rows):
-            block, own = logits[start : start + rows], slice(start, start + rows)
-            gradient = (block.to(dtype) - normaliser[own, None]).clamp_(min=_LEAST).exp_()
-            gradient.scatter_add_(1, column[own], -here[own, None].to(dtype))
-            block.copy_(gradient)
-    return ((normaliser - of_target) * counted).sum()
+        _gradient(logits, columns, most, total)
+    return ((most + total.log() - of_target) * counted).sum()
+
+
+def _statistics_by_blocks(logits: Tensor, columns: Tensor, rows: int) -> Tensor:
+    """Return of each row its largest logit, the sum of exp(logit - largest), and its target's logit or 0, [3, n]."""
+    found = []
+    for block, column in zip(logits.split(rows), columns.split(rows), strict=True):
+        wide = block.to(torch.promote_types(block.dtype, torch.float32))
+        largest = wide.amax(dim=1)
+        of_target = wide.gather(1, column.clamp(min=0)[:, None])[:, 0].where(column >= 0, 0.0)
+        found.append(torch.stack([largest, (wide - largest[:, None]).exp_().sum(dim=1), of_target]))
+    return torch.cat(found, dim=1)
+
+
+def _gradient_by_blocks(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, rows: int) -> None:
+    """Replace ``logits`` by their gradient. ``largest`` and ``total`` are those of all ranks' words."""
+    parts = (tensor.split(rows) for tensor in (logits, columns, largest + total.log()))
+    for block, column, normaliser in zip(*parts, strict=True):
+        gradient = (block.to(normaliser.dtype) - normaliser[:, None]).clamp_(min=_LEAST).exp_()
+        gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0)[:, None].to(gradient.dtype))
+        block.copy_(gradient)
+
+
+@torch.library.custom_op("one_word_parallel::cross_entropy_statistics", mutates_args=())
+def _statistics(logits: Tensor, columns: Tensor) -> Tensor:
+    """Compute the result of ``_statistics_by_blocks``, by the implementation for the device."""
+    if _has_kernel(logits):
+        from models.cross_entropy_kernel import statistics_of_rows
+
+        return statistics_of_rows(logits, columns)
+    return _statistics_by_blocks(logits, columns, _rows(logits))
+
+
+@_statistics.register_fake
+def _(logits: Tensor, columns: Tensor) -> Tensor:
+    return logits.new_empty((3, len(logits)), dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+@torch.library.custom_op("one_word_parallel::cross_entropy_gradient_", mutates_args={"logits"})
+def _gradient(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -> None:
+    """Do what ``_gradient_by_blocks`` does, by the implementation for the device."""
+    if _has_kernel(logits):
+        from models.cross_entropy_kernel import gradient_of_rows
+
+        gradient_of_rows(logits, columns, largest, total)
+    else:
+        _gradient_by_blocks(logits, columns, largest, total, _rows(logits))
+
+
+@_gradient.register_fake
+def _(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -> None:
+    return None
 
 
 # One operator, so that torch.compile, and code that counts operators, need not know how it is computed.
 @torch.library.custom_op("one_word_parallel::cross_entropy_", mutates_args={"logits"})
 def _row_wise(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     """Compute the result of ``_by_blocks``, by the implementation for the device."""
-    kind = logits.device.type
-    if kind == "cuda":
-        return _on_cuda(logits, targets, needs_grad)
-    return _by_blocks(logits, targets, needs_grad, CPU_ROWS if kind == "cpu" else OTHER_ROWS)
+    if _has_kernel(logits):
+        from models.cross_entropy_kernel import cross_entropy_rows
+
+        return cross_entropy_rows(logits, targets, needs_grad).sum()
+    return _by_blocks(logits, targets, needs_grad, _rows(logits))
 
 
 @_row_wise.register_fake
@@ -87,13 +130,12 @@ def _(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     return logits.new_empty((), dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def _on_cuda(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
-    """Compute the result of ``_by_blocks``, by one kernel if it works on this GPU."""
-    if not _kernel_works(logits.device, logits.dtype):
-        return _by_blocks(logits, targets, needs_grad, OTHER_ROWS)
-    from models.cross_entropy_kernel import cross_entropy_rows
+def _rows(logits: Tensor) -> int:
+    return CPU_ROWS if logits.device.type == "cpu" else OTHER_ROWS
 
-    return cross_entropy_rows(logits, targets, needs_grad).sum()
+
+def _has_kernel(logits: Tensor) -> bool:
+    return logits.device.type == "cuda" and _kernel_works(logits.device, logits.dtype)
 
 
 @cache
@@ -103,14 +145,18 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
     def check() -> None:
-        from models.cross_entropy_kernel import cross_entropy_rows
+        from models.cross_entropy_kernel import cross_entropy_rows, gradient_of_rows, statistics_of_rows
 
-        logits = torch.linspace(-4.0, 4.0, 3 * 5000, device=device).view(3, 5000).to(dtype)
+        drawn = torch.linspace(-4.0, 4.0, 3 * 5000, device=device).view(3, 5000).to(dtype)
         targets = torch.tensor([1, IGNORED, 4999], device=device)
-        expected = logits.clone()
+        logits, expected = drawn.clone(), drawn.clone()
         losses = _by_blocks(expected, targets, True, OTHER_ROWS), cross_entropy_rows(logits, targets, True).sum()
         torch.testing.assert_close(*losses, rtol=1e-3, atol=0.0)
         torch.testing.assert_close(logits[::2], expected[::2], rtol=2e-2, atol=1e-6)
+        found = statistics_of_rows(drawn, targets)
+        torch.testing.assert_close(found, _statistics_by_blocks(drawn, targets, OTHER_ROWS), rtol=1e-3, atol=1e-6)
+        gradient_of_rows(drawn, targets, found[0], found[1])
+        torch.testing.assert_close(drawn[::2], expected[::2], rtol=2e-2, atol=1e-6)
 
     return passes("cross entropy", check)
 
@@ -132,7 +178,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         if words is None:
             total = _row_wise(logits, targets, needs_grad)
         else:
-            total = _by_shared_blocks(logits, targets, needs_grad, words)
+            total = _by_shared_words(logits, targets, needs_grad, words)
         if not needs_grad:
             return total, None, None
         # Rows that do not count get no gradient. For the weight's gradient x is zeroed, which is smaller than the

@@ -24,6 +24,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # ``train.precision=auto`` is fp32 on every machine, with bf16 units or without. `CPU_PRECISION=bf16 pytest` runs the
 # same tests with the other meaning.
 os.environ.setdefault("CPU_PRECISION", "fp32")
+# Triton decides at its import whether its kernels are interpreted, as tests without a GPU have them.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # One process forks the commands, the ranks and the workers of runs in this process.
 local._PRELOAD = ("tests.preloaded",)
 multiprocessing.set_forkserver_preload(["tests.preloaded"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import interpreted
 
 from models import fused_cross_entropy as fused
 from models.losses import IGNORED
@@ -19,13 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 @pytest.fixture(scope="module")
 def rows():
     """``cross_entropy_rows``, interpreted."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
-    patch.delitem(sys.modules, "models.cross_entropy_kernel", raising=False)
-    pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
-    yield importlib.import_module("models.cross_entropy_kernel").cross_entropy_rows
-    patch.undo()
-    sys.modules.pop("models.cross_entropy_kernel", None)
+    return interpreted("cross_entropy_kernel").cross_entropy_rows
 
 
 def drawn(n, words, dtype, scale=3.0):
@@ -61,6 +55,28 @@ def test_large_logits_do_not_overflow_and_what_is_not_finite_is_noticed(rows):
     assert rows(logits, targets, False)[0].isnan()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("n, words", [(2, 3), (7, 97), (4, 5003)])
+def test_ranks_that_share_the_words_get_the_same_losses_and_gradients(rows, monkeypatch, n, words, dtype):
+    """Two ranks, the second with a word more where they are odd; what they exchange is computed here."""
+    monkeypatch.setattr(fused, "_has_kernel", lambda logits: True)
+    whole, targets = drawn(n, words, dtype)
+    parts = [part.clone() for part in whole.tensor_split([words // 2], dim=1)]
+    columns = [targets.clone(), targets - words // 2]
+    for part, column in zip(parts, columns, strict=True):
+        column[(targets == IGNORED) | (column < 0) | (column >= part.shape[1])] = -1
+    found = torch.stack([fused._statistics(part, column) for part, column in zip(parts, columns, strict=True)])
+    most = found[:, 0].amax(dim=0)
+    total = (found[:, 1] * (found[:, 0] - most).exp()).sum(dim=0)
+    counted = targets != IGNORED
+    losses = (most + total.log() - found[:, 2].sum(dim=0)) * counted
+    torch.testing.assert_close(losses, rows(whole, targets, True), rtol=1e-5, atol=1e-5)
+    for part, column in zip(parts, columns, strict=True):
+        fused._gradient(part, column, most, total)
+    both = torch.cat(parts, dim=1)
+    torch.testing.assert_close(both[counted], whole[counted], rtol=TOLERANCE[dtype], atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_head_learns_the_same_with_it(rows, monkeypatch, dtype):
     """Through the operator that a GPU takes, gradients of hidden states, weight and bias included."""
@@ -70,9 +86,7 @@ def test_the_fused_head_learns_the_same_with_it(rows, monkeypatch, dtype):
         x, weight, bias = (torch.randn(s, generator=generator) for s in ((9, 8), (301, 8), (301,)))
         leaves = [x.to(dtype).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
         if operator:
-            monkeypatch.setattr(
-                fused, "_by_blocks", lambda logits, targets, needs, _: fused._on_cuda(logits, targets, needs)
-            )
+            monkeypatch.setattr(fused, "_has_kernel", lambda logits: True)
         targets = torch.arange(9) * 30
         targets[4] = IGNORED
         loss = fused.fused_cross_entropy(leaves[0], weight, weight.detach().to(dtype), targets, bias)
@@ -93,12 +107,15 @@ def wrong(logits, targets, gradient):
     return torch.zeros(len(targets))
 
 
+SHARED = dict.fromkeys(("statistics_of_rows", "gradient_of_rows"))
+
+
 @pytest.mark.parametrize(
     "module, warning",
     [
         (None, None),
-        (SimpleNamespace(cross_entropy_rows=fails), "RuntimeError: no C compiler"),
-        (SimpleNamespace(cross_entropy_rows=wrong), "AssertionError"),
+        (SimpleNamespace(cross_entropy_rows=fails, **SHARED), "RuntimeError: no C compiler"),
+        (SimpleNamespace(cross_entropy_rows=wrong, **SHARED), "AssertionError"),
     ],
     ids=["is not there", "cannot be built", "computes something else"],
 )
@@ -107,7 +124,8 @@ def test_where_the_kernel_fails_torch_s_operators_compute_the_same(monkeypatch, 
     fused._kernel_works.cache_clear()
     logits, targets = drawn(5, 40, torch.float32)
     expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
-    torch.testing.assert_close(fused._on_cuda(logits, targets, True), expected)
+    monkeypatch.setattr(fused, "_has_kernel", lambda logits: fused._kernel_works(logits.device, logits.dtype))
+    torch.testing.assert_close(fused._row_wise(logits, targets, True), expected)
     said = [str(one.message) for one in recwarn if "cross entropy is computed without" in str(one.message)]
     assert len(said) == (warning is not None) and all(warning in message for message in said)
     fused._kernel_works.cache_clear()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import interpreted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -148,14 +148,8 @@ def test_attention_drops_out_its_probabilities_by_sample():
 @pytest.fixture(scope="module")
 def kernel():
     """``drop_out``, interpreted."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
-    patch.delitem(sys.modules, "models.dropout_kernel", raising=False)
-    pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
-    importlib.import_module("models.dropout_kernel")
-    yield seeds._in_kernel
-    patch.undo()
-    sys.modules.pop("models.dropout_kernel", None)
+    interpreted("dropout_kernel")
+    return seeds._in_kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=lambda dtype: str(dtype)[6:])
