@@ -1,11 +1,12 @@
 """Train any model under any parallel strategy: python train.py parallel=pipe_ddp model=gpt2 (--help lists the rest)."""
 
-from common.machine import spin_briefly, unfailing_output
+from common.machine import collect_rarely, spin_briefly, unfailing_output
 from launchers import stopping
 
 if __name__ == "__main__":
     stopping.install_handlers()  # before the imports below, which take seconds: a signal during them is not lost
     spin_briefly()
+    collect_rarely()
 
 import sys
 from collections.abc import Sequence

@@ -24,3 +24,27 @@ def test_threads_of_a_run_spin_for_half_a_millisecond_unless_the_environment_say
     if "GOMP_SPINCOUNT" not in ended.stderr:
         pytest.skip("torch here is not built with GNU OpenMP")
     assert f"GOMP_SPINCOUNT = '{spins}'" in ended.stderr
+
+
+def test_the_garbage_collector_is_as_before_when_a_run_has_imported_everything(tmp_path):
+    words = [
+        "model=toy",
+        "train.steps=1",
+        "train.epochs=null",
+        "logger=none",
+        "device=cpu",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
+    code = f"""
+import gc, runpy, sys
+from common import machine
+before, machine._RARELY = gc.get_threshold(), 77
+rarely, machine.collect_rarely = machine.collect_rarely, lambda: (rarely(), print("meanwhile", gc.get_threshold()[2]))
+sys.argv = {["train.py", *words]}
+try:
+    runpy.run_path({str(TRAIN)!r}, run_name="__main__")
+except SystemExit:
+    print("as before" if gc.get_threshold() == before else gc.get_threshold())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=TRAIN.parent, capture_output=True, text=True)
+    assert ended.stdout.splitlines()[0] == "meanwhile 77" and ended.stdout.splitlines()[-1] == "as before", ended.stderr

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
 from common.files import jsonable
-from common.machine import styled, usable_cores
+from common.machine import collect_as_usual, styled, usable_cores
 from conf import COMMAND, TRAINED
 from conf.instantiate import add_to_path, build, environment, to_dict
 from conf.masking import mask_secrets
@@ -124,6 +124,7 @@ def run(
         ranks = []
         try:
             if summary is None:
+                collect_as_usual()  # everything is imported
                 outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
                 test = _test(setup, strategy, loop)
                 ranks = gather_results(strategy, outcome, optimizer.state_of)
