@@ -168,10 +168,10 @@ def collect_rarely() -> None:
     from a command to its first step.
     """
     _usual[:] = gc.get_threshold()
-    gc.set_threshold(*_usual[:2], _RARELY)
+    gc.set_threshold(_usual[0], _usual[1], _RARELY)
 
 
 def collect_as_usual() -> None:
     """Undo ``collect_rarely``, if it was called."""
     if _usual:
-        gc.set_threshold(*_usual)
+        gc.set_threshold(_usual[0], _usual[1], _usual[2])
