@@ -92,7 +92,7 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
         for key, work in {id(work): work for work in layers}.items()
     }
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
-        forward, both, tensor = map(sum, zip(*(parts[id(work)] for work in stage), strict=True))
+        forward, both, tensor = (sum(parts[id(work)][part] for work in stage) for part in range(3))
         passed = beside / 2 * message  # half of a message is its sender's, half its receiver's
         ahead = forward + tensor / (3 if layout.recompute == "full" else 2) + passed
         behind = both + tensor + 2 * passed - ahead

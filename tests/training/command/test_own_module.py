@@ -60,7 +60,7 @@ def test_a_module_that_is_given_starts_from_its_weights_and_takes_the_result(own
     words += ["train.steps=1", f"train.global_batch_size={len(data.train)}", "train.precision=fp32", "optim=sgd"]
     result = train(*words, model=net, loss=nn.CrossEntropyLoss(), data=data)
     expected = nn.CrossEntropyLoss()(net(batch[0]), batch[1]).item()
-    assert result.summary["first_loss"] == pytest.approx(expected, rel=1e-7)
+    assert result.summary["first_loss"] == pytest.approx(expected, rel=5e-7)  # float32: four roundings
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
     net.load_state_dict(result.state_dict())
     assert not torch.equal(before["out.weight"], net.out.weight)
