@@ -27,20 +27,13 @@ def test_threads_of_a_run_spin_for_half_a_millisecond_unless_the_environment_say
 
 
 def test_the_garbage_collector_is_as_before_when_a_run_has_imported_everything(tmp_path):
-    words = [
-        "model=toy",
-        "train.steps=1",
-        "train.epochs=null",
-        "logger=none",
-        "device=cpu",
-        f"hydra.run.dir={tmp_path}/run",
-    ]
+    quick = ["model=toy", "train.steps=1", "train.epochs=null", "logger=none", "device=cpu"]
     code = f"""
 import gc, runpy, sys
 from common import machine
 before, machine._RARELY = gc.get_threshold(), 77
 rarely, machine.collect_rarely = machine.collect_rarely, lambda: (rarely(), print("meanwhile", gc.get_threshold()[2]))
-sys.argv = {["train.py", *words]}
+sys.argv = {["train.py", *quick, f"hydra.run.dir={tmp_path}/run"]}
 try:
     runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 except SystemExit:

@@ -1,5 +1,7 @@
 """A module with a forward of its own: one layer, the same in every layout that runs it, its loss torch's."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from composed import config, losses, run_layout, saved
@@ -57,10 +59,10 @@ def test_a_module_that_is_given_starts_from_its_weights_and_takes_the_result(own
     net.dropout.p = 0.0
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     batch, words = data.train.read(torch.arange(len(data.train)).numpy(), 0), [*QUICK, f"hydra.run.dir={tmp_path}"]
-    words += ["train.steps=1", f"train.global_batch_size={len(data.train)}", "train.precision=fp32", "optim=sgd"]
+    words += ["train.steps=1", f"train.global_batch_size={len(data.train)}", "train.precision=fp64", "optim=sgd"]
     result = train(*words, model=net, loss=nn.CrossEntropyLoss(), data=data)
-    expected = nn.CrossEntropyLoss()(net(batch[0]), batch[1]).item()
-    assert result.summary["first_loss"] == pytest.approx(expected, rel=5e-7)  # float32: four roundings
+    expected = nn.CrossEntropyLoss()(deepcopy(net).double()(batch[0].double()), batch[1]).item()
+    assert result.summary["first_loss"] == pytest.approx(expected, rel=1e-7)
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
     net.load_state_dict(result.state_dict())
     assert not torch.equal(before["out.weight"], net.out.weight)

@@ -191,13 +191,13 @@ class Model:
         parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
         best = best_of_each(found)
         named = [*enumerate(found.best[:_SHOWN], 1), *(("best", candidate) for candidate in best.values())]
-        idle = [str(candidate.devices.count - candidate.layout.processes) for _, candidate in named]
-        idle = idle if any(number != "0" for number in idle) else []
-        head = ["", "layout", *["idle"] * bool(idle), "total", *parts, "GiB", "of"]
+        idle = [candidate.devices.count - candidate.layout.processes for _, candidate in named]
+        head = ["", "layout", *["idle"] * any(idle), "total", *parts, "GiB", "of"]
         head += ["tokens/s" if self.tokens else "samples/s"]
-        rows = [[str(name), *self._row(candidate, parts, peak)] for name, candidate in named]
-        for row, number in zip(rows, idle, strict=False):
-            row.insert(2, number)
+        rows = [
+            [str(name), candidate.name, *[str(devices)] * any(idle), *self._row(candidate, parts, peak)]
+            for (name, candidate), devices in zip(named, idle, strict=True)
+        ]
         yield "seconds of a step:"
         yield ""
         yield columns([head + ["MFU"] * (peak is not None), *rows])
@@ -224,7 +224,7 @@ class Model:
         total, shown = candidate.seconds.total, [f"{getattr(candidate.seconds, part):.3g}" for part in parts]
         speed = f"{self.batch * (self.tokens or 1) / total:,.0f}"
         memory = [f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.devices.memory)]
-        row = [candidate.name, f"{total:.3g}", *shown, *memory, speed]
+        row = [f"{total:.3g}", *shown, *memory, speed]
         if peak is None:
             return row
         flops = 3 * self.batch * sum(work.flops + work.attention - work.masked for work in self.layers)
