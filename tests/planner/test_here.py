@@ -72,9 +72,10 @@ def test_every_layer_has_seconds_that_grow_with_the_samples(alone, both):
 
 
 def test_one_process_communicates_with_nobody_and_two_do(alone, both):
-    assert alone.replicas == alone.shards == Line() and not alone.messages and alone.step > 0
+    assert alone.replicas == alone.shards == Line() and not alone.messages
     assert both.messages.keys() == {"gpipe", "1f1b", "interleaved_1f1b"}
     # Differences of two measurements: on a busy machine one of them may vanish, but not all.
+    assert alone.step + both.step > 0
     assert both.replicas(2**22) + both.shards(2**22) > 0 and sum(of(2**22) for of in both.messages.values()) > 0
 
 
