@@ -87,6 +87,10 @@ class PaperCosts:
         times = sum(work.parameters > 0 for work in held) or 1
         return (ranks - 1) / ranks * size / bandwidth + times * latency
 
+    def copy(self, size: float) -> float:
+        """Seconds to copy gathered parameters from, or their gradients to, the buffer of a collective, as FSDP2 does."""
+        return 2 * size / (self.cluster.memory_bandwidth * self.cluster.traffic)
+
     def hooks(self, held: Sequence[LayerWork]) -> float:
         """Seconds that sharding adds to a micro-batch in which nothing is gathered or reduced."""
         return 0.0
@@ -150,6 +154,10 @@ class MeasuredCosts:
         """See PaperCosts."""
         line = self.here.shards  # what does not depend on the size is mostly messages in turn
         return (ranks / self.here.processes * self._of_layers(line, held) + line.each * self._of_ring(size, ranks)) / 3
+
+    def copy(self, size: float) -> float:
+        """Return 0: ``gather`` was measured with the copies."""
+        return 0.0
 
     def hooks(self, held: Sequence[LayerWork]) -> float:
         """See PaperCosts."""

@@ -145,7 +145,7 @@ def _replicas(
     whole = costs.gather(size, layout.shards, min(layout.shards, per_node), held)
     groups = layout.dp // layout.shards
     outer = costs.reduce(costs.gathered * trained / layout.shards, groups, max(1, per_node // layout.shards))
-    each = 3 * whole if layout.resharded else 2 * whole / layout.chunks + costs.hooks(held)  # with the gradients
-    each += outer / layout.chunks
+    times = 3 if layout.resharded else 2 / layout.chunks  # with the gradients
+    each = times * whole + outer / layout.chunks + (0.0 if layout.resharded else costs.hooks(held))
     hidden = costs.hides[1] * min(each, compute)
-    return 0.0, layout.chunks * (each - hidden)
+    return 0.0, layout.chunks * (each - hidden + times * costs.copy(size))

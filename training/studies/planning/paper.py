@@ -37,11 +37,11 @@ HERE = "here"  # the option of cluster= that is measured
 # network and a device that was not fitted to the table.
 _FITTED_IS_OFF = (
     "such predictions were 2 to 7 % off on average in six tables of measured layouts that devices were fitted to, and "
-    "10 and 15 % in two that were only compared"
+    "9 and 15 % in two that were only compared"
 )
 _GUESS_IS_OFF = (
-    "some numbers of this cluster are guesses: such predictions were 2 to 9 % off on average in six tables that "
-    "were left out, and by up to 15 % for nine layouts in ten"
+    "some numbers of this cluster are guesses: such predictions were 2 to 8 % off on average in six tables that "
+    "were left out, and by up to 16 % for nine layouts in ten"
 )
 _WHERE = "docs/planner.md has the tables, and how to measure a network"
 _MEMORY_IS_OFF = 0.1  # layouts that fit with less to spare are named; see the table of memory in docs/planner.md
