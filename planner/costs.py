@@ -88,7 +88,7 @@ class PaperCosts:
         return (ranks - 1) / ranks * size / bandwidth + times * latency
 
     def copy(self, size: float) -> float:
-        """Seconds to copy gathered parameters from, or their gradients to, the buffer of a collective, as FSDP2 does."""
+        """Seconds to copy parameters from, or gradients to, the buffer of a collective, as FSDP2 does."""
         return 2 * size / (self.cluster.memory_bandwidth * self.cluster.traffic)
 
     def hooks(self, held: Sequence[LayerWork]) -> float:
