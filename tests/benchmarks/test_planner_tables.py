@@ -154,3 +154,17 @@ def test_the_table_of_layouts_is_what_its_command_prints(tmp_path, capsys):
     lines = [line.rstrip() for line in shown.splitlines() if "…" not in line]
     said = [line.rstrip() for line in printed(shlex.split(command), tmp_path, capsys).splitlines()]
     assert len(lines) > 8 and [line for line in lines if line not in said] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["fast", "slow"])
+def test_the_example_of_strategies_is_what_its_command_prints(tmp_path, capsys, network):
+    words = re.search(r"^    python train.py (mode=plan parallel=auto cluster=a100x64 .*)$", LAYOUTS, re.M)[1].split()
+    of_network = [word for word in words if word.startswith("cluster.between")]
+    said = printed([word for word in words if network == "slow" or word not in of_network], tmp_path, capsys)
+    lines = [line for line in LAYOUTS.splitlines() if re.match(r"\| `\w+`.* \| [\d.]+ \|", line)]
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    seconds = {row[0].split("`")[1]: row[2 if network == "fast" else 3].split()[0] for row in rows}
+    assert len(of_network) == 2 and len(seconds) == 8 and seconds.pop("single") == "does"  # "does not fit"
+    for strategy, shown in seconds.items():
+        assert re.search(rf"^best +{strategy} .*?  +\d+ +([\d.]+) ", said, re.MULTILINE)[1] == shown, strategy
