@@ -92,8 +92,11 @@ def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:
     return next((cut for pattern, cut in table.items() if fnmatchcase(module, pattern)), None)
 
 
-def check_table(table: Mapping[str, CutOf], layers: nn.Module) -> None:
-    """Check that each pattern of a table names modules that can be cut in that way. Raises ModelError."""
+def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str, str]) -> None:
+    """Check that each pattern of a table names modules that can be cut in that way. Raises ModelError.
+
+    ``tied`` has the names of parameters that are one parameter.
+    """
     modules = dict(layers.named_modules())
     heads = [module.projection for module in modules.values() if isinstance(module, FusedHead)]
     for pattern, cut in table.items():
@@ -115,6 +118,23 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module) -> None:
                 raise ModelError(f"cut: {name} has no parameters itself; name those inside it: {', '.join(inner)}")
             if isinstance(cut, Vocabulary) and isinstance(module, nn.Linear) and module not in heads:
                 raise ModelError(f"cut: {name} is not the projection of a FusedHead, which Vocabulary() cuts")
+            if why := _not_computed_as_torch_does(module) if wanted != (nn.Module,) and module not in heads else "":
+                raise ModelError(f"cut: {name} has {why}, which {type(cut).__name__}() would leave out")
+    for alias, owner in tied.items():
+        one, other = (name.rpartition(".")[0] for name in (alias, owner))
+        if cut_of(table, one) != cut_of(table, other):
+            raise ModelError(
+                f"cut: {alias} and {owner} are one parameter, so {one} and {other} must be cut in the same way, or "
+                "neither"
+            )
+
+
+def _not_computed_as_torch_does(module: nn.Module) -> str:
+    """Return what a linear layer or an embedding computes beyond torch's own; empty if nothing."""
+    if isinstance(module, nn.Embedding) and (module.padding_idx is not None or module.max_norm is not None):
+        return "padding_idx or max_norm"
+    own = type(module).forward not in (nn.Linear.forward, nn.Embedding.forward)
+    return f"a forward of its own ({type(module).__name__})" if own and not hasattr(module, "computed") else ""  # LoRA
 
 
 def check_pairs(table: Mapping[str, CutOf], layer: str, module: nn.Module) -> None:

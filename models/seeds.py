@@ -21,7 +21,7 @@ import hashlib
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -161,11 +161,12 @@ class BySample(nn.modules.dropout._DropoutNd):
     Attributes:
         full_name: The module's name in the whole chain.
         spread: The first dimension along which all elements share a random number; None: each has its own.
-        part: Returns which part of a whole sample an input is, or None if it is all of it. None: always all of it.
+        part: Takes the shape of a mask and the number of samples. Returns which part of a whole sample's mask it is, or
+            None if it is all of it. None: always all of it.
     """
 
     full_name = ""
-    part: Callable[[Tensor], Part | None] | None = None
+    part: Callable[[Sequence[int], int], Part | None] | None = None
     spread: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ class BySample(nn.modules.dropout._DropoutNd):
             samples.notes.append((self.full_name, tuple(x.shape)))
             return x * (1.0 if in_kernel else x.new_empty(shape))  # keeps as much for the backward as a mask does
         seed = samples.seed_of_call(self.full_name)
-        part = None if self.part is None else self.part(x)
+        part = None if self.part is None else self.part(shape, samples.count)
         if in_kernel and part is None and _kernel_works(x.device):
             return _InKernel.apply(x, seed, samples.first, samples.count, self.p)
         mask = _mask(x.new_empty(shape), seed, samples.first, samples.count, self.p, part)
@@ -226,7 +227,9 @@ class CausalAttentionDropout(Dropout):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
             generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
             seed = samples.seed_of_call(self.full_name)
-            if self.part is not None and (part := self.part(q)) is not None:  # of the heads; each rank has others
+            if (
+                self.part is not None and (part := self.part(q.shape, samples.count)) is not None
+            ):  # of the heads; each rank has others
                 seed = derive_seed(seed, part.start)
             for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
                 generator.manual_seed(derive_seed(seed, samples.first + i))

@@ -393,7 +393,7 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
             f"that are cut, cut={{{example(skeleton)}, …}} (docs/own_model.md, 'Tensor parallelism'), or set "
             "parallel.tp=1"
         )
-    check_table(chain.cut, skeleton)
+    check_table(chain.cut, skeleton, chain.tied)
     for name, layer in skeleton.items():
         check_pairs(chain.cut, name, layer)
     cuts = {name: (module, cut) for name, module in skeleton.named_modules() if (cut := cut_of(chain.cut, name))}

@@ -25,7 +25,7 @@ What goes wrong elsewhere, and what is done about it here:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,7 @@ class Cutting:
         of_whole = {adapter.lora_dropout for adapter in adapted}
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, BySample):
-                module.part = partial(self._part_of, module in of_whole, divided)
+                module.part = partial(self._part_of, module.spread, module in of_whole, divided)
             own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
             uncut = [key for key in own if self._chain.canonical(key) not in self.cuts]
             if divided:
@@ -164,7 +164,11 @@ class Cutting:
         heads = how.heads(module)
         if heads < self.line.size:  # each rank computes all of them and uses one
             start = self.index * heads // self.line.size * how.unit
-            module.register_forward_hook(lambda _, given, output: output.narrow(-1, start, how.unit))
+
+            def own_head(_: nn.Module, given: tuple, output: Tensor) -> Tensor:
+                return output.unflatten(-1, (how.groups, -1)).narrow(-1, start, how.unit).flatten(-2)
+
+            module.register_forward_hook(own_head)
             return
         for key, _ in [*module.named_parameters(recurse=False)]:
             self._replace(name, module, key, groups=how.groups)
@@ -225,15 +229,19 @@ class Cutting:
         # All ranks compute the same with the whole.
         return _Sent.apply(given[0], _all_gather, _own, self.line), *given[1:]
 
-    def _part_of(self, whole: bool, divided: bool, x: Tensor) -> Part | None:
-        """Return which part of a whole tensor ``x`` is: heads, columns or positions; None for all of it."""
+    def _part_of(
+        self, spread: int | None, whole: bool, divided: bool, shape: Sequence[int], samples: int
+    ) -> Part | None:
+        """Return which part of a whole mask this rank has: heads, columns or positions; None for all of it."""
         if self._inside:
-            dim = None if whole else 1 if x.dim() == 4 else x.dim() - 1
+            dim = 1 if len(shape) == 4 else len(shape) - 1
+            if whole or (spread is not None and spread <= dim):  # all columns share a number
+                return None
+            inner = math.prod(shape[dim:])
+        elif divided:
+            inner = math.prod(shape) // samples  # positions are the outermost dimension of a sample
         else:
-            dim = 1 if divided else None
-        if dim is None:
             return None
-        inner = math.prod(x.shape[dim:])
         return Part(inner, inner * self.line.size, inner * self.index)
 
 

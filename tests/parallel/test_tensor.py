@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import cases
@@ -12,14 +13,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import Layout, assert_same_training, build, chain_and_batches, parallel_section, train
 from cells import RECIPES
+from torch import nn
 
-from common.errors import PlanError
+from common.errors import ModelError, PlanError
 from models import fused_cross_entropy
-from models.cut import Columns, Rows, Vocabulary
+from models.cut import Columns, Rows, Vocabulary, check_table
 from models.gpt2 import gpt2
 from models.llama import llama
 from models.losses import IGNORED
 from models.resnet50 import resnet50
+from models.seeds import Samples, by_sample, computing
 from models.transformer import transformer
 from parallel import tensor
 from parallel.plan import make_plan
@@ -280,11 +283,85 @@ def test_what_cannot_be_cut_is_refused_with_its_numbers(chain, keys, words):
             {"h.*.ln_1": Vocabulary()},
             r"h.0.ln_1 is of the class LayerNorm, and Vocabulary\(\) cuts an nn.Embedding or nn.Linear",
         ),
+        (
+            {"head.lm_head": Vocabulary()},
+            r"are one parameter, so head.lm_head and embedding.wte must be cut in the same",
+        ),
+        (
+            {"embedding.wte": Vocabulary()},
+            r"are one parameter, so head.lm_head and embedding.wte must be cut in the same",
+        ),
     ],
 )
 def test_a_table_that_does_not_fit_the_model_is_refused(table, words):
     with pytest.raises(ValueError, match=words):
         planned(replace(gpt2("tiny"), cut=table))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, tokens):
+        return 2 * super().forward(tokens)
+
+
+@pytest.mark.parametrize(
+    "module, cut, words",
+    [
+        (Scaled(4, 4), Rows(), r"module has a forward of its own \(Scaled\), which Rows\(\) would leave out"),
+        (ScaledEmbedding(8, 4), Vocabulary(), r"a forward of its own \(ScaledEmbedding\), which Vocabulary\(\) would"),
+        (nn.Embedding(8, 4, padding_idx=0), Vocabulary(), r"module has padding_idx or max_norm, which Vocabulary\(\)"),
+        (nn.Embedding(8, 4, max_norm=0.1), Vocabulary(), r"module has padding_idx or max_norm, which Vocabulary\(\)"),
+    ],
+)
+def test_a_module_that_computes_more_than_torch_s_is_refused(module, cut, words):
+    with pytest.raises(ModelError, match=words):
+        check_table({"module": cut}, nn.ModuleDict({"module": module}), {})
+
+
+DROPOUTS = {
+    "[b, t, c] of a sequence": (nn.Dropout(0.5), (2, 8, 6), 1, True, (2, 4, 6)),
+    "[b t, c] of a sequence": (nn.Dropout(0.5), (16, 6), 0, True, (8, 6)),
+    "positions of a sequence": (nn.Dropout1d(0.5), (2, 8, 6), 1, True, (2, 4, 6)),
+    "columns": (nn.Dropout(0.5), (2, 8, 6), 2, False, (2, 8, 3)),
+    "a column each": (nn.Dropout(0.5), (2, 8, 2), 2, False, (2, 8, 1)),
+    "heads": (nn.Dropout(0.5), (2, 4, 8, 3), 1, False, (2, 2, 8, 3)),
+    "whole heads": (nn.Dropout2d(0.5), (2, 4, 8, 3), 1, False, (2, 2, 8, 3)),
+    "positions of some columns": (nn.Dropout1d(0.5), (2, 8, 6), 2, False, (2, 8, 3)),
+}
+
+
+@pytest.mark.parametrize("case", DROPOUTS)
+def test_the_masks_of_the_ranks_are_parts_of_the_whole_one(case):
+    module, shape, dim, divided, part = DROPOUTS[case]
+    layer = by_sample("layer", nn.Sequential(module))
+    with computing(Samples(2, seed=1, step=1)):
+        whole = layer(torch.ones(shape))
+    parts = []
+    for index in range(2):
+        cutting = Cutting(
+            gpt2("tiny"), SimpleNamespace(axis=lambda name, i=index: tensor.Axis([0, 1], i)), sequence=True
+        )
+        cutting._inside = not divided
+        layer[0].part = partial(cutting._part_of, layer[0].spread, False, divided)
+        with computing(Samples(2, seed=1, step=1)):
+            parts.append(layer(torch.ones(part)))
+    joined = [p.unflatten(0, (2, -1)) for p in parts] if dim == 0 else parts  # rows of each sample
+    assert torch.equal(torch.cat(joined, 1 if dim == 0 else dim).reshape(shape), whole)
+
+
+def test_of_keys_and_values_side_by_side_a_rank_uses_its_head_of_both():
+    module, x = nn.Linear(4, 2 * 2 * 3, bias=False), torch.randn(2, 5, 4)  # keys of two heads, and values
+    wanted = module(x).unflatten(-1, (2, 2, 3))[..., 1, :].flatten(-2)
+    last_of_four = SimpleNamespace(axis=lambda name: tensor.Axis([*range(4)], 3))
+    cutting = Cutting(gpt2("tiny"), last_of_four, sequence=False)
+    cutting._cut_columns("kv", module, Columns(groups=2, unit=3, shared=True), divided=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor, "_enter", lambda x, line, divided: x)
+        assert torch.equal(module(x), wanted)
 
 
 def test_a_first_layer_without_positions_is_refused_where_they_are_to_be_divided():
