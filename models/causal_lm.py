@@ -212,7 +212,11 @@ class Decoder:
             if style == "colwise" and found is not None:
                 table[name] = columns = self._columns(found)
                 if columns.unit > 1:  # an attention, which takes the length of queries from its input
-                    table[name.rpartition(".")[0]] = Region()
+                    region, attention = name.rpartition(".")[0], self.model.get_submodule(found.rpartition(".")[0])
+                    others = [part for part in attention.modules() if not isinstance(part, nn.Linear)]
+                    by_head = any(p.dim() > 1 for part in others for p in part.parameters(recurse=False))
+                    said = f"{self.kind} has parameters for each head there, which its tensor plan leaves whole"
+                    table[region] = Refused(said) if by_head else Region()
             elif style == "rowwise" and found is not None:
                 table[name] = Rows()
             # What is replicated is so here for everything between the two.

@@ -177,7 +177,7 @@ def test_a_file_without_a_kind_is_refused(tmp_path):
 def test_the_tensor_plan_becomes_a_table_of_cuts(tmp_path, kind, options, wanted):
     random_model(kind, **options).config.save_pretrained(tmp_path)
     chain = causal_lm(str(tmp_path))
-    check_table(chain.cut, chain.skeleton())
+    check_table(chain.cut, chain.skeleton(), chain.tied)
     heads = {name: chain.cut[name].heads(chain.skeleton().get_submodule(name.replace("*", "0"))) for name in wanted}
     assert heads == wanted
     assert isinstance(chain.cut[next(iter(wanted)).rpartition(".")[0]], Region)
@@ -193,7 +193,14 @@ def test_a_style_of_the_tensor_plan_that_is_not_known_is_named(tmp_path):
     random_model("phi3").config.save_pretrained(tmp_path)
     chain = causal_lm(str(tmp_path))
     with pytest.raises(ModelError, match=r"qkv_proj cannot be cut: Phi3ForCausalLM has the style 'colwise_gather_out"):
-        check_table(chain.cut, chain.skeleton())
+        check_table(chain.cut, chain.skeleton(), chain.tied)
+
+
+def test_parameters_of_each_head_that_the_tensor_plan_leaves_whole_are_named(tmp_path):
+    random_model("cohere", use_qk_norm=True).config.save_pretrained(tmp_path)
+    chain = causal_lm(str(tmp_path))
+    with pytest.raises(ModelError, match=r"self_attn cannot be cut: CohereForCausalLM has parameters for each head"):
+        check_table(chain.cut, chain.skeleton(), chain.tied)
 
 
 def test_a_program_for_all_lengths_is_refused_with_what_to_export_instead(gemma, tmp_path):
