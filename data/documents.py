@@ -84,10 +84,18 @@ def whole_file(path: Path) -> Document:
 
 
 def find_files(root: Path, skip_folders: Collection[str] = (), suffix: str | tuple[str, ...] = "") -> list[Path]:
-    """Return the files under a folder without hidden and empty ones, in the same order on every machine."""
-    files = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in skip_folders and not name.startswith(".")]
+    """Return the files under a folder without hidden and empty ones, in the same order on every machine.
+
+    Links are followed, but none to a folder that has been listed already.
+    """
+    files, listed, whole = [], set(), root.resolve()
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        real = Path(folder).resolve()
+        if real in listed and real != whole / Path(folder).relative_to(root):
+            subfolders[:] = []
+            continue
+        listed.add(real)
+        subfolders[:] = sorted(name for name in subfolders if name not in skip_folders and not name.startswith("."))
         paths = (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
         files += [path for path in paths if path.is_file() and path.stat().st_size]
     return sorted(files, key=lambda path: path.relative_to(root).parts)
@@ -105,10 +113,11 @@ def files_of(root: Path, what: str, suffix: str = "", packed: Sequence[str] = ()
         raise DataError(f"data.root={root} {problem}; give a file of {what}, or a folder of {suffix or 'such'} files")
     by_content: dict[Path, list[Path]] = {}
     for path in files:
-        by_content.setdefault(path.with_suffix("") if path.suffix in packed else path, []).append(path)
+        real = path.resolve()  # one file may have several names
+        by_content.setdefault(real.with_suffix("") if real.suffix in packed else real, []).append(path)
     if twice := next((paths for paths in by_content.values() if len(paths) > 1), None):
-        names = " and ".join(path.name for path in twice)
-        raise DataError(f"data.root={root} has {names}, whose rows would be read twice; keep one of them")
+        names = " and ".join(str(path.relative_to(root)) for path in twice)
+        raise DataError(f"data.root={root} has {names}, whose content would be read twice; keep one of them")
     return files
 
 

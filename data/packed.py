@@ -39,7 +39,8 @@ def unpacked(path: Path, cache_dir: str | os.PathLike | None) -> Path:
                 raise
             raise DataError(f"{path} cannot be unpacked ({error}); copy it again") from None
 
-    name = f"unpacked-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    # Hidden: the cache may be in the folder of the data.
+    name = f".unpacked-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     return cached_folder(cache_dir, name, build) / path.stem
 
 

@@ -48,7 +48,7 @@ def cached_tokens(
                 for array in arrays:
                     file.write(array.astype(dtype).tobytes())
 
-    folder = cached_folder(cache_dir, name, build)
+    folder = cached_folder(cache_dir, f".{name}", build)  # hidden: the cache may be in a folder of texts
     return {path.stem: MappedFile(path, path.suffix[1:]) for path in folder.glob("*.uint*")}
 
 

@@ -13,8 +13,9 @@ from benchmarks.strategies import STRATEGIES, TOY, Found
 from benchmarks.trainer import configured
 from parallel.schedules import SCHEDULES
 
-# One of a pipeline's schedules; `pytest -m slow` has the others.
-OTHERS = [name for name in STRATEGIES if name.startswith("pipelined_") and "zero_bubble" not in name]
+# `pytest -m slow` has the others.
+QUICK = ("ddp", "pipelined_interleaved_zero_bubble", "pipe_fsdp", "sequence")
+OTHERS = [name for name in STRATEGIES if name not in QUICK]
 
 
 def measured(words: list[str]) -> list:

@@ -235,7 +235,7 @@ def test_compressed_files_are_the_same_rows_and_unpacked_once(tmp_path, rows_of,
     written(packed, packed.read_bytes()[:-20])
     with pytest.raises(DataError, match=rf"train\.jsonl{end} cannot be unpacked \(.*; copy it again"):
         rows_of(root, seq_len=8)
-    assert not list(cache.glob(".unpacked-*.tmp"))
+    assert not list(cache.glob("*unpacked-*.tmp"))
 
 
 def test_a_row_of_a_compressed_file_is_named_by_that_file(tmp_path, rows_of):
@@ -247,8 +247,28 @@ def test_a_row_of_a_compressed_file_is_named_by_that_file(tmp_path, rows_of):
 def test_rows_beside_their_compressed_copy_are_not_read_twice(tmp_path, rows_of):
     written(tmp_path / "a.jsonl", row := b'{"text": "a"}\n')
     written(tmp_path / "a.jsonl.gz", gzip.compress(row))
-    with pytest.raises(DataError, match=r"a\.jsonl and a\.jsonl\.gz, whose rows would be read twice; keep one"):
+    with pytest.raises(DataError, match=r"a\.jsonl and a\.jsonl\.gz, whose content would be read twice; keep one"):
         rows_of(tmp_path)
+
+
+def test_linked_folders_are_read_and_a_file_with_two_names_is_refused(tmp_path, rows_of):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir(), elsewhere.mkdir()
+    written(root / "a.jsonl", b'{"text": "a"}\n')
+    written(elsewhere / "b.jsonl", b'{"text": "b"}\n')
+    for name, target in {"more": elsewhere, "again": elsewhere, "circle": root}.items():
+        (root / name).symlink_to(target)
+    assert sorted(texts(rows_of(root, seq_len=8).train)) == ["a", "b"]
+    (root / "latest.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(DataError, match=r"has a\.jsonl and latest\.jsonl, whose content would be read twice"):
+        rows_of(root)
+
+
+def test_a_cache_in_the_folder_of_the_rows_is_not_read_as_rows(tmp_path, cache, rows_of):
+    assert cache.is_relative_to(tmp_path)
+    written(tmp_path / "a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 10))
+    sizes = [len(rows_of(tmp_path, seq_len=8).train) for _ in range(2)]
+    assert sizes == [9, 9]  # the tenth is held out
 
 
 def test_what_nothing_here_unpacks_says_what_to_type(tmp_path, rows_of, monkeypatch):

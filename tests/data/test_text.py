@@ -21,7 +21,7 @@ def tokens_of(path: Path) -> list[int]:
 
 
 def caches(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    return {path.name for path in folder.iterdir() if path.is_dir()}
 
 
 def text_of(documents) -> str:

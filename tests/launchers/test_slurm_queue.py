@@ -201,3 +201,24 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="sbatch not found: launcher=slurm works on machines from which SLURM's"):
         submit(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "restarts, typed, saved, added",
+    [
+        ("0", ["train.resume=runs/a"], False, False),
+        ("1", ["model=toy"], False, True),
+        ("1", ["train.resume=runs/a"], False, False),  # before its first checkpoint it begins where it began
+        ("1", ["train.resume=runs/a"], True, True),
+    ],
+)
+def test_a_job_of_ones_own_that_is_queued_again_goes_on(tmp_path, restarts, typed, saved, added):
+    (tmp_path / "srun").write_text("#!/bin/sh\necho $*\n")
+    (tmp_path / "srun").chmod(0o755)
+    if saved:
+        (tmp_path / "outputs/slurm-7/checkpoints/step-00000002").mkdir(parents=True)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
+    said = subprocess.check_output(["bash", submitting._TEMPLATE, *typed], cwd=tmp_path, env=environ, text=True)
+    assert said.split()[-1 - len(typed) - added :] == [
+        "hydra.run.dir=outputs/slurm-7", *typed, *["train.resume=auto"] * added
+    ]  # fmt: skip

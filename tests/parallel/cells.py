@@ -161,7 +161,7 @@ def cut() -> Iterable[Cell]:
         yield cell(model, Layout("ddp", dp=2, tp=2, chunks=2, sequence=True), **others)
         yield cell(model, Layout("fsdp", dp=2, tp=2, chunks=2), **others)
         pipelined = Layout("pipelined", tp=2, pp=2, chunks=4, schedule="1f1b", sequence=True)
-        yield cell(model, pipelined, **{**others, "slow": model == "transformer"})
+        yield cell(model, pipelined, **others)
         for s in ("gpipe", "interleaved_1f1b", *SPLIT):
             for name in ("pipe_ddp", "pipe_fsdp"):
                 fast = model == "gpt2" and (name, s) in (("pipe_ddp", SPLIT[0]), ("pipe_fsdp", "interleaved_1f1b"))
@@ -177,20 +177,20 @@ def cut() -> Iterable[Cell]:
     yield cell("gpt2", Layout("hsdp", dp=4, tp=2, shard=2, sequence=True), **exact)
     yield cell("gpt2", Layout("tensor", tp=4, sequence=True), **exact)
     # Two heads of keys for four ranks.
-    yield cell("llama", Layout("tensor", tp=4), **exact)
+    yield cell("llama", Layout("tensor", tp=4), slow=True, **exact)
     yield cell("llama", Layout("tensor", tp=4, sequence=True), lora=("q_proj", "k_proj", "o_proj"), **exact)
     yield cell("gpt2", Layout("pipelined", tp=2, pp=2, chunks=4, schedule="1f1b"), padded=True, **exact)
     yield cell("gpt2", Layout("pipe_ddp", dp=2, tp=2, pp=2, chunks=2, order="pp_dp"), **exact)
     for sequence in (False, True):
         layout = Layout("tensor", tp=2, chunks=2, sequence=sequence)
-        yield cell("gpt2", layout, recompute=True, **exact)
+        yield cell("gpt2", layout, recompute=True, slow=not sequence, **exact)
         for model in ("gpt2", "llama"):  # without dropout a recomputation ends inside a region
             yield cell(model, layout, recompute=True, dropout=0.0, slow=model == "llama", **exact)
         yield cell("gpt2", layout, padded=True, **exact)
         yield cell("gpt2", layout)
-        yield cell("gpt2", layout, 5e-2, precision="bf16", reference=Layout("single", chunks=2))
+        yield cell("gpt2", layout, 5e-2, precision="bf16", reference=Layout("single", chunks=2), slow=not sequence)
         yield cell("gpt2", layout, lora=("c_attn", "c_proj"), **exact)
-        yield cell("llama", layout, lora=("q_proj", "k_proj", "down_proj"), **exact)
+        yield cell("llama", layout, lora=("q_proj", "k_proj", "down_proj"), slow=not sequence, **exact)
     for s in ("1f1b", SPLIT[0]):
         layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule=s, sequence=True)
         yield cell("gpt2", layout, lora=("h.0.attn.c_attn",), slow=True, **exact)
@@ -215,13 +215,11 @@ def sent() -> Iterable[Cell]:
 def widths() -> Iterable[Cell]:
     """Batches whose width changes from step to step and comes back, each with a sample of padding."""
     changing = {"widths": (8, 32, 16), "steps": 4, "padded": True, "precision": "fp64"}
-    repeated = [("pipe_ddp", "1f1b"), ("pipe_ddp", "interleaved_1f1b"), ("pipe_fsdp", "gpipe")]  # by those below
     for s in SCHEDULES:
         more = {**changing, "steps": 4 + (s == "planned")}  # planned again after 4 steps
         yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **more, slow=s not in SPLIT)
         for name in ("pipe_ddp", "pipe_fsdp"):
-            slow = s == "looped_bfs" or (name, s) in repeated or (name == "pipe_ddp" and s not in SPLIT)
-            yield cell("gpt2", Layout(name, dp=2, pp=2, chunks=2, schedule=s), **more, slow=slow)
+            yield cell("gpt2", Layout(name, dp=2, pp=2, chunks=2, schedule=s), **more, slow=s != SPLIT[0])
     for s in ("1f1b", "interleaved_zero_bubble"):
         wanted = replace(RECIPES["gpt2"], **changing)
         yield cell(
@@ -272,7 +270,7 @@ def adapters() -> Iterable[Cell]:
             yield cell("gpt2", small_layout(name, info), lora=targets, slow=repeated)
         yield from (cell("toy", small_layout(name, info), lora=(target,)) for target in ("net1", "net2"))
     for s in SCHEDULES:
-        rest = {"slow": s not in SPLIT}  # where a backward in two parts may meet nothing that is trained
+        rest = {"slow": s != SPLIT[0]}  # where a backward in two parts may meet nothing that is trained
         yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=everywhere, **rest)
         yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=first, **rest)
         yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=last, **rest)
@@ -288,7 +286,7 @@ def adapters() -> Iterable[Cell]:
             yield cell(model, layout, lora=targets)
     for s in ("1f1b", "interleaved_zero_bubble"):
         layout = Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s)
-        yield cell("llama", layout, lora=("q_proj", "down_proj"), slow=s == "1f1b")
+        yield cell("llama", layout, lora=("q_proj", "down_proj"), slow=True)
 
 
 # The ways of running that GPUs have: one process's, and these.

@@ -92,11 +92,11 @@ def test_activation_recomputation_gives_the_same_bits(trained, model, layout):
     [
         ("gpt2", "bf16", PIPE_DDP),
         ("gpt2", "fp16", PIPE_DDP),
-        ("gpt2", "bf16_residual", PIPE_DDP),
+        pytest.param("gpt2", "bf16_residual", PIPE_DDP, marks=pytest.mark.slow),
         ("gpt2", "bf16_residual", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b")),
         ("translator", "bf16", Layout("pipelined", pp=2, chunks=4, schedule="1f1b")),
         # A cast that autocast keeps from the first micro-batch would get its gradient after its layer was reduced.
-        ("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4)),
+        pytest.param("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4), marks=pytest.mark.slow),
         ("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4, reshard=False)),
         ("gpt2", "bf16", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble")),
     ],

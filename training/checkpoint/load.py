@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +32,7 @@ from training.checkpoint.files import (
 
 AUTO = "auto"
 _SHOWN = 4  # keys that differ
+_ASK_S = 1.0
 T = TypeVar("T")
 
 
@@ -219,16 +222,30 @@ def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) 
 
 
 def _together(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Return the result of ``work``; a CheckpointError on one rank is raised on every rank."""
-    values: list[T] = []
-    problem = None
-    try:
-        values.append(work())
-    except CheckpointError as error:
-        problem = str(error)
-    if (problem := next(filter(None, mesh.gather(problem)), None)) is not None:
+    """Return the result of ``work``; a CheckpointError on one rank is raised on every rank.
+
+    The checksums of a large checkpoint may take longer than ranks wait for each other. They therefore ask each other
+    every second whether all have finished.
+    """
+    result: Future[T] = Future()
+    threading.Thread(target=_finish, args=(result, work), name="checkpoint", daemon=True).start()
+    finished = False
+    while not finished:
+        wait([result], _ASK_S)
+        finished = all(mesh.gather(result.done()))
+    failed = result.exception()
+    if failed is not None and not isinstance(failed, CheckpointError):
+        raise failed
+    if (problem := next(filter(None, mesh.gather(failed and str(failed))), None)) is not None:
         raise CheckpointError(problem)
-    return values[0]
+    return result.result()
+
+
+def _finish(result: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result.set_result(work())
+    except BaseException as error:  # raised by the thread that waits
+        result.set_exception(error)
 
 
 def _choose(wanted: str, folder: Path) -> Checkpoint | None:

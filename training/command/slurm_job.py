@@ -25,7 +25,7 @@ from launchers.slurm.submit import Job, check_options, submit, write_private
 from launchers.slurm.task import array_index, work
 from launchers.world import restarts
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
-from training.reporting.run_directory import EARLIER_ATTEMPT_S, hold, locked_directories, release
+from training.reporting.run_directory import EARLIER_ATTEMPT_S, check_free, hold, locked_directories, release
 
 _BALANCE = "balance"  # the key of rank 0's message to the others
 
@@ -130,6 +130,8 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
                 with ending_together(store, _BALANCE):
                     setup = prepare(cfg, world.size, world.nodes)
                     hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
+                    if restarts() == 0:  # another job of this directory may have run since this one was queued
+                        check_free(run_dir, cfg.train.resume)
                     if store is not None:
                         tell(store, _BALANCE, to_dict(cfg.parallel)["balance"])
                 update_job(run_dir, status=RUNNING)

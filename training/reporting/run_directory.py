@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import TrainingError, printable
-from common.files import explain
+from common.files import expand_home, explain
 from conf.composition import refusing
 from conf.masking import mask_files, mask_secrets
 from launchers import World
@@ -136,11 +136,12 @@ class RunDirectoryGuard(Callback):
         folder = Path(config.hydra.run.dir)
         _take(folder, "hydra.run.dir", depth=2)
         # Only after locking: otherwise a run that began at the same moment would be overlooked.
-        if config.train.resume is None and not started_again() and (folder / METRICS).exists():
-            release(folder)
-            raise TrainingError(
-                f"{folder} holds another run; choose another hydra.run.dir, or continue it with train.resume=auto"
-            )
+        if not started_again():
+            try:
+                check_free(folder, config.train.resume)
+            except TrainingError:
+                release(folder)
+                raise
 
     @refusing()
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -161,6 +162,16 @@ class RunDirectoryGuard(Callback):
         folder = Path(config.hydra.runtime.output_dir)
         own = folder / (config.hydra.output_subdir or ".hydra")
         mask_files([*own.glob("*.yaml"), folder.parent / "multirun.yaml"])
+
+
+def check_free(folder: Path, resume: str | None) -> None:
+    """Check that a directory holds no run but the one that ``train.resume`` continues there. Raises TrainingError."""
+    if resume == "auto" or (resume is not None and expand_home(resume).resolve().is_relative_to(folder.resolve())):
+        return
+    if (folder / METRICS).exists() or any((folder / "checkpoints").glob("step-*")):
+        raise TrainingError(
+            f"{folder} holds another run; choose another hydra.run.dir, or continue it with train.resume=auto"
+        )
 
 
 def started_again() -> bool:

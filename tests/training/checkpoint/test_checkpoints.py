@@ -10,9 +10,12 @@ import socket
 import time
 import zlib
 from contextlib import redirect_stderr
+from datetime import timedelta
+from functools import partial
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ from common.errors import CheckpointError, LaunchError, TrainingError, UserError
 from conf.instantiate import to_dict
 from parallel.mesh import SHARDS, Mesh
 from parallel.sharding import Piece
-from training.checkpoint import save
+from training.checkpoint import load, save
 from training.checkpoint.files import Checkpoint, Content, is_usable, sha256, with_checksum
 from training.optimizer import Optimizer
 from training.reporting.recorder import Loggers, Recorder
@@ -665,3 +668,22 @@ def test_a_run_directory_that_is_deleted_is_begun_anew_and_said(tmp_path, monkey
     monkeypatch.undo()
     run(tmp_path / "run", *LONG, "train.resume=auto", "train.steps=14")
     assert [line["step"] for line in steps(tmp_path / "run")] == list(range(8, 15))
+
+
+def compare_checksums_for_long() -> str:
+    """Rank 0 finds damage after five seconds, and ranks wait for each other for two."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    mesh = SimpleNamespace(gather=partial(Mesh({"replicas": 2}).gather, group=group))
+
+    def work():
+        if dist.get_rank() == 0:
+            time.sleep(5)
+            raise CheckpointError("model-00.safetensors is damaged")
+
+    with pytest.raises(CheckpointError) as raised:
+        load._together(mesh, work)
+    return str(raised.value)
+
+
+def test_ranks_wait_for_the_one_that_compares_checksums_however_long_it_takes(ranks):
+    assert ranks.run(2, compare_checksums_for_long) == ["model-00.safetensors is damaged"] * 2

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -193,6 +194,19 @@ def test_a_directory_that_holds_another_run_is_refused_and_left_untouched(toy):
     assert "hydra.run.dir" in run.stderr and "train.resume=auto" in run.stderr
     assert "Traceback" not in run.console
     assert contents(toy.folder) == before
+
+
+@pytest.mark.parametrize(
+    "missing, elsewhere", [("checkpoints", True), ("metrics.jsonl", True), ("metrics.jsonl", False)]
+)
+def test_a_directory_takes_no_second_run_that_begins_elsewhere(toy, tmp_path, capsys, missing, elsewhere):
+    folder = shutil.copytree(toy.folder, tmp_path / "run", symlinks=True)
+    (folder / missing).rename(tmp_path / missing)
+    before = contents(folder)
+    resume = [f"train.resume={toy.folder}"] * elsewhere
+    assert main(["model=toy", "logger=none", *resume, f"hydra.run.dir={folder}"]) == 1
+    assert f"{folder} holds another run; choose another hydra.run.dir" in capsys.readouterr().err
+    assert contents(folder) == before
 
 
 def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_the_mended_command(tmp_path, monkeypatch):
