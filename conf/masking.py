@@ -28,7 +28,7 @@ _NAMES = r"(api[_-]?key|access[_-]?key|private[_-]?key|secret([_-]?key)?|(?<!tik
 _SECRET_NAME = re.compile(f"{_NAMES}$", re.IGNORECASE)
 # Keys as issuers write them: Hugging Face, OpenAI, GitHub, AWS, wandb (40 hex digits, or wandb_v1_…).
 _SECRET_VALUE = re.compile(
-    r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{16,}"
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{16,}"
     r"|(?<![/\w])[0-9a-f]{40}(?![/\w]))"
 )
 # A match begins only where a word begins: trying every letter of a long word would take quadratic time.

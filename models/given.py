@@ -37,7 +37,7 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
     """
     if _objects is None or key not in _objects:
         raise UserError(f"{key} was given by a Python program: give it again, by training.train(..., {key}=...)")
-    if fingerprint != getattr(_objects[key], "fingerprint", ""):
+    if fingerprint and fingerprint != getattr(_objects[key], "fingerprint", ""):
         raise UserError(
             f"this process was given a {key} with other numbers than the first rank, or than before: make it from the "
             "same seed everywhere (torch.manual_seed)"

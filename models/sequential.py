@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -96,8 +96,11 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
 
 
 def _use_our_batchnorm(net: nn.Module) -> nn.Module:
+    places = Counter(id(module) for _, module in net.named_modules(remove_duplicate=False))
     for name, module in list(net.named_modules()):
         if type(module) in _OURS:
+            if (count := places[id(module)]) > 1:
+                raise ModelError(f"layer {name!r}: the same BatchNorm stands at {count} places; make one for each")
             net.set_submodule(name, _as_ours(name, module))
     return net
 

@@ -44,7 +44,9 @@ class GradientHistogram(Callback):
         stages = mesh.gather(own)
         if mesh.rank > 0:
             return
-        self._file = self._file or MetricsFile(run.run_dir / "gradients.jsonl")
+        if self._file is None:
+            self._file = MetricsFile(run.run_dir / "gradients.jsonl")
+            self._file.truncate_after(run.step - 1)  # of steps that are computed again after a restart
         for name, (counts, edges) in {name: h for stage in stages for name, h in stage.items()}.items():
             self._file.write({"step": run.step, "name": name, "counts": counts, "edges": edges})
             run.histogram(f"gradients/{name}", counts, edges, run.step)

@@ -137,6 +137,9 @@ class SavedConfig:
                 section, _, name = key.partition(".")
                 if key in _AT_ROOT or (name and section in sections):
                     _put_back(cfg, raw, key, override.is_delete())
+        for key in config.get("left_out", ()):  # by masking: a secret, or from the environment
+            if key.partition(".")[0] in sections and OmegaConf.select(cfg, key) is None:
+                raise TrainingError(f"{self._path} does not keep {key}, whose value was masked: type {key}= again")
         for section in sections:
             foreign = set(targets(OmegaConf.to_container(cfg[section], resolve=False, enum_to_str=True)))
             for target in foreign - set(targets(raw)):

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import TrainingError, UserError, format_exception
 from conf.composition import Composed, check_keys
 from conf.instantiate import to_config, to_dict
-from conf.masking import mask_secrets
+from conf.masking import mask_files, mask_secrets
 from conf.words import expand_lists, hydra_word
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
@@ -51,7 +51,7 @@ from training.reporting.job_record import (
 )
 from training.reporting.metrics import METRICS
 from training.reporting.recorder import sections
-from training.reporting.run_directory import hold, release
+from training.reporting.run_directory import check_free, hold, release
 from training.studies.sweep.table import value_for_sweeper
 
 _OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # it reads how a job ended from the job's record
@@ -92,6 +92,7 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
     entries = compose_all(lambda job: check_keys(loader.load_sweep_config(config, job)), jobs, sweep_dir, brought)
     todo = open_folders(entries, sweep_dir)
     OmegaConf.save(config, sweep_dir / "multirun.yaml")
+    mask_files([sweep_dir / "multirun.yaml"])  # at once: there may be no job left that does
     results = []
     try:
         for batch in batches(todo, sweeper.max_batch_size):
@@ -232,7 +233,8 @@ def run_job(composed: Composed, world: World | None) -> Any:
     except Stopped as stopped:
         end(INTERRUPTED)
         here = shlex.quote(f"hydra.sweep.dir={hydra_word(job.sweep_dir)}")
-        raise Stopped(f"job {job.number} {stopped}\nContinue the sweep with its command and {here}") from None
+        again = f"\nContinue the sweep with its command and {here}" * (job.sweeper == _OWN_SWEEPER)
+        raise Stopped(f"job {job.number} {stopped}{again}") from None
     except KeyboardInterrupt:
         end(INTERRUPTED)
         raise
@@ -257,6 +259,8 @@ def _begin(composed: Composed, status: str) -> None:
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
         after_restart(cfg, folder)
+    elif not unfinished:
+        check_free(folder, cfg.train.resume)
     write_job(folder, job)
     jobs = [record for _, record in read_jobs(Path(sweep_job.sweep_dir))]
     keys = swept_keys(jobs)

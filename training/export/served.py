@@ -157,7 +157,7 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
     """
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
-    words = None if data.seq_len is None else min(filter(None, (data.vocab_size, chain.limits["vocabulary"])))
+    words = None if data.seq_len is None else min(filter(None, (data.vocab_size, chain.limits.get("vocabulary"))))
     layers = stage.layers.float()
     layers.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]  # no overload has it
     module = _Served(layers, [info.name for info in takes], words, last).eval()

@@ -108,6 +108,8 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
         words = max(filter(None, (known.get("vocab_size"), data.vocab_size)), default=None)
         state, config = chain.hugging_face.export(state, words)
         end = getattr(data.vocabulary, "end", min(END_OF_TEXT, config["vocab_size"] - 1))  # words have no end
+        if (config.get("pad_token_id") or 0) >= config["vocab_size"]:  # of words that the data does not have
+            config["pad_token_id"] = None
         ends = {key: known[key] for key in _ENDS if key in known} or dict.fromkeys(_ENDS[:2], end)
         texts[_CONFIG] = json.dumps({**config, **ends}, indent=1)
         texts[_GENERATION] = theirs.get(_GENERATION, json.dumps(ends, indent=1))

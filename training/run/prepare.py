@@ -16,6 +16,7 @@ from data.dataset import DataSet
 from launchers import World, call_in_workers
 from launchers.heartbeat import note
 from models.chain import ONE_LAYER, Chain, shared_parameters
+from models.given import pack_given, unpack_given
 from models.lora import adapt
 from models.sequential import chain_of_module
 from parallel.devices import Hardware
@@ -104,7 +105,7 @@ def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardwar
             return  # the run's first rank measures
         if plan.device_type == "cuda" and world_size is None and plan.processes > 1:
             # In a separate process: this one would keep a context on a GPU that the run's ranks use.
-            (costs,) = call_in_workers(_measure, (to_dict(cfg),), 1)
+            (costs,) = call_in_workers(_measure, (to_dict(cfg), pack_given()), 1)
         else:
             costs = seconds_of_layers(setup)
     else:
@@ -121,7 +122,8 @@ def seconds_of_layers(setup: Setup) -> list[float]:
     return seconds_per_layer(setup.plan, setup.chain, setup.sample, cfg.seed, cfg.parallel.threads)
 
 
-def _measure(world: World, tree: dict) -> list[float]:
+def _measure(world: World, tree: dict, given: bytes | None) -> list[float]:
+    unpack_given(given)
     cfg = to_config(tree)
     cfg.parallel.balance = "uniform"
     return seconds_of_layers(prepare(cfg))

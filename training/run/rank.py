@@ -357,7 +357,18 @@ def kept(cfg: Any) -> dict[str, Any]:
     more = {"choices": whole[COMMAND]["choices"]} if COMMAND in whole else {}
     if whole.get("recipe") is not None:
         more["recipe"] = whole["recipe"]
-    return {**_public(tree, mask_secrets(tree)), **more}
+    public = _public(tree, mask_secrets(tree))
+    if left_out := sorted({*_names(tree)} - {*_names(public)}):
+        more["left_out"] = left_out
+    return {**public, **more}
+
+
+def _names(tree: dict, before: str = "") -> Iterator[str]:
+    """Yield the keys of nested dicts, joined by dots."""
+    for key, value in tree.items():
+        yield before + key
+        if isinstance(value, dict):
+            yield from _names(value, f"{before}{key}.")
 
 
 def _public(value: dict, masked: dict) -> dict:

@@ -78,6 +78,11 @@ class Setup:
         return {name: f"{len(b)} of {b.whole} batches" for name, b in batches.items() if len(b) < b.whole}
 
     @cached_property
+    def has_batchnorm(self) -> bool:
+        """Whether some layer of the model normalises over samples."""
+        return any(isinstance(module, _BatchNorm) for module in self.chain.skeleton().modules())
+
+    @cached_property
     def by_microbatch(self) -> tuple[str | None, list[str]]:
         """The micro-batch size, if numbers depend on it (otherwise None), and a line for each reason why they do."""
         plan, size, lines = self.plan, None, []
@@ -92,7 +97,7 @@ class Setup:
             who += [f"the loss {type(self.chain.loss).__name__}"] * (LOSS in drawing)
             draw = f"{' and '.join(who)} {'draws by itself' if len(drawing) == 1 else 'draw by themselves'}"
             lines.append(f"numbers depend on the micro-batch ({size} sample{'s' * (each > 1)}): {draw}")
-        if any(isinstance(module, _BatchNorm) for module in self.chain.skeleton().modules()):
+        if self.has_batchnorm:
             replicas = plan.dp if self.cfg.parallel.sync_batchnorm else 1
             size = f"{each * replicas}" + f" ({each} of each of {replicas} replicas)" * (replicas > 1)
             alike = f"the numbers of parallel=single parallel.chunks={pieces // replicas}"
@@ -105,5 +110,5 @@ class Setup:
 
 def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
     """Return the number of optimizer steps of a run, the smaller limit of ``steps`` and ``epochs`` (None: no limit)."""
-    by_epochs = math.ceil(epochs * per_epoch) if epochs is not None else math.inf
+    by_epochs = math.ceil(round(epochs * per_epoch, 6)) if epochs is not None else math.inf
     return int(min(steps if steps is not None else math.inf, by_epochs))

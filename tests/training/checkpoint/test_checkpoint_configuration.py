@@ -99,6 +99,21 @@ def test_a_checkpoint_keeps_no_secret(words, monkeypatch):
     assert json.loads(manifest.read_text())["config"]["data"]["seq_len"] == 32
 
 
+def test_what_was_masked_must_be_typed_again(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("MODEL", "somebody/model")
+    cfg = to_config(to_dict(compose([*QUIET, "model=gpt2", "model.init_from=${oc.env:MODEL}"])))
+    assert kept(cfg)["left_out"] == ["model.init_from"]
+    run = shutil.copytree(words, tmp_path / "run", symlinks=True)
+    manifest = run / "checkpoints" / "step-00000002" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["config"]["left_out"] = ["train.spike_factor"]
+    del content["config"]["train"]["spike_factor"]
+    manifest.write_text(json.dumps(with_checksum(content)))
+    with pytest.raises(TrainingError, match=r"does not keep train.spike_factor, .*: type train.spike_factor= again"):
+        composed("mode=eval", f"checkpoint={run}")
+    assert composed("mode=eval", f"checkpoint={run}", "train.spike_factor=3").train.spike_factor == 3
+
+
 def test_a_reference_in_a_foreign_checkpoint_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME_OF_SECRETS", "found out")
     run(tmp_path / "toy", "train.epochs=null", "train.steps=1")

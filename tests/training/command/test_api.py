@@ -1,13 +1,16 @@
 """Training from a Python program: the command line's words, a configuration, and models and data of one's own."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from common.errors import CheckpointError, UserError
 from data.tensors import TensorData
+from data.text import Text
 from models.chain import Chain, LayerSpec
-from models.losses import ClassCrossEntropy
+from models.losses import ClassCrossEntropy, TokenCrossEntropy
 from models.sequential import chain_of
 from training import load_config, train
 
@@ -79,6 +82,19 @@ def test_a_model_may_have_several_inputs(tmp_path):
     assert len(losses) == 20 and losses[-1] < 0.8 * losses[0]
     with pytest.raises(UserError, match="200 inputs and 100 targets"):
         TensorData((left, right), torch.zeros(100))
+
+
+def test_texts_may_be_given_to_a_language_model_of_ones_own(tmp_path, capfd):
+    (tmp_path / "text.txt").write_text("the cat and the dog saw the bird and the bird saw the cat\n" * 200)
+    layers = [LayerSpec("words", partial(nn.Embedding, 64, 8)), LayerSpec("head", partial(nn.Linear, 8, 64))]
+    chain, losses = Chain(layers, loss=TokenCrossEntropy(), limits={"vocabulary": 64}), []
+    for name in ("single", "ddp"):
+        data = Text(f"{tmp_path}/text.txt", cache_dir=f"{tmp_path}/cache", vocabulary="words", seq_len=16)
+        words = [f"parallel={name}", "train.global_batch_size=8", "sample.tokens=4", f"hydra.run.dir={tmp_path}/{name}"]
+        result = train(*QUICK, *words, "train.precision=fp64", model=chain, data=data)
+        losses.append([record["loss"] for record in result.metrics if "loss" in record])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert "no sample" not in capfd.readouterr().err
 
 
 def test_what_is_given_is_forgotten_after_the_run_and_evaluated_when_given_again(tmp_path, own):

@@ -78,6 +78,13 @@ def test_the_same_command_runs_only_what_has_not_finished_which_goes_on_from_its
     assert statuses(three.folder) == ["finished", "failed", "finished"]
 
 
+def test_a_secret_is_masked_where_all_jobs_have_finished_too(three):
+    secret = "0123456789abcdef0123456789abcdef01234567"
+    again = sweep(three.folder, *QUICK, "train.steps=6", "parallel.chunks=1,2", "train.checkpoint_every=4",
+                  f"+parallel.env.WANDB_API_KEY={secret}", tag="with a secret")  # fmt: skip
+    assert secret not in again.console + (three.folder / "multirun.yaml").read_text(), again.console
+
+
 def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_error_at_once(tmp_path):
     short = [*QUICK, "train.steps=1", "logger=none", "mode=plan"]
     mixed = sweep(tmp_path / "mixed", *short, "debug=null,nonsense")

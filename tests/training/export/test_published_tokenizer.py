@@ -5,14 +5,28 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from composed import config, execute, records, run, run_layout
 from tokenizer_folders import tokenizer_folder
 
 from common.errors import DataError, TrainingError
+from training.export import write
 
 ROWS = [(f"What is {i} + {i}?", f"It is {2 * i}.") for i in range(40)]
+
+
+def test_a_padding_token_that_the_data_does_not_have_is_left_out(tmp_path, monkeypatch):
+    """Its number would be none of the embedding's, which transformers refuses."""
+    monkeypatch.setattr(write, "tokenizer", lambda data, chain: {})
+    for pad, written in ((20, None), (9, 9)):
+        config = {"vocab_size": 10, "pad_token_id": pad}
+        chain = SimpleNamespace(hugging_face=SimpleNamespace(export=lambda state, words, c=config: (state, dict(c))))
+        strategy = SimpleNamespace(chain=chain, state_dict=lambda: {"w": torch.zeros(1)})
+        write.write_weights(tmp_path, SimpleNamespace(vocab_size=10, vocabulary=None), strategy)
+        assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == written
 
 
 @pytest.fixture(scope="module")

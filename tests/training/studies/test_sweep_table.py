@@ -2,18 +2,19 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import pytest
-from composed import compose
+from composed import compose, plain
 from omegaconf import open_dict
 from sweep_jobs import chunk_sweep, leave
 
 from common.errors import TrainingError
-from training.command.sweep_jobs import Entry, batches, open_folders
+from training.command.sweep_jobs import Entry, _begin, batches, open_folders
 from training.reporting.job_record import Job, write_job
 from training.studies.sweep.figure import loss_figure, score_figure
 from training.studies.sweep.report import SweepReport, results
-from training.studies.sweep.table import read_table, write_csv
+from training.studies.sweep.table import read_table, value_for_sweeper, write_csv
 
 
 def test_the_csv_has_a_row_per_job_in_order_with_overrides_and_results(tmp_path):
@@ -191,6 +192,21 @@ def test_a_mended_command_gets_the_folders_of_jobs_that_failed_before_their_firs
     write_job(tmp_path / "0", Job(0, ("seed=1", "optim.lr=-1"), "failed"))
     with pytest.raises(TrainingError, match="holds another run"):
         open_folders(entries(tmp_path, 1, more=("optim.lr=1",)), tmp_path)
+
+
+def test_a_sweeper_of_someone_else_s_gets_no_folder_of_an_earlier_job(tmp_path):
+    leave(tmp_path, 0, "seed=1", times=[1.0] * 6)
+    place = SimpleNamespace(number=0, sweep_dir=str(tmp_path), sweeper="another")
+    job = SimpleNamespace(cfg=compose("seed=2"), run_dir=tmp_path / "0", job=place, typed=["seed=2"])
+    with pytest.raises(TrainingError, match=r"0 holds another run"):
+        _begin(job, "running")
+
+
+def test_a_sweeper_is_told_the_best_evaluation_in_the_direction_that_is_asked_for(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val_bleu": 1.0}\n{"step": 2, "val_bleu": 3.0}\n')
+    for direction, value in (("maximize", 3.0), ("minimize", 1.0)):
+        cfg = plain(compose("sweep.objective=val_bleu", f"sweep.direction={direction}"))
+        assert value_for_sweeper(cfg, tmp_path) == value
 
 
 @pytest.mark.parametrize("theirs", ["another job", "a run of no sweep"])

@@ -66,7 +66,7 @@ def sample(cfg: Any) -> str:
             settings.tokens,
             Draws(settings.temperature, settings.top_k, settings.top_p, seed),
             positions=chain.limits.get("positions"),
-            vocab_size=min(vocabulary.size, chain.limits["vocabulary"]),
+            vocab_size=min(vocabulary.size, chain.limits.get("vocabulary", vocabulary.size)),
             device=strategy.device,
             cached=settings.cache and chain.continues,
         )

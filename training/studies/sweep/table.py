@@ -92,7 +92,7 @@ def value_for_sweeper(cfg: Any, folder: Path) -> float | None:
         TrainingError: ``sweep.objective`` is none of the run's numbers.
     """
     summary = read_object(folder / SUMMARY)
-    objective = choose_objective(cfg.sweep.objective, None, (), [summary])
+    objective = choose_objective(cfg.sweep.objective, cfg.sweep.direction, (), [summary])
     value = objective.of(summary, read_records(folder / METRICS))
     if value is None and cfg.sweep.objective is not None and cfg.mode == "train":
         raise TrainingError(

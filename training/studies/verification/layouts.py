@@ -181,7 +181,7 @@ class Runs:
             pairs = ((kind, self.results(result, kind), self.results(self.first, kind)) for kind in COMPARED)
             result.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
             result.holds = all(d <= self.limits[kind] for kind, (d, _) in result.differences.items())
-            if precision is None:
+            if precision is None and result.holds:  # the next layout goes on from what is right
                 if before not in (self.first, result):
                     shutil.rmtree(self.path(before), ignore_errors=True)
                 self._before = result

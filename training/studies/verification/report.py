@@ -135,6 +135,12 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     with changed_environment(environment(cfg)):
         start_fork_server(["training.command.preload"])
     setup = prepare(in_layout(cfg, _single(cfg, chunks=1), steps=cfg.verify.steps))
+    if cfg.parallel.sync_batchnorm and setup.has_batchnorm:
+        raise TrainingError(
+            "mode=verify compares layouts whose micro-batches are those of one process, and "
+            "parallel.sync_batchnorm=true normalizes over the micro-batches of all replicas together. Leave it out, or "
+            "compare the losses of parallel.chunks=1 with those of parallel=single parallel.chunks=1"
+        )
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
 
@@ -205,9 +211,11 @@ def _layouts(
         layout = Layout.of(cfg.parallel)
         layout = replace(layout, chunks=2) if layout.chunks == "auto" else layout
         plan = prepare(in_layout(cfg, layout, steps=cfg.verify.steps)).plan
-        count, wanted = plan.dp * plan.chunks, [replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks)]
+        balance = plan.balance if isinstance(layout.balance, str) else layout.balance  # of measured times: here once
+        layout = replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks, balance=balance)
+        count, wanted = plan.dp * plan.chunks, [layout]
         cfg.verify.processes = plan.processes
-    by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
+    by_rule = any(finding.probe in ("halves", "loss") and finding.text and finding.holds for finding in report.probes)
     others = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
     ones: list[tuple[Layout, str | None]] = [(_single(cfg, count), None)]  # one process, and its precision
     in_fp32 = _single(cfg, count), "fp32"

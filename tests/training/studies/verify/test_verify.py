@@ -14,15 +14,18 @@ from commandline import Started, train, wait_until
 from composed import plain
 from zoo import DDP, PIPE, SMALLER, WHOLE, ZOO, Coin, Last, RoundsLargeBatches, chain, elsewhere, tied
 
+from common.errors import UserError
 from launchers import Interrupted
 from models.chain import Chain, LayerSpec
 from models.given import set_given
 from models.losses import ClassCrossEntropy
+from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training import load_config, verify
 from training.command.api import with_given
 from training.run.prepare import prepare
+from training.studies.verification import layouts as verified
 from training.studies.verification import probes
 from training.studies.verification.layouts import in_layout, layouts, layouts_of_shared_layers, typed_name
 from training.studies.verification.probes import probe
@@ -175,6 +178,27 @@ def test_a_configuration_of_a_program_is_verified_in_its_own_layout_and_batch(tm
     report = verify(f"hydra.run.dir={tmp_path}/v", config=cfg)
     assert report.ok and [layout.name for layout in report.compared] == ["parallel=ddp dp=2"], report
     assert report.about["configuration"]["train"]["global_batch_size"] == 12
+
+
+def test_a_layout_goes_on_from_the_last_right_one(tmp_path, monkeypatch):
+    """The one before it may be wrong, which would make all that follow wrong."""
+    begun, cfg = [], plain(load_config("model=toy", "verify.steps=1", "verify.processes=2", *WORDS))
+    monkeypatch.setattr(verified, "prepare", lambda cfg: None)
+    runs = verified.Runs(cfg, tmp_path, chain(), 2)
+    monkeypatch.setattr(runs, "launch", lambda result, folder, jobs: begun.append(jobs[-1][1].name))
+    monkeypatch.setattr(runs, "results", lambda result, kind: {"loss": torch.tensor(1.0 + (result.name == "wrong"))})
+    names = iter(("one", "right", "wrong", "next"))
+    monkeypatch.setattr(verified, "typed_name", lambda layout, precision: next(names))
+    found = [runs.compare(layout) for layout in (_single(cfg, 2), *[Layout("ddp", dp=2, pp=1, chunks=1)] * 3)]
+    assert [one.holds for one in found] == [True, True, False, True]
+    assert begun == ["one", "one", "right", "right"]
+
+
+def test_batchnorm_over_replicas_is_refused_with_what_to_compare(tmp_path):
+    model = chain(partial(torch.nn.BatchNorm1d, 8))
+    words = ("parallel=ddp", "parallel.dp=2", "parallel.sync_batchnorm=true", f"hydra.run.dir={tmp_path}/v")
+    with pytest.raises(UserError, match="compare the losses of parallel.chunks=1 with those of parallel=single"):
+        verify(*WORDS, *words, model=model, data=DATA)
 
 
 @pytest.mark.slow
