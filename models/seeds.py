@@ -227,9 +227,8 @@ class CausalAttentionDropout(Dropout):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
             generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
             seed = samples.seed_of_call(self.full_name)
-            if (
-                self.part is not None and (part := self.part(q.shape, samples.count)) is not None
-            ):  # of the heads; each rank has others
+            part = None if self.part is None else self.part(q.shape, samples.count)
+            if part is not None:  # of the heads; each rank has others
                 seed = derive_seed(seed, part.start)
             for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
                 generator.manual_seed(derive_seed(seed, samples.first + i))

@@ -14,6 +14,7 @@ from common.errors import PlanError
 from parallel.devices import parameter_dtype
 from parallel.plan import Plan
 from parallel.schedules import in_flight
+from planner.cluster import BYTES
 from planner.layout import PlannedLayout, cut
 from planner.work import Works, parameters_of, part_of_rank
 
@@ -33,6 +34,7 @@ class Allocation:
         number: Bytes per number of a weight, its gradient and the optimizer state.
         gathered: Bytes per number of a shared parameter or gradient during communication.
         process: Bytes of a rank without a model.
+        activation: Bytes per number of what products compute with.
         heap: Extra bytes of an allocator that keeps freed memory, as a fraction of the tensors' bytes.
         copies: How many copies such an allocator keeps of what replicas exchange: gradients of ddp, and parameters of
             fsdp if they are whole for a layer or for a step.
@@ -41,6 +43,7 @@ class Allocation:
     number: int = 4
     gathered: int = 4
     process: float = PROCESS_BYTES
+    activation: int = 4
     heap: float = 0.0
     copies: tuple[int, int, int] = (0, 0, 0)
 
@@ -49,7 +52,7 @@ class Allocation:
         """Return the allocation of a run on a kind of device: cpu, cuda or mps."""
         number = parameter_dtype(precision).itemsize
         kept = (_HEAP, _COPIES) if device_type == "cpu" else (0.0, (0, 0, 0))
-        return cls(number, number, process, *kept)
+        return cls(number, number, process, BYTES[precision], *kept)
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,13 @@ class _Rank:
         layout, kept, recomputed = self.layout, 0.0, 0.0
         tp, samples = layout.tp, layout.samples
         for work in own:
-            whole = _WHOLE * work.kept if work.kept_whole is None else work.kept_whole
-            of_backward = samples * part_of_rank(work.kept, whole, tp, layout.sequence)
+            if work.kept_whole is not None:
+                of_backward = part_of_rank(work.kept, work.kept_whole, tp, layout.sequence)
+            else:  # this project's: what a block's two regions gather of the sequence is kept
+                gathered = 2 * self.allocation.activation * work.hidden if work.attention else 0.0
+                whole = gathered if layout.sequence else _WHOLE * work.kept
+                of_backward = part_of_rank(work.kept, whole, tp, sequence=False)
+            of_backward *= samples
             if layout.recompute == "full" and work is not self.layers[-1]:  # the last one has the loss
                 kept += samples * part_of_rank(work.output, work.output, tp, layout.sequence)
                 recomputed = max(recomputed, of_backward)

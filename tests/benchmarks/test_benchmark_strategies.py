@@ -12,6 +12,7 @@ from benchmarks import strategies
 from benchmarks.strategies import STRATEGIES, TOY, Found
 from benchmarks.trainer import configured
 from parallel.schedules import SCHEDULES
+from planner.memory import memory_of_ranks
 
 # `pytest -m slow` has the others.
 QUICK = ("ddp", "pipelined_interleaved_zero_bubble", "pipe_fsdp", "sequence")
@@ -30,7 +31,10 @@ def test_a_rank_holds_and_sends_what_the_formulas_say(name, ranks, tmp_path):
     (found, *_) = ranks.run(setup.plan.processes, measured, words)
     found = [Found.parse(one) for one in found]
     assert len(found) == setup.plan.processes
-    for one in found:
+    planned = memory_of_ranks(setup.plan, setup.layers, states=1)
+    for one, memory in zip(found, planned, strict=True):
+        if setup.plan.sequence:
+            assert one.activations == pytest.approx(memory.activations, rel=0.05)
         assert one.held == one.held_by_formula
         assert sum(one.sent.values()) == sum(one.sent_by_formula.values()), (one.sent, one.sent_by_formula)
         assert one.activations > 0 and (one.whole > 0) == setup.plan.sharded

@@ -168,10 +168,11 @@ def check_free(folder: Path, resume: str | None) -> None:
     """Check that a directory holds no run but the one that ``train.resume`` continues there. Raises TrainingError."""
     if resume == "auto" or (resume is not None and expand_home(resume).resolve().is_relative_to(folder.resolve())):
         return
-    if (folder / METRICS).exists() or any((folder / "checkpoints").glob("step-*")):
-        raise TrainingError(
-            f"{folder} holds another run; choose another hydra.run.dir, or continue it with train.resume=auto"
-        )
+    saved = any((folder / "checkpoints").glob("step-*"))
+    if saved or (folder / METRICS).exists():
+        # Without a checkpoint, auto begins anew, which is not what a run that goes on from another one wants.
+        more = ", or continue it with train.resume=auto" if saved or resume is None else ""
+        raise TrainingError(f"{folder} holds another run; choose another hydra.run.dir{more}")
 
 
 def started_again() -> bool:

@@ -114,7 +114,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
         costs,
         cluster.size,
         cluster.memory,
-        Allocation(number, costs.gathered, cluster.reserved),
+        Allocation(number, costs.gathered, cluster.reserved, costs.itemsize),
         states_of(cfg.optim),
         on_job(cfg),
     )
