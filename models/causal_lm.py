@@ -22,7 +22,7 @@ from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
 from models.causal_lm_layers import Forward, all_seen, first_of, hidden_of
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
-from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary
+from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary, own_computation
 from models.losses import TokenCrossEntropy
 
 _TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
@@ -212,11 +212,7 @@ class Decoder:
             if style == "colwise" and found is not None:
                 table[name] = columns = self._columns(found)
                 if columns.unit > 1:  # an attention, which takes the length of queries from its input
-                    region, attention = name.rpartition(".")[0], self.model.get_submodule(found.rpartition(".")[0])
-                    others = [part for part in attention.modules() if not isinstance(part, nn.Linear)]
-                    by_head = any(p.dim() > 1 for part in others for p in part.parameters(recurse=False))
-                    said = f"{self.kind} has parameters for each head there, which its tensor plan leaves whole"
-                    table[region] = Refused(said) if by_head else Region()
+                    table[name.rpartition(".")[0]] = self._region(found.rpartition(".")[0])
             elif style == "rowwise" and found is not None:
                 table[name] = Rows()
             # What is replicated is so here for everything between the two.
@@ -226,12 +222,19 @@ class Decoder:
         embedding = self.model.get_input_embeddings()
         # Other classes scale what they look up; a padding row gets no gradient.
         can_be_cut = {
-            self.chain_name(self.name_of(embedding)): type(embedding) is nn.Embedding and embedding.padding_idx is None,
+            self.chain_name(self.name_of(embedding)): not own_computation(embedding),
             self.chain_name(self.projection): self.forward.plain,
         }
         if self.tied and not all(can_be_cut.values()):  # both copies of a weight are cut, or none
             return table
         return table | {name: Vocabulary() for name, can in can_be_cut.items() if can} if table else {}
+
+    def _region(self, attention: str) -> Region | Refused:
+        """Return how the inside of an attention is computed by heads."""
+        parts = [part for part in self.model.get_submodule(attention).modules() if not isinstance(part, nn.Linear)]
+        if any(parameter.dim() > 1 for part in parts for parameter in part.parameters(recurse=False)):
+            return Refused(f"{self.kind} has parameters for each head there, which its tensor plan leaves whole")
+        return Region()
 
     def _columns(self, name: str) -> Columns:
         """Return how a module with divided outputs is cut: by heads, if it is one of an attention."""

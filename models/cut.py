@@ -118,8 +118,9 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
                 raise ModelError(f"cut: {name} has no parameters itself; name those inside it: {', '.join(inner)}")
             if isinstance(cut, Vocabulary) and isinstance(module, nn.Linear) and module not in heads:
                 raise ModelError(f"cut: {name} is not the projection of a FusedHead, which Vocabulary() cuts")
-            if why := _not_computed_as_torch_does(module) if wanted != (nn.Module,) and module not in heads else "":
-                raise ModelError(f"cut: {name} has {why}, which {type(cut).__name__}() would leave out")
+            own = own_computation(module) if isinstance(cut, (Rows, Vocabulary)) and module not in heads else ""
+            if own:
+                raise ModelError(f"cut: {name} has {own}, which {type(cut).__name__}() would leave out")
     for alias, owner in tied.items():
         one, other = (name.rpartition(".")[0] for name in (alias, owner))
         if cut_of(table, one) != cut_of(table, other):
@@ -129,7 +130,7 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
             )
 
 
-def _not_computed_as_torch_does(module: nn.Module) -> str:
+def own_computation(module: nn.Module) -> str:
     """Return what a linear layer or an embedding computes beyond torch's own; empty if nothing."""
     if isinstance(module, nn.Embedding) and (module.padding_idx is not None or module.max_norm is not None):
         return "padding_idx or max_norm"

@@ -170,7 +170,7 @@ def check_free(folder: Path, resume: str | None) -> None:
         return
     saved = any((folder / "checkpoints").glob("step-*"))
     if saved or (folder / METRICS).exists():
-        # Without a checkpoint, auto begins anew, which is not what a run that goes on from another one wants.
+        # If there is no checkpoint, auto starts from the beginning, and not from the checkpoint that was named.
         more = ", or continue it with train.resume=auto" if saved or resume is None else ""
         raise TrainingError(f"{folder} holds another run; choose another hydra.run.dir{more}")
 

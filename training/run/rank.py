@@ -39,7 +39,7 @@ from training.checkpoint.load import load, resume
 from training.checkpoint.save import Checkpointer, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
-from training.reporting.metrics import SUMMARY, read_object
+from training.reporting.metrics import SUMMARY, flat, read_object
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.run.checks.ranks import changes, check_ranks, check_run_directory, check_weights, follows_total
@@ -358,17 +358,9 @@ def kept(cfg: Any) -> dict[str, Any]:
     if whole.get("recipe") is not None:
         more["recipe"] = whole["recipe"]
     public = _public(tree, mask_secrets(tree))
-    if left_out := sorted({*_names(tree)} - {*_names(public)}):
-        more["left_out"] = left_out
+    if left_out := flat(tree).keys() - flat(public).keys():
+        more["left_out"] = sorted(left_out)
     return {**public, **more}
-
-
-def _names(tree: dict, before: str = "") -> Iterator[str]:
-    """Yield the keys of nested dicts, joined by dots."""
-    for key, value in tree.items():
-        yield before + key
-        if isinstance(value, dict):
-            yield from _names(value, f"{before}{key}.")
 
 
 def _public(value: dict, masked: dict) -> dict:
