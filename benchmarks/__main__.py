@@ -2,7 +2,8 @@
 
     python -m benchmarks NAME [PART …] [--quick] [--rounds N] [--output FOLDER]     (--help after a NAME explains it)
 
-Tables go to benchmarks/results/. --quick goes through a benchmark at tiny sizes, and leaves its tables elsewhere.
+Tables go to benchmarks/results/. Those of a --quick run at tiny sizes go elsewhere, as do those of a part if all
+parts have one table.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from pathlib import Path
 
 from benchmarks.table import RESULTS, TRIALS, Benchmark
 
-NAMES = (
-    "architectures", "ddp", "exporting", "faults", "first_run", "gpt2", "gpu", "jsonl", "overhead", "parity",
-    "pipelining", "planner", "promise", "published_figures", "readme", "sampling", "strategies", "tensor",
-)  # fmt: skip
+NAMES = sorted(
+    path.stem for path in Path(__file__).parent.glob("*.py") if "\nBENCHMARK = " in path.read_text(encoding="utf-8")
+)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -36,17 +36,16 @@ def run(arguments: Sequence[str]) -> None:
 
 def _options(name: str, about: str, benchmark: Benchmark, arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser(f"python -m benchmarks {name}", about)
-    parser.set_defaults(parts=[], only=[])
+    parser.set_defaults(parts=[])
     if benchmark.parts:
         about_parts = f"a part, or how parts begin; all of them: {', '.join(benchmark.parts)}"
         parser.add_argument("parts", nargs="*", metavar="PART", help=about_parts)
-        parser.add_argument("--only", action="append", metavar="PART", help="likewise")
     parser.add_argument("--quick", "--dry-run", action="store_true", help="tiny sizes, to check that it runs")
     if benchmark.rounds:
         parser.add_argument("--rounds", type=int, help=f"default: {benchmark.rounds}, and 1 with --quick")
     parser.add_argument("--output", type=Path, help="folder for the tables; default: benchmarks/results")
     chosen = parser.parse_args(arguments)
-    words, chosen.parts = [*chosen.parts, *chosen.only], []
+    words, chosen.parts = chosen.parts, []
     for word in words:
         found = [word] if word in benchmark.parts else [part for part in benchmark.parts if part.startswith(word)]
         if not found:
@@ -54,7 +53,8 @@ def _options(name: str, about: str, benchmark: Benchmark, arguments: Sequence[st
         chosen.parts += found
     if benchmark.rounds:
         chosen.rounds = chosen.rounds or (1 if chosen.quick else benchmark.rounds)
-    chosen.output = chosen.output or (TRIALS if chosen.quick else RESULTS)
+    incomplete = chosen.quick or (benchmark.one_table and chosen.parts)
+    chosen.output = chosen.output or (TRIALS if incomplete else RESULTS)
     return chosen
 
 

@@ -1,13 +1,12 @@
 """Hundreds of faults: runs that are killed, stopped, stalled and damaged, and how each of them ends.
 
-    python -m benchmarks faults [PART …] [--quick]     (PART, or --only PART: kill, kill-ddp, nan, …)
+    python -m benchmarks faults [PART …] [--quick]     (PART: kill, kill-ddp, nan, …)
 
 Each rank is killed (SIGKILL) at each point of a step and in each phase of a save, under each strategy; a run is told
 to stop at random moments; files of its newest checkpoint are damaged; one rank's gradient is not a number; one rank
 stalls; a run of 20,000 steps ends with the memory and the descriptors with which it began. Steps lost: steps
 recomputed after the restart. Bits equal: the final checkpoint's files and all losses are those of an undisturbed run
-(NaN: the replicas' weights are equal). About twenty minutes on two cores. With a PART, the table goes
-where that of --quick goes.
+(NaN: the replicas' weights are equal). About twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.table import RESULTS, TRIALS, Benchmark, Table
+from benchmarks.table import Benchmark, Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -50,8 +49,6 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         print(f"{name}: {len(new)} faults, {len(bad)} with problems", file=sys.stderr, flush=True)
         for trial in bad:
             print(f"    {trial.fault}: {trial.problem}", file=sys.stderr, flush=True)
-    if chosen.parts and chosen.output == RESULTS:
-        chosen.output = TRIALS  # results/ has the table of all faults
     yield Table("faults", rows(trials))
     if any(trial.problem or not trial.survived or trial.equal is False for trial in trials):
         raise SystemExit(1)
@@ -76,4 +73,4 @@ def groups(quick: bool) -> Iterator[tuple[str, Callable[[Path], list[Trial]]]]:
     yield "soak-single", lambda f: [soak(1_000 if quick else 20_000, f)]
 
 
-BENCHMARK = Benchmark(measure, parts=PARTS)
+BENCHMARK = Benchmark(measure, parts=PARTS, one_table=True)

@@ -31,7 +31,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks import figure, peers, ranks, table
+from benchmarks import figure, peers, ranks
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import Spread, paired, take_turns
 from benchmarks.trainer import TRANSFORMER, Trainer, configured
@@ -115,7 +115,7 @@ class Way:
 
 
 def measure(chosen: Namespace) -> Iterator[Table]:
-    """Yield the table of the sweep, then that of the best; rows of models that are not measured now stay."""
+    """Yield the table of the sweep, then that of the best."""
     models = chosen.parts or list(CASES)
     rows, swept = [], []
     for model in models:
@@ -127,19 +127,9 @@ def measure(chosen: Namespace) -> Iterator[Table]:
             swept.append({"model": model, **way.columns(), "seconds a step": f"{statistics.median(seconds):.4f}"})
         rows += [{"model": model, **row} for row in final_rows(groups, case.batch)]
     measured = {model: {"rounds": chosen.rounds, **asdict(CASES[model])} for model in models}
-    if not chosen.quick:
-        rows, swept = _with_other_models(rows, "pipelining"), _with_other_models(swept, "pipelining_sweep")
-        measured = {**table.facts("pipelining")["measured"], **measured}
     about = {"device": ranks.device_type(), "cores": ranks.cores(), "measured": measured}
     yield Table("pipelining_sweep", swept, about, draw_sweep)
     yield Table("pipelining", rows, about, draw_speed)
-
-
-def _with_other_models(rows: list[dict], name: str) -> list[dict]:
-    """The rows, and those of the table NAME for models that were not measured now."""
-    measured = {row["model"] for row in rows}
-    kept = [row for row in table.read(name) if row["model"] not in measured]
-    return sorted(kept + rows, key=lambda row: list(CASES).index(row["model"]))
 
 
 class Contest:
@@ -325,4 +315,4 @@ def draw_sweep(path: Path, swept: Sequence[Mapping]) -> None:
             panel.legend(loc="lower left")
 
 
-BENCHMARK = Benchmark(measure, rounds=7, parts=tuple(CASES))
+BENCHMARK = Benchmark(measure, rounds=7, parts=tuple(CASES), one_table=True)

@@ -37,14 +37,14 @@ def updated(text: str) -> str:
     """Return ``text`` with the tables as in the CSV files.
 
     Raises:
-        KeyError: If the text has a table that is not in ``TABLES``.
+        FileNotFoundError: If the text has a table that results/ does not have.
     """
     return _BLOCK.sub(lambda match: f"{match[1]}{match[2]}{table.markdown(rows_of(match[1]))}\n", text)
 
 
 def rows_of(name: str) -> list[dict]:
     """Return the rows of a table as the pages show it."""
-    shown = TABLES[name]
+    shown = SHOWN.get(name)
     if callable(shown):
         return shown()
     rows = table.read(name)
@@ -143,13 +143,11 @@ def _same(*columns: str) -> dict[str, str]:
     return {column: column for column in columns}
 
 
-# Of each table the column, or several, that stand under a title; None: all of results/NAME.csv; or what makes the rows.
-TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list[dict]]] = {
+# What a page shows of results/NAME.csv, if not all of it: for each title the column or columns, or what makes the rows.
+SHOWN: dict[str, Mapping[str, str | tuple[str, ...]] | Callable[[], list[dict]]] = {
     "parity": parity,
     "parity_tensor": parity_tensor,
     "architectures": architectures,
-    "tensor": None,
-    "tensor_layers": None,
     "pipelining": {
         **_same("model", "run"),
         "chunks": ("chunks", "schedule"),
@@ -167,10 +165,6 @@ TABLES: dict[str, Mapping[str, str | tuple[str, ...]] | None | Callable[[], list
         "memory, MiB": "grown, MiB",
     },
     "faults": _same("fault", "strategy", "tried", "survived", "steps lost", "bits equal"),
-    **dict.fromkeys(("first_run", "ddp", "overhead_loop", "overhead_start", "gpt2", "exporting", "sampling")),
-    **dict.fromkeys(("planner", "planner_memory", "planner_fits", "planner_here")),
-    **dict.fromkeys(("gpu_peaks", "gpu_gpt2", "gpu_gpt2_compiled", "gpu_profile", "gpu_resnet50", "gpu_pipelines")),
-    "gpu_planner": None,
     "strategies": strategies,
     **{
         f"strategy_{name}": partial(of_strategy, (name,))

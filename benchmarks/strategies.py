@@ -497,4 +497,4 @@ def drawn(schedule: str, ranks: int = 2, chunks: int = 4, per_rank: int = 1) -> 
 _LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
 
 
-BENCHMARK = Benchmark(measure, parts=tuple(STRATEGIES))
+BENCHMARK = Benchmark(measure, parts=tuple(STRATEGIES), one_table=True)

@@ -61,11 +61,13 @@ class Benchmark:
             measure; none: all of them) and ``output`` (the folder of the tables).
         rounds: The number of rounds if none is chosen; None: it does not repeat itself.
         parts: What can be measured alone.
+        one_table: Whether all parts are rows of one table, so that results/ has no table of some parts.
     """
 
     measure: Callable[[Namespace], Iterable[Table]]
     rounds: int | None = None
     parts: Sequence[str] = ()
+    one_table: bool = False
 
 
 def _save(path: Path, rows: list[dict]) -> None:
@@ -85,11 +87,6 @@ def read(name: str) -> list[dict[str, str]]:
     """Return the rows of results/NAME.csv."""
     with open(RESULTS / f"{name}.csv", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def facts(name: str) -> dict:
-    """Return the contents of results/NAME.json."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def markdown(rows: list[dict]) -> str:

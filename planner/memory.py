@@ -126,12 +126,6 @@ def memory_of_ranks(plan: Plan, layers: Works, states: int | None, recompute: bo
     return [positions[plan.mesh(rank).position] for rank in range(plan.processes)]
 
 
-def memory_of_stages(plan: Plan, layers: Works, recompute: bool = False) -> list[Memory]:
-    """Predict the memory of each stage of a run as if it were the only one on its rank."""
-    rank = _Rank.of_plan(plan, layers, 2, recompute)
-    return [rank.holding([stage], index % plan.pp) for index, stage in enumerate(cut(layers, rank.layout))]
-
-
 def bytes_per_layer(plan: Plan, layers: Works, states: int, recompute: bool = False) -> list[float]:
     """Predict the bytes that each layer adds to the first rank of a run."""
     return _Rank.of_plan(plan, layers, states, recompute).each_layer()

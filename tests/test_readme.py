@@ -29,8 +29,8 @@ def test_tables_are_those_of_the_measurements(page):
     assert readme.updated(PAGES[page]) == PAGES[page], "python -m benchmarks readme"
 
 
-def test_every_table_has_a_page():
-    assert set(re.findall(r"<!-- table: (\w+) -->", TEXT)) == readme.TABLES.keys()
+def test_what_is_shown_of_a_table_is_on_a_page():
+    assert readme.SHOWN.keys() <= set(re.findall(r"<!-- table: (\w+) -->", TEXT))
 
 
 def test_the_reference_lists_the_keys_that_there_are():

@@ -13,7 +13,12 @@ TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 
 
 @pytest.mark.parametrize(
-    "typed, spins", [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")]
+    "typed, spins",
+    [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "77"}, "77"),
+        pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, "0", marks=pytest.mark.slow),
+    ],
 )
 def test_threads_of_a_run_spin_for_half_a_millisecond_unless_the_environment_says_otherwise(tmp_path, typed, spins):
     kept = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}

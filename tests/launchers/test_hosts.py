@@ -96,6 +96,7 @@ def test_hosts_that_cannot_reach_each_other_are_named_before_the_run_starts(host
     assert "the network that joins them; this machine has lo (127.0.0.1), cable" in outputs[0].read_text()
 
 
+@pytest.mark.slow
 def test_groups_of_replicas_on_a_host_send_fewer_bytes_between_hosts(hosts, tmp_path):
     """Per step and direction two ranks of each host all-reduce half of the gradients; the rest stays on the host."""
     steps, outputs = 4, [tmp_path / "a", tmp_path / "b"]

@@ -104,10 +104,16 @@ COMPARED = [
 
 
 def published() -> Iterable[Cell]:
-    """Every model under every strategy, whatever the registry has."""
+    """Every model under every strategy, whatever the registry has.
+
+    Quick are two models under all of them, all models under two of them, and models that have just been added.
+    """
     layouts = [small_layout(name, info) for name, info in COMPARED]
     for model in (*PUBLISHED, *ADDED, "whole resnet50"):
-        yield from (cell(model, layout, slow=model.startswith("whole")) for layout in layouts)
+        quick = model in ("toy", "gpt2", *ADDED)
+        for layout in layouts:
+            rest = not quick and layout.strategy not in ("pipe_ddp", "fsdp")
+            yield cell(model, layout, slow=rest or model.startswith("whole"))
 
 
 def layouts() -> Iterable[Cell]:
@@ -243,8 +249,8 @@ def unusual() -> Iterable[Cell]:
         wanted = replace(RECIPES["sequential sometimes"], fused=True)
         yield cell("sequential sometimes", Layout(name, dp=2), reference=Layout("single", chunks=2), wanted=wanted)
     for model, schedules in (("unet", ("looped_bfs", *SPLIT)), ("translator", ("gpipe", "interleaved_1f1b"))):
-        yield cell(model, Layout("model_parallel", pp=3, chunks=4))
-        yield cell(model, Layout("ddp", dp=2, chunks=2))
+        yield cell(model, Layout("model_parallel", pp=3, chunks=4), slow=model == "unet")
+        yield cell(model, Layout("ddp", dp=2, chunks=2), slow=model == "unet")
         yield from (cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s)) for s in schedules)
         yield cell(model, Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="interleaved_1f1b"))
         for balance in ((1, 5), (5, 1)):
@@ -268,7 +274,8 @@ def adapters() -> Iterable[Cell]:
         for targets in (everywhere, first, last):
             repeated = targets != everywhere and not (info.stages and info.shards)
             yield cell("gpt2", small_layout(name, info), lora=targets, slow=repeated)
-        yield from (cell("toy", small_layout(name, info), lora=(target,)) for target in ("net1", "net2"))
+        for target in ("net1", "net2"):
+            yield cell("toy", small_layout(name, info), lora=(target,), slow=not info.stages)
     for s in SCHEDULES:
         rest = {"slow": s != SPLIT[0]}  # where a backward in two parts may meet nothing that is trained
         yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=everywhere, **rest)
@@ -283,7 +290,7 @@ def adapters() -> Iterable[Cell]:
     others = {"transformer": ("linear1", "out_proj"), "classifier": ("fc2.1", "fc4"), "sequential": ("used", "6")}
     for model, targets in others.items():
         for layout in (Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b"), Layout("fsdp", dp=2, chunks=2)):
-            yield cell(model, layout, lora=targets)
+            yield cell(model, layout, lora=targets, slow=layout.strategy == "fsdp" and model != "sequential")
     for s in ("1f1b", "interleaved_zero_bubble"):
         layout = Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s)
         yield cell("llama", layout, lora=("q_proj", "down_proj"), slow=True)

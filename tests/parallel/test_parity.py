@@ -77,7 +77,11 @@ def test_the_ranks_of_a_replica_hold_every_layer_once_and_one_more_copy_of_the_t
     "model, layout",
     [("gpt2", Layout("single", chunks=8)), ("gpt2", PIPE_DDP)]
     + [
-        (model, Layout("pipelined", pp=2, chunks=4, schedule="interleaved_zero_bubble"))
+        pytest.param(
+            model,
+            Layout("pipelined", pp=2, chunks=4, schedule="interleaved_zero_bubble"),
+            marks=[pytest.mark.slow] * (model == "unet"),
+        )
         for model in ("unet", "translator")
     ],
     ids=str,
@@ -91,7 +95,7 @@ def test_activation_recomputation_gives_the_same_bits(trained, model, layout):
     "model, precision, layout",
     [
         ("gpt2", "bf16", PIPE_DDP),
-        ("gpt2", "fp16", PIPE_DDP),
+        pytest.param("gpt2", "fp16", PIPE_DDP, marks=pytest.mark.slow),
         pytest.param("gpt2", "bf16_residual", PIPE_DDP, marks=pytest.mark.slow),
         ("gpt2", "bf16_residual", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b")),
         ("translator", "bf16", Layout("pipelined", pp=2, chunks=4, schedule="1f1b")),
@@ -121,7 +125,7 @@ def test_the_first_half_precision_step_is_as_exact_as_in_float32(trained, model,
     "layout",
     [
         Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"),
-        Layout("fsdp", dp=2, chunks=4),
+        pytest.param(Layout("fsdp", dp=2, chunks=4), marks=pytest.mark.slow),
         Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble"),
     ],
     ids=str,
@@ -149,7 +153,11 @@ def test_a_layer_that_keeps_itself_in_float32_gets_gradients_with_float32_s_digi
 
 @pytest.mark.parametrize(
     "precision, loss, weights",
-    [("bf16", 1e-3, 5e-2), ("bf16_residual", 2e-3, 5e-2), pytest.param("fp16", 1e-4, 5e-3, marks=pytest.mark.slow)],
+    [
+        ("bf16", 1e-3, 5e-2),
+        pytest.param("bf16_residual", 2e-3, 5e-2, marks=pytest.mark.slow),
+        pytest.param("fp16", 1e-4, 5e-3, marks=pytest.mark.slow),
+    ],
 )
 def test_half_precision_steps_drift_by_rounding_only(trained, precision, loss, weights):
     """A weight that differs by float32's 1e-7 is at times cast to the next number of the half format, 2^-8 away in
@@ -186,7 +194,11 @@ def test_an_overflow_on_one_stage_halves_the_loss_scale_and_skips_the_step_on_ev
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout("pipe_ddp", dp=2, pp=2, chunks=4), Layout("ddp", dp=4, chunks=1), Layout("fsdp", dp=2, chunks=2)],
+    [
+        Layout("pipe_ddp", dp=2, pp=2, chunks=4),
+        pytest.param(Layout("ddp", dp=4, chunks=1), marks=pytest.mark.slow),
+        Layout("fsdp", dp=2, chunks=2),
+    ],
     ids=str,
 )
 def test_a_loss_scale_too_large_for_float16_comes_down_as_in_one_process(trained, layout):

@@ -30,7 +30,7 @@ OPTIMIZERS = {
     "layout, names",
     [
         (Layout("fsdp", dp=4, chunks=2), list(OPTIMIZERS)),
-        (Layout("hsdp", dp=4, chunks=2, shard=2), ["Adafactor", "Muon"]),
+        pytest.param(Layout("hsdp", dp=4, chunks=2, shard=2), ["Adafactor", "Muon"], marks=pytest.mark.slow),
         (Layout("pipe_fsdp", dp=2, pp=2, chunks=4), ["Adafactor", "Muon"]),
     ],
     ids=lambda value: value.strategy if isinstance(value, Layout) else "",

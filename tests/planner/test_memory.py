@@ -130,8 +130,8 @@ def parts(memory: Memory, names=PARTS) -> dict[str, int]:
 
 
 def memory_case(model, layout, recompute):
-    """Of GPT-2's layouts that compute again, the one with everything in it is quick."""
-    slow = recompute and model == "gpt2" and layout != "pipe_fsdp tp"
+    """Of the layouts that compute again, the ones with everything in them are quick."""
+    slow = recompute and layout not in ("pipe_fsdp tp", "pipe_fsdp")
     name = f"{model}-{layout}-{'recomputed' if recompute else 'kept'}"
     return pytest.param(model, layout, recompute, marks=[pytest.mark.slow] * slow, id=name)
 

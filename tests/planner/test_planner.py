@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import time
+from cProfile import Profile
 from dataclasses import fields, replace
 from functools import partial
 from math import inf
@@ -309,11 +309,13 @@ def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
 
 
 def test_a_thousand_devices_take_seconds():
-    began = time.process_time()
+    """Counted in calls, of which a core makes millions a second, as seconds depend on what else the machine does."""
     large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
     devices = Devices(PaperCosts(large, "bf16"), 1024, 1e12, PAPER)
-    found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [devices], tensor=dict.fromkeys((1, 2, 4, 8), True))
-    assert found.tried > 2000 and time.process_time() - began < 10
+    with Profile() as profile:
+        found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [devices], tensor=dict.fromkeys((1, 2, 4, 8), True))
+    calls = sum(entry.callcount for entry in profile.getstats())
+    assert found.tried > 2000 and calls < 30_000_000
 
 
 def test_norms_and_residuals_take_as_long_on_every_rank_unless_ranks_share_the_sequence():

@@ -127,28 +127,23 @@ def _append(file: io.FileIO, line: bytes) -> None:
         raise
 
 
-def write_json(path: str | os.PathLike, content: Any) -> bool:
-    """Replace a JSON file by a new one, with secrets masked.
+def write_json(path: str | os.PathLike, content: Any) -> None:
+    """Replace a JSON file by a new one, with secrets masked; log a warning if that fails as in ``write_or_warn``.
 
     Args:
         path: The file. At every moment, it has either its old content or the whole new one.
         content: Converted as by ``MetricsFile.write``.
-
-    Returns:
-        True; or False, after a warning, if the disk is full or the folder cannot be written.
     """
     text = json.dumps(mask_secrets(jsonable(content)), indent=2, allow_nan=False)
-    return write_or_warn(path, text + "\n")
+    write_or_warn(path, text + "\n")
 
 
-def write_or_warn(path: str | os.PathLike, data: bytes | str) -> bool:
-    """Replace a file as a whole; return False, after a warning, if the disk is full or the folder not writable."""
+def write_or_warn(path: str | os.PathLike, data: bytes | str) -> None:
+    """Replace a file as a whole; log a warning if the disk is full or the folder not writable."""
     try:
         write_atomically(Path(path), data)
-        return True
     except OSError as error:
         log.warning("cannot write %s: %s. Training goes on without it", path, explain(error, Path(path)))
-        return False
 
 
 def read_object(path: Path) -> dict[str, Any]:

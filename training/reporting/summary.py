@@ -14,15 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.errors import PlanError, TrainingError
-from data.dataset import Batch
+from common.errors import TrainingError
 from parallel.devices import peak_memory_bytes
-from parallel.plan import Plan
 from parallel.sharding import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
-from planner.memory import memory_of_stages
-from planner.work import work_of
 from training.reporting.metrics import after_warmup
 
 _SUMMARISED = (
@@ -135,10 +131,7 @@ def summarise(
         **{f"{kind}_bytes": [rank.state_bytes[kind] for rank in ranks] for kind in ranks[0].state_bytes},
         "bubble_fraction": bubble,
         "ideal_bubble_fraction": plan.ideal_bubble,
-        "stages": [
-            {"layers": list(stage.layers), "parameters": stage.parameters, "activation_bytes": activations}
-            for stage, activations in zip(plan.stages, _activations(plan, strategy, setup.sample), strict=True)
-        ],
+        "stages": [{"layers": list(stage.layers), "parameters": stage.parameters} for stage in plan.stages],
     }
 
 
@@ -157,12 +150,3 @@ def check_objective(name: str, metrics: Sequence[str], language: bool) -> None:
     known = [*_SUMMARISED, *(f"{split}_{metric}" for split in ("val", "test") for metric in own)]
     if name not in known:
         raise TrainingError(f"sweep.objective={name} is not a number of this run, which has {', '.join(known)}")
-
-
-def _activations(plan: Plan, strategy: Strategy, sample: Batch) -> Sequence[int | None]:
-    try:
-        works, _ = work_of(strategy.chain, sample, plan.precision)
-    except PlanError:  # a layer's shapes depend on numbers
-        return [None] * len(plan.stages)
-    recompute = any(stage.recompute for stage in strategy.stages)
-    return [round(stage.kept) for stage in memory_of_stages(plan, works, recompute)]

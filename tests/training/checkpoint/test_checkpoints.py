@@ -217,7 +217,8 @@ FULL = "of step {step} could not be written: rank 1: [Errno 28] No space left"
     [
         # The training goes on, and the next checkpoint is written; after the last one there is none.
         ("pipelined", 2, "full", FULL, ["best", "latest", "step-00000004", "step-00000006"]),
-        ("fsdp", 2, "full", FULL, ["best", "latest", "step-00000004", "step-00000006"]),
+        pytest.param("fsdp", 2, "full", FULL, ["best", "latest", "step-00000004", "step-00000006"],
+                     marks=pytest.mark.slow),
         ("pipelined", 6, "full", FULL, ["latest", "step-00000002", "step-00000004"]),
         ("pipelined", 4, 6.0, "it waited until all ranks had written their files (parallel.timeout_s)",
          ["best", "latest", "step-00000002", "step-00000006"]),

@@ -84,11 +84,11 @@ def runs(house):
     lstm = ["model=lstm", "model.width=16", "scheduler=inverse_sqrt", "scheduler.warmup_steps=2", *text]
     table = ["data=csv_regression", f"data.root={here}/table.csv", "model.in_features=3", "model.out_features=1"]
     places = {
-        "lstm": (lstm, ["single", "ddp", "pipe_ddp"]),
+        "lstm": (lstm, ["single", "pipe_ddp"]),
         "csv": (table, ["single", "checked_ddp", "pipelined"]),
         "skip": (["model=skip", "optim=rmsprop"], ["single", "pipe_ddp"]),
-        "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipe_ddp", "fsdp"]),
-        "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "ddp", "fsdp"]),
+        "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipe_ddp"]),
+        "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "fsdp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipe_ddp"]),
         "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor"]),
         "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single in pieces", "pipe_ddp"]),

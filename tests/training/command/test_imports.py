@@ -20,14 +20,16 @@ ONLY_WHERE_USED = [
     [
         (["--help"], "", HEAVY),
         (["--help", "parallel"], "", HEAVY),
-        (["--help", "model=gpt2"], "", HEAVY),
-        (["--help", "paralel"], "did you mean parallel", HEAVY),
+        pytest.param(["--help", "model=gpt2"], "", HEAVY, marks=pytest.mark.slow),
+        pytest.param(["--help", "paralel"], "did you mean parallel", HEAVY, marks=pytest.mark.slow),
         (["--cfg", "job"], "", HEAVY),
         # Answers that composition gives.
         (["train.stpes=3"], "train.steps", HEAVY),
         (["-m", "model=nonsense", "hydra.sweep.dir=FOLDER/sweep"], "nonsense", ["torch"]),
         # Rules that are broken.
-        (["optim.lr=-1"], "optim: Invalid learning rate: -1", [*ONLY_WHERE_USED, "sympy"]),
+        pytest.param(
+            ["optim.lr=-1"], "optim: Invalid learning rate: -1", [*ONLY_WHERE_USED, "sympy"], marks=pytest.mark.slow
+        ),
         (["train.steps=1", "logger=none"], "", ONLY_WHERE_USED),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "torch" not in value else "",

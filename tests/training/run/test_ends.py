@@ -50,7 +50,7 @@ CASES = [
     pytest.param("pipelined", 1, "SIGUSR1", EXIT_CODE, [], marks=SLOW),
     ("pipe_ddp", 2, "SIGKILL", 1, ["rank 2 was killed by signal 9 (SIGKILL)"]),
     ("pipelined", "group", "SIGINT", 1, ["error: stopped by SIGINT; all workers have ended"]),
-    ("single data.num_workers=1", "group", "SIGINT", 1, ["error: stopped by SIGINT"]),
+    pytest.param("single data.num_workers=1", "group", "SIGINT", 1, ["error: stopped by SIGINT"], marks=SLOW),
     ("pipelined", "launcher", "SIGKILL", -signal.SIGKILL, []),
     (f"pipelined {STALLS}", 1, "SIGSTOP", 1, STALLED),
     pytest.param(f"pipe_ddp {STALLS}", 2, "SIGSTOP", 1, STALLED, marks=SLOW),

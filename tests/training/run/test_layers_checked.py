@@ -146,4 +146,4 @@ def test_a_layer_that_reads_numbers_trains_in_one_process(tmp_path):
     quiet = ["logger=none", "device=cpu", "parallel.threads=1", "train.epochs=null", "train.steps=2"]
     quiet += ["train.global_batch_size=8"]
     result = train(*quiet, f"hydra.run.dir={tmp_path}/run", model=chain, data=data)
-    assert result.summary["steps"] == 2 and result.summary["stages"][0]["activation_bytes"] is None
+    assert result.summary["steps"] == 2

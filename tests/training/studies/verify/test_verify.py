@@ -309,7 +309,7 @@ def not_summed():
         pytest.param(doubled, PIPE, "first in the gradient of c.linear", marks=pytest.mark.slow),
         (shifted, DDP, "first in the forward of a on rank 1, micro-batch 2"),
         pytest.param(lost, DDP, "micro-batch 0 (samples 0 to 1) was not computed", marks=pytest.mark.slow),
-        (stale, PIPE, "of step 2 on rank 1"),
+        pytest.param(stale, PIPE, "of step 2 on rank 1", marks=pytest.mark.slow),
         (not_summed, PIPE, "first in the gradient of a.weight (tied: d.weight)"),
     ],
     ids=[
