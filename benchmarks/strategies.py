@@ -40,8 +40,8 @@ from benchmarks.table import Benchmark, Table
 from benchmarks.trainer import Trainer, configured
 from parallel.host_group import init_process_group
 from parallel.orders import StageSeconds, stage_seconds
+from parallel.pieces import is_shared
 from parallel.schedules import borders
-from parallel.sharding import is_shared
 from parallel.strategy import Strategy
 from parallel.timeline import (
     BACKWARD,

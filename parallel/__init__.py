@@ -2,14 +2,15 @@
 
     layout.py, mesh.py, plan.py      a layout, the ranks along its axes, and the plan of a run
     strategies.py                    the registry of strategies
-    strategy.py                      the base class of all strategies; single, ddp, fsdp and hsdp
+    strategy.py                      the base class of all strategies; single, ddp, fsdp, hsdp and tensor
     several_devices.py               model_parallel and data_parallel, several devices in one process
     pipeline.py, pipe_stage.py       the pipelined strategies, on torch.distributed.pipelining
     schedules.py, orders.py          schedules, and the order in which each rank works
     zero_bubble/                     schedules that split the backward
     stage.py, shape_inference.py     the layers of a rank; their shapes, inferred without running them
     gradients.py, batchnorm.py       what replicas average
-    sharding.py                      parameters shared among replicas; which part of a tensor a rank has
+    pieces.py                        the part of a tensor that a rank holds
+    sharding.py                      parameters shared among replicas
     tensor.py                        layers shared among ranks
     host_group.py, devices.py        ranks that share a GPU; devices and threads
     timeline.py                      when each piece of work ran

@@ -1,6 +1,7 @@
 """The gradients of one rank's stages: averaged over replicas, summed over tied parameters, scaled and clamped.
 
-DistributedDataParallel averages them while autograd accumulates gradients into parameters.
+Replicas average them while autograd accumulates gradients into parameters: DistributedDataParallel does that here,
+FSDP2 in ``parallel.sharding``, and ``parallel.zero_bubble`` where a backward is split.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models.chain import Chain, is_within
 from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
+from parallel.pieces import local, piece_of
 from parallel.plan import HIERARCHICAL, Plan
-from parallel.sharding import local, piece_of
 from parallel.stage import Stage
 from parallel.tensor import Cutting
 

@@ -27,9 +27,10 @@ from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
 from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import REPLICAS, SHARDS, Mesh
+from parallel.pieces import Boxes, Piece, fill, piece_of, whole
 from parallel.plan import Plan
 from parallel.shape_inference import trace
-from parallel.sharding import Boxes, Piece, Sharding, fill, piece_of, whole
+from parallel.sharding import Sharding
 from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
 from parallel.tensor import Cutting
@@ -447,7 +448,7 @@ class Strategy(ABC):
 
 
 class LocalStrategy(Strategy):
-    """One stage, with or without replicas on other ranks: ``single``, ``ddp``, ``fsdp`` and ``hsdp``."""
+    """One stage, with or without replicas: ``single``, ``ddp``, ``fsdp``, ``hsdp`` and ``tensor``."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

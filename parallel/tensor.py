@@ -17,7 +17,7 @@ What goes wrong elsewhere, and what is done about it here:
   (a norm of heads, a factor of LoRA). Their names are in ``Cutting.partial``; ``parallel.gradients`` adds the summands
   up, once, before the norm is taken.
 * Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. Where a tensor lies in the whole one is said
-  by ``parallel.sharding.Cut``, by its name.
+  by ``parallel.pieces.Cut``, by its name.
 * Queries, keys and values enter their region with one tensor. It is gathered once, and its gradient is added up once.
 * Where ``tp`` is larger than the number of key heads, each rank computes all of them and uses one.
 """
@@ -42,7 +42,7 @@ from models.lora import FrozenLinear, LoRALinear
 from models.losses import loss_of
 from models.seeds import BySample, Part
 from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
-from parallel.sharding import Cut, Piece, piece_of
+from parallel.pieces import Cut, Piece, piece_of
 
 
 class Cutting:

@@ -20,8 +20,8 @@ from common.errors import PlanError, TrainingError
 from conf import OWN_KEYS
 from conf.instantiate import build, resolve, target_of
 from models.chain import Chain
+from parallel.pieces import Boxes, Piece, is_shared, local, shared_like
 from parallel.plan import Plan
-from parallel.sharding import Boxes, Piece, is_shared, local, shared_like
 from parallel.strategies import names_where
 from parallel.strategy import Strategy
 

@@ -12,7 +12,7 @@ from common.packages import load_torchvision
 from conf.instantiate import to_config
 from models.gpt2 import gpt2
 from models.gpt2_sizes import GPT2
-from parallel.sharding import fill, piece_of
+from parallel.pieces import fill, piece_of
 from training.checkpoint.init_from import Weights
 
 CPU = torch.device("cpu")

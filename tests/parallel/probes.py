@@ -10,7 +10,7 @@ from cases import Layout, Recipe, build
 from small_models import chain_and_batches
 
 from parallel.mesh import Mesh
-from parallel.sharding import local
+from parallel.pieces import local
 from training.optimizer import Optimizer
 
 

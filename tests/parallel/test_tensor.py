@@ -25,8 +25,8 @@ from models.resnet50 import resnet50
 from models.seeds import Samples, by_sample, computing
 from models.transformer import transformer
 from parallel import tensor
+from parallel.pieces import Cut, piece_of
 from parallel.plan import make_plan
-from parallel.sharding import Cut, piece_of
 from parallel.tensor import Cutting
 
 TWO, SEQUENCE = Layout("tensor", tp=2), Layout("tensor", tp=2, sequence=True)
@@ -43,7 +43,7 @@ def no_partial_gradients(patch):
 
 
 def whole_parameters_count_on_every_rank(patch):
-    patch.setattr("parallel.sharding.Piece.counts", lambda piece, mesh: True)
+    patch.setattr("parallel.pieces.Piece.counts", lambda piece, mesh: True)
 
 
 def each_rank_draws_the_masks_of_the_first(patch):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from parallel.mesh import Mesh
-    from parallel.sharding import Piece
+    from parallel.pieces import Piece
 
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"

@@ -21,7 +21,7 @@ from common.errors import TrainingError
 from common.files import download_hint, find_weights, folder_of, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, has_gpt2_tokens, parse_extra_tokens
 from models.chain import Chain
-from parallel.sharding import Box, Boxes, fill
+from parallel.pieces import Box, Boxes, fill
 from parallel.strategy import Strategy
 from training.checkpoint.files import sha256
 from training.checkpoint.load import AUTO, StoredTensor

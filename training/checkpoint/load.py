@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common.errors import CheckpointError
 from models.chain import Chain
 from parallel.mesh import Mesh
-from parallel.sharding import Box, Boxes
+from parallel.pieces import Box, Boxes
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
     BEST,

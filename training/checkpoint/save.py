@@ -35,7 +35,7 @@ from torch import Tensor
 from common.errors import CheckpointError, TrainingError
 from common.files import flush_path, free_space
 from common.machine import available_memory
-from parallel.sharding import Piece
+from parallel.pieces import Piece
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
     BEST,

@@ -16,7 +16,7 @@ from torch import nn
 
 from common.errors import TrainingError
 from parallel.devices import peak_memory_bytes
-from parallel.sharding import local
+from parallel.pieces import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training.reporting.metrics import after_warmup

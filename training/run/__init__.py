@@ -3,6 +3,7 @@
 prepare.py           from a configuration to the objects of a run, checked
 setup.py             these objects: model, data, plan
 checks/              what is checked before the first step
+changes.py           the settings in which a resumed run should equal the run before
 rank.py              what one rank does, from connecting to the summary
 loop.py              the training loop, and the profiler (train.profile)
 evaluate.py          an evaluation

@@ -31,7 +31,7 @@ from training.optimizer import Optimizer
 from training.reporting.console import numbers
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
-from training.run.checks.ranks import recipe
+from training.run.changes import recipe
 from training.run.evaluate import IGNORED_TARGETS, evaluate_split
 from training.run.first_not_finite import first_not_finite
 from training.run.setup import Setup

@@ -42,7 +42,8 @@ from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.metrics import SUMMARY, flat, read_object
 from training.reporting.recorder import Loggers, Recorder, sections
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
-from training.run.checks.ranks import changes, check_ranks, check_run_directory, check_weights, follows_total
+from training.run.changes import changes, follows_total
+from training.run.checks.ranks import check_ranks, check_run_directory, check_weights
 from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
 from training.run.prepare import build_setup

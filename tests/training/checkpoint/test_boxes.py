@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel.mesh import COPIES, PEERS, Mesh
-from parallel.sharding import Piece
+from parallel.pieces import Piece
 from training.checkpoint.files import Content, describe, write_file
 from training.checkpoint.init_from import _Padded, _Transposed
 from training.checkpoint.load import StoredTensor

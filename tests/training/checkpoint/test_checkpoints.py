@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import CheckpointError, LaunchError, TrainingError, UserError
 from conf.instantiate import to_dict
 from parallel.mesh import SHARDS, Mesh
-from parallel.sharding import Piece
+from parallel.pieces import Piece
 from training.checkpoint import load, save
 from training.checkpoint.files import Checkpoint, Content, is_usable, sha256, with_checksum
 from training.optimizer import Optimizer

@@ -9,8 +9,9 @@ from common.errors import LaunchError, TrainingError
 from data.dataset import InMemory
 from data.text import Text
 from parallel.mesh import COPIES, Mesh
+from training.run.changes import changes
 from training.run.checks import ranks
-from training.run.checks.ranks import changes, check_ranks, data_digest, describe_rank
+from training.run.checks.ranks import check_ranks, data_digest, describe_rank
 from training.run.prepare import prepare
 
 FEW = ["train.epochs=null", "train.steps=2", "train.eval_every=null", "data.samples=200"]

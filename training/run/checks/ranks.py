@@ -1,4 +1,4 @@
-"""Checks that all ranks belong to one run, and that a resumed run has the settings of the run before."""
+"""Checks that all ranks belong to one run: the same code, versions, data, directory and starting weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,10 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, LaunchError, TrainingError
-from conf import COMMAND, ON_TOP, TRAINED
-from conf.instantiate import to_dict
 from data.dataset import Batch, DataSet, Source
 from parallel.mesh import Mesh
 from parallel.strategy import Strategy
 from training.checkpoint.init_from import digest_read
-from training.reporting.metrics import flat
 
 _ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES = (
@@ -36,18 +32,6 @@ _SAMPLES = 8  # of each split
 _DIGITS = 12
 _SHOWN = 3
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype of so many bytes
-_SAMPLES_KEY = "samples"
-# Keys of the section train that change what is learned. The chosen precision is added to them.
-_LEARNED = (
-    "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
-)  # fmt: skip
-_TOTAL, _LENGTH = "schedule.total", ("train.steps", "train.epochs")
-_MICROBATCH = "micro-batch"  # its size, if the numbers depend on it
-# Keys that change where the data are and how they are read, but not the data.
-_NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
-
-
-# -- between ranks ---------------------------------------------------------------------------------------------------
 
 
 def check_ranks(mesh: Mesh, setup: Any) -> str | None:
@@ -247,92 +231,3 @@ def _content(tensor: Tensor) -> bytes:
         return tensor.numpy().tobytes()
     numbers = tensor.double()
     return f"{tuple(tensor.shape)} {numbers.mean():.3g} {numbers.square().mean():.3g}".encode()
-
-
-# -- between attempts ------------------------------------------------------------------------------------------------
-
-
-def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
-    """Return the settings in which a resumed run should equal the run before, by the names that users type."""
-    tree = {name: setup.shown[name] for name in ("seed", *TRAINED)}
-    tree["train"] = {name: tree["train"][name] for name in _LEARNED} | {"precision": setup.plan.precision}
-    if setup.chain.base is None:  # an older checkpoint has no such keys
-        tree["model"] = {name: value for name, value in tree["model"].items() if name != "lora"}
-    if follows_total(schedule, setup.total_steps, setup.per_epoch):
-        tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
-    tree["choice"] = to_dict(setup.cfg[COMMAND]["choices"]) if COMMAND in setup.cfg else {}
-    size, _ = setup.by_microbatch
-    if size is not None:
-        tree[_MICROBATCH] = size
-    return {**flat(tree), _SAMPLES_KEY: data_digest(setup.data)}
-
-
-def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
-    """Return whether a schedule's rates depend on the length of the whole run."""
-    steps = np.unique(np.linspace(1, total, _SAMPLES).astype(int)).tolist()
-    return any(schedule.factor(step, total, per_epoch) != schedule.factor(step, 2 * total, per_epoch) for step in steps)
-
-
-def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None = None) -> str | None:
-    """Compare two recipes.
-
-    Args:
-        before: The recipe in the checkpoint; anything else than a mapping counts as unknown.
-        now: The recipe of this run.
-        command: How this run was composed (``conf.composition.Composed.plain``), if that is known.
-
-    Returns:
-        The settings that differ, with both values; None if none does, or if the recipe in the checkpoint is unknown.
-
-    Raises:
-        TrainingError: A setting differs, was not typed, and does not follow from one that was typed.
-    """
-    if not isinstance(before, dict):
-        return None
-    same_samples = before.get(_SAMPLES_KEY) == now.get(_SAMPLES_KEY)
-    # An older checkpoint has fewer sections.
-    sections = {_section(name) for name in before} - {"train"}
-    names = [
-        name
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
-        and _section(name) != "choice"  # instead of the option's name, its values are compared
-        and (name in before or _section(name) in sections)
-        and not (name in _NOT_CONTENT and (same_samples or name != "data.root"))
-    ]
-    if len(names) > 1 and _SAMPLES_KEY in names:
-        names.remove(_SAMPLES_KEY)  # they differ because of another setting
-    if not names:
-        return None
-    known = [name for name in names if name != _MICROBATCH]  # which follows from the layout, and thus from the devices
-    if command is not None and known != [_SAMPLES_KEY] and (untyped := _untyped(known, before, command)):
-        listed = ", ".join(f"{name}={before.get(name)} in the checkpoint and {now.get(name)} now" for name in untyped)
-        raise TrainingError(
-            f"this run would continue with settings that differ from those before and were not typed: {listed}. The "
-            "files or the packages that set them have changed since: type the values that you want"
-        )
-    listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
-    rate = "; the scheduler follows the length of the run, so the learning rate jumps here" if _TOTAL in names else ""
-    return f"this run continues with settings that differ from those before: {', '.join(listed)}{rate}"
-
-
-def _section(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _untyped(names: Sequence[str], before: Mapping[str, Any], command: Mapping[str, Any]) -> list[str]:
-    """Return the settings that neither were typed nor follow from a typed one.
-
-    A typed option that equals the one before changes nothing, so it does not count.
-    """
-    choices = command["choices"]
-    typed = [key for key in command["typed"] if key not in choices or choices[key] != before.get(f"choice.{key}")]
-    if set(typed) & set(ON_TOP):
-        return []
-
-    def is_one(name: str, of: Sequence[str]) -> bool:
-        return any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in of)
-
-    others = [name for name in names if not any(is_one(n, typed) for n in (_LENGTH if name == _TOTAL else (name,)))]
-    follow = [] if len(others) == len(names) else [_TOTAL, _SAMPLES_KEY, *command["derived"]]
-    return [name for name in others if not is_one(name, follow)]
