@@ -91,7 +91,8 @@ class SplitStage(PipeStage):
         gradients, deferred = backward_inputs(outputs, output_grads, [*inputs, *vectors], matrices)
         for vector, gradient in zip(vectors, gradients[len(inputs) :], strict=True):
             if gradient is not None:
-                vector.grad = gradient if vector.grad is None else vector.grad.add_(gradient)
+                # A copy, because the gradient of a sum is the same tensor for all summands.
+                vector.grad = gradient.clone() if vector.grad is None else vector.grad.add_(gradient)
         return gradients, deferred
 
 

@@ -24,11 +24,16 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass
 class _Group:
-    """Weights that are reached from the same boundary nodes, and the gradients that have entered these nodes."""
+    """Weights that are reached from the same boundary nodes, and the gradients that have entered these nodes.
+
+    ``entered`` has all gradients of a node. ``given`` has those of an output that no input leads to; the second part
+    may add others to them, because such an output may lead to another boundary node.
+    """
 
     weights: list[Tensor]
     boundary: list[Node]
     entered: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    given: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,9 +55,9 @@ def backward_inputs(
 ) -> tuple[list[Tensor | None], DeferredWeights]:
     """Compute the gradients of ``inputs`` and defer those of ``weights``.
 
-    ``outputs`` are the stage's outputs, ``gradients`` their gradients (None for a scalar loss), and ``weights`` are
-    leaves. The inputs' ``grad`` does not change. Their gradients are returned, with None for an input that needs none,
-    and the argument of ``backward_weights``.
+    ``outputs`` are the stage's outputs, none of them a leaf, ``gradients`` their gradients (None for a scalar loss),
+    and ``weights`` are leaves. The inputs' ``grad`` does not change. Their gradients are returned, with None for an
+    input that needs none, and the argument of ``backward_weights``.
     """
     pairs = [
         (output, torch.ones_like(output) if gradients is None else gradients[i])
@@ -81,7 +86,7 @@ def backward_inputs(
     for group in groups:
         for node in group.boundary:
             if node not in group.entered:  # an output that no input leads to, at which nothing was computed
-                group.entered[node] = _gradients_of(node, pairs)
+                group.given[node] = _gradients_of(node, pairs)
     return [next(answers) if _has_gradient(t) else None for t in inputs], DeferredWeights(roots, groups)
 
 
@@ -89,24 +94,23 @@ def backward_weights(deferred: DeferredWeights) -> None:
     """Accumulate the deferred gradients into the weights' ``grad``."""
     for group in deferred.groups:
         edges, gradients, hooks = [], [], []
-        for node, entered in group.entered.items():
+        for node, entered in (*group.entered.items(), *group.given.items()):
             for i, gradient in enumerate(entered):
                 if gradient is not None:
                     edges.append(GradientEdge(node, i))
                     gradients.append(gradient)
-            if len(group.entered) > 1:
-                # A path from one boundary node to another must not add to the gradients that enter the latter.
-                hooks.append(node.register_prehook(lambda _, entered=entered: entered))
+        if len(group.boundary) > 1:
+            # A path from one boundary node to another must not add to the gradients that have entered the latter.
+            hooks = [node.register_prehook(lambda _, noted=noted: noted) for node, noted in group.entered.items()]
         if not edges:
             continue
         try:
-            computed = torch.autograd.grad(edges, group.weights, gradients, retain_graph=True, allow_unused=True)
+            # Autograd accumulates, because it copies a gradient that others hold: that of a sum is the same tensor for
+            # all summands, and may be the one that was received.
+            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=group.weights)
         finally:
             for hook in hooks:
                 hook.remove()
-        for weight, gradient in zip(group.weights, computed, strict=True):
-            if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     deferred.groups.clear()
     deferred.roots.clear()
 
@@ -125,7 +129,11 @@ def _node(tensor: Tensor) -> Node:
 
 def _gradients_of(node: Node, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, ...]:
     """Return the gradients of the outputs that ``node`` computes, by their number."""
-    gradients = {output.output_nr: gradient for output, gradient in pairs if output.grad_fn is node}
+    gradients: dict[int, Tensor | None] = {}
+    for output, gradient in pairs:
+        if output.grad_fn is node and gradient is not None:
+            before = gradients.get(output.output_nr)  # that of the same output, returned twice
+            gradients[output.output_nr] = gradient if before is None else before + gradient
     return tuple(gradients.get(i) for i in range(max(gradients, default=-1) + 1))
 
 
@@ -151,7 +159,7 @@ def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor
                 boundary.setdefault(weight, []).append(node)
         else:
             reached[node] = below | {node} if node in weights else below
-    for root in roots:  # an output that no input leads to
+    for root in dict.fromkeys(roots):  # an output that no input leads to
         if root not in on_path:
             for weight in reached[root]:
                 boundary.setdefault(weight, []).append(root)

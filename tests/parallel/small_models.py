@@ -55,15 +55,19 @@ def short_resnet() -> Chain:
 
 
 class Partly(nn.Module):
-    """Has a parameter that it never uses, one without elements, and one that it uses for some micro-batches only."""
+    """Has a parameter that it never uses, one without elements, and one that it uses for some micro-batches only.
+
+    Two others are added up, so that autograd computes one gradient for both.
+    """
 
     def __init__(self, sometimes: bool) -> None:
         super().__init__()
         self.used, self.unused, self.rarely = (nn.Linear(8, 8) for _ in range(3))
         self.empty, self.sometimes = nn.Parameter(torch.zeros(0)), sometimes
+        self.one, self.other = (nn.Parameter(torch.zeros(8)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.used(x) + self.empty.sum()
+        y = self.used(x) + self.empty.sum() + (self.one + self.other)
         return y + self.rarely(x) if self.sometimes and x.sum() > 0 else y
 
 

@@ -101,3 +101,40 @@ def test_no_product_is_computed_twice(case):
     inputs, (_, deferred) = products(backward_inputs, [run()], gradients, [x, *vectors], matrices)
     weights, _ = products(backward_weights, deferred)
     assert inputs + weights == whole
+
+
+# Outputs of x, a and b, [WIDTH, WIDTH] each. The gradients of some are also those of others.
+OUTPUTS = {
+    "a sum of two weights": lambda x, a, b: [F.linear(x, a + b)],
+    "a weight added at the end": lambda x, a, b: [x.tanh() @ a + b],
+    "a weight added at the beginning": lambda x, a, b: [(x + a).tanh() @ b],
+    "a weight's sum": lambda x, a, b: [x * a.sum() * b],
+    "an output twice": lambda x, a, b: [x @ b, *[a.tanh()] * 2],
+    "an output that leads to another": lambda x, a, b: [x @ b, (y := a.tanh()), y @ b],
+    "an output that leads to one of the input": lambda x, a, b: [x @ b, (y := a.tanh()), x * y],
+}
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_micro_batches_accumulate_as_in_whole_backwards(outputs):
+    torch.manual_seed(0)
+    weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2)]
+    batches = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(3)]
+    given = [[torch.randn(WIDTH, WIDTH) for _ in outputs(batches[0], *weights)] for _ in batches]
+    received = [[gradient.clone() for gradient in gradients] for gradients in given]
+
+    for x, gradients in zip(batches, given, strict=True):
+        torch.autograd.backward(outputs(x, *weights), gradients)
+    whole = [tensor.grad for tensor in (*batches, *weights)]
+    for weight in weights:
+        weight.grad = None
+    parts = [
+        backward_inputs(outputs(x, *weights), gradients, [x], weights)
+        for x, gradients in zip(batches, received, strict=True)
+    ]
+    for _, deferred in parts:
+        backward_weights(deferred)
+
+    found = [*(gradients[0] for gradients, _ in parts), *(weight.grad for weight in weights)]
+    torch.testing.assert_close(found, whole)
+    assert all(map(torch.equal, sum(received, []), sum(given, [])))
