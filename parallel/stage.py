@@ -185,8 +185,9 @@ class Stage(nn.Module):
         they nor their gradients are copied into another order on either side.
         """
         x = (x.permute(0, 2, 3, 1) if self._is_image(x) else x).contiguous()
-        # If the backward is split, torch detaches the tensors that were sent, in place. A view cannot be detached.
-        return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+        # If the backward is split, torch detaches the tensors that were sent, in place. A view cannot be detached. A
+        # parameter that a layer passes on must not be, and has no node from which a split backward could start.
+        return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() or isinstance(x, nn.Parameter) else x
 
     def _as_output(self, output: Tensors) -> Tensors:
         change = torch.Tensor.contiguous if self.ends_chain else self.as_sent

@@ -9,6 +9,7 @@ from torch import nn
 from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError, Sums
 from parallel.stage import Stage
+from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
 CPU = torch.device("cpu")
 
@@ -118,6 +119,28 @@ def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_
     out.square().sum().backward()
     sent.backward(received.grad)
     assert [gradient.is_contiguous(memory_format=torch.channels_last) for gradient in gradients] == [True]
+
+
+class PassedOn(nn.Linear):
+    """Returns its weight, too, for a later layer."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), self.weight
+
+
+def test_a_parameter_that_is_sent_stays_one_and_gets_its_gradient_from_a_backward_in_two_parts():
+    layers = [LayerSpec("passed_on", lambda: PassedOn(3, 3)), LayerSpec("last", nn.Identity)]
+    made = stage(Chain(layers, loss=SquaredError()), ["passed_on"])
+    weight, x = made.layers.get_parameter("passed_on.weight"), drawn(4, 3).requires_grad_()
+    gradients = [drawn(4, 3), drawn(3, 3)]
+    whole = torch.autograd.grad(made.layers(x), weight, gradients)
+    sent = made(x, samples=(0, 4))
+    _, deferred = backward_inputs(sent, gradients, [x], [weight])
+    for tensor in sent:
+        tensor.detach_()  # as torch's stage does
+    backward_weights(deferred)
+    assert weight.requires_grad
+    torch.testing.assert_close(weight.grad, *whole)
 
 
 class OfTwo(nn.Module):
