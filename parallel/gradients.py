@@ -21,6 +21,7 @@ from models.chain import Chain, is_within
 from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
 from parallel.pieces import local, piece_of
 from parallel.plan import HIERARCHICAL, Plan
+from parallel.schedules import SCHEDULES
 from parallel.stage import Stage
 from parallel.tensor import Cutting
 
@@ -69,14 +70,15 @@ class Gradients:
                     self._counted[piece.counts(mesh)].append(parameter)
         self._names = {p: name for stage in stages for name, p in stage.layers.named_parameters()}
         self._sharded = mesh.shards > 1
-        self._in_buckets = mesh.dp_group is not None and not self._sharded
+        self._in_buckets = mesh.dp_group is not None and not self._sharded and not _splits_backward(plan)
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 
     def clear(self) -> None:
         """Clear the last step's gradients.
 
         With replicas, gradients are views of DDP's buckets and are zeroed in place, because gradients outside the
-        buckets would take the model's size in memory again. Replicas that share parameters have no buckets.
+        buckets would take the model's size in memory again. Replicas that share parameters have no buckets, and neither
+        have those with a split backward, where a gradient may have the memory into which the next step receives.
         """
         if self._in_buckets and (present := self._present()):
             torch._foreach_zero_(present)  # pyright: ignore[reportPrivateImportUsage]
@@ -140,6 +142,10 @@ class Gradients:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [local(tensor) for tensor in tensors] if self._sharded else list(tensors)
+
+
+def _splits_backward(plan: Plan) -> bool:
+    return plan.schedule is not None and SCHEDULES[plan.schedule].splits_backward
 
 
 def _add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -31,6 +31,8 @@ RECIPES = {
     "sequential": Recipe("sequential", global_batch=16, lr=0.1, steps=3, eval_every=2),
     # A parameter that one replica uses and another does not.
     "sequential sometimes": Recipe("sequential sometimes", global_batch=4, lr=0.1, steps=8),
+    # A layer that returns its weight, for another one.
+    "passed on": Recipe("passed on", global_batch=16, lr=0.1, steps=4),
     # Under autocast, torch's encoder layer gives another dtype in evaluation than in training.
     "torch's encoder": Recipe("torch's encoder", global_batch=16, lr=0.05, steps=4, eval_every=2, precision="bf16"),
     # Layers that pass tuples of tensors on.
@@ -256,6 +258,9 @@ def unusual() -> Iterable[Cell]:
         for balance in ((1, 5), (5, 1)):
             yield cell(model, Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance=balance))
     yield cell("torch's encoder", Layout("pipelined", pp=2, chunks=4))
+    for s in SPLIT:
+        yield cell("passed on", Layout("pipelined", pp=2, chunks=4, schedule=s))
+        yield cell("passed on", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s))
     # The second of four stages embeds the target's tokens, and passes them on beside what the encoder gave: a weight
     # that reaches a border past all inputs.
     for s in SPLIT:

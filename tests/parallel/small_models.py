@@ -80,6 +80,34 @@ def sequential(sometimes: bool) -> Chain:
     return chain_of(nn.Sequential(*layers, nn.Linear(8, 10)), ClassCrossEntropy())
 
 
+class PassedOn(nn.Linear):
+    """x [b, 8] -> (the same, its weight). Only a later layer uses the weight."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x + self.bias).tanh(), self.weight
+
+
+class PassingOn(nn.Linear):
+    """(x [b, 8], weight) -> the same."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x).tanh(), weight
+
+
+class Applied(nn.Linear):
+    """(x [b, 8], weight [8, 8]) -> [b, 10]."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return super().forward(F.linear(x, weight))
+
+
+def passed_on() -> Chain:
+    """The last stage of four uses a weight of the second one."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), PassedOn(8, 8), PassingOn(8, 8), Applied(8, 10)]
+    return chain_of(nn.Sequential(*layers), ClassCrossEntropy())
+
+
 # (channels, size, chain) of small versions of the image models.
 IMAGES = {
     "resnet50": (3, 40, short_resnet),
@@ -316,6 +344,8 @@ def _chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     if recipe.model.startswith("sequential"):
         chain = sequential(sometimes="sometimes" in recipe.model)
         return chain, lambda step: _features(recipe.global_batch, step)
+    if recipe.model == "passed on":
+        return passed_on(), lambda step: _features(recipe.global_batch, step)
     if recipe.model == "perceptrons":
         return perceptrons(), lambda step: _positions(recipe.global_batch, step)
     if recipe.model == "torch's encoder":
