@@ -7,7 +7,7 @@ FSDP2 in ``parallel.sharding``, and ``parallel.zero_bubble`` where a backward is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from common.errors import PlanError
 from models.chain import Chain, is_within
 from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
 from parallel.pieces import local, piece_of
@@ -68,7 +69,10 @@ class Gradients:
                 if name not in chain.tied:
                     piece = piece_of(parameter) if cutting is None else cutting.piece(name, parameter)
                     self._counted[piece.counts(mesh)].append(parameter)
-        self._names = {p: name for stage in stages for name, p in stage.layers.named_parameters()}
+        self._names: dict[nn.Parameter, list[str]] = {}
+        for stage in stages:
+            for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
+                self._names.setdefault(parameter, []).append(name)
         self._sharded = mesh.shards > 1
         self._in_buckets = mesh.dp_group is not None and not self._sharded and not _splits_backward(plan)
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
@@ -98,7 +102,7 @@ class Gradients:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self._cutting is not None:
-            parts = [p for p in self._parameters if self._names[p] in self._cutting.partial and p.grad is not None]
+            parts = [p for p in self._parameters if p.grad is not None and self._is_partial(p, self._cutting.partial)]
             _add_up([local(p.grad) for p in parts if p.grad is not None], self._cutting.line.group)
         for parameters, group in self._copies:
             total, *others = [local(p.grad) for p in parameters if p.grad is not None]
@@ -136,6 +140,17 @@ class Gradients:
                 squares = torch.cat(_norms(tensors, dtype, self._device)).square().sum()
                 sums.append(squares if counts else squares * 0)
         return reduce(torch.add, sums) if sums else torch.zeros((), dtype=dtype, device=self._device)
+
+    def _is_partial(self, parameter: nn.Parameter, partial: Collection[str]) -> bool:
+        """Return whether the gradient is a summand. Raises PlanError if it is one in some layers only."""
+        names = {name in partial: name for name in self._names[parameter]}
+        if len(names) > 1:
+            raise PlanError(
+                f"parallel.tp: {names[True]} and {names[False]} are one parameter of which no rank has a part. Ranks "
+                "compute with it for different parts of the samples in the one and for the whole in the other, so "
+                "their gradients cannot be added up; leave parallel.sequence out, or set parallel.tp=1"
+            )
+        return True in names
 
     def _present(self) -> list[Tensor]:
         return self._local(p.grad for p in self._parameters if p.grad is not None)

@@ -101,6 +101,23 @@ def test_a_rule_that_is_broken_on_purpose_is_seen(ranks, trained, mistake):
     assert_same_training(trained(layout, recipe), reference, 1e-10)
 
 
+def train_with_a_norm_of_two_layers(layout, recipe):
+    """The first layer, which gets whole sequences, and the second one have the same scales."""
+    with pytest.MonkeyPatch.context() as patch:
+        chain, batch_at = chain_and_batches(recipe)
+        tied = replace(chain, tied={"1.3.weight": "0.3.weight"})
+        patch.setattr(cases, "chain_and_batches", lambda recipe: (tied, batch_at))
+        return train(layout, recipe)
+
+
+def test_a_parameter_of_layers_with_the_whole_and_with_parts_of_the_sequence_is_refused(ranks):
+    recipe, words = replace(RECIPES["perceptrons"], **EXACT), "1.3.weight and 0.3.weight are one parameter"
+    reference, *_ = ranks.run(1, train_with_a_norm_of_two_layers, Layout("single"), recipe)
+    assert_same_training(ranks.run(2, train_with_a_norm_of_two_layers, TWO, recipe), reference, 1e-10)
+    with pytest.raises(AssertionError, match=words):
+        ranks.run(2, train_with_a_norm_of_two_layers, SEQUENCE, recipe)
+
+
 def train_with_an_overflow_on_one_rank(layout, recipe):
     """The last rank along ``tensor`` has a gradient that is not finite."""
     with pytest.MonkeyPatch.context() as patch:
