@@ -36,6 +36,13 @@ def chain(loss=None, layers=None):
     return chain_of(layers or net(), loss or ClassCrossEntropy())
 
 
+def tied(names, second=None):
+    """Three layers whose weights have the same shape."""
+    linear = partial(nn.Linear, 4, 4)
+    builds = linear, second or linear, linear
+    return Chain([LayerSpec(str(i), build) for i, build in enumerate(builds)], ClassCrossEntropy(), tied=names)
+
+
 def data(inputs=INPUTS, targets=LABELS, **options):
     return TensorData(inputs, targets, **options)
 
@@ -184,6 +191,14 @@ BEFORE_THE_RUN = {
     "a tie to nothing": (
         Chain([LayerSpec("a", partial(nn.Linear, 4, 2))], ClassCrossEntropy(), tied={"a.weight": "b.weight"}),
         data(), "ties b.weight, which is no parameter",
+    ),
+    "a tie to what is tied": (
+        tied({"0.weight": "1.weight", "1.weight": "2.weight"}), data(),
+        "ties 0.weight to 1.weight, which is tied itself; tie both to 2.weight",
+    ),
+    "a tie of one of two names": (
+        tied({"2.weight": "1.0.weight"}, lambda: nn.Sequential(*[nn.Linear(4, 4)] * 2)), data(),
+        "1.1.weight and 1.0.weight are one parameter of layer '1'",
     ),
     "labels beyond the classes": (chain(), data(targets=LABELS + 1), "int64 .* from 1 to 2.*Target 2 is out of bounds"),
     "one label beyond in the test split": (

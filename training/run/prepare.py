@@ -237,9 +237,20 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     tied = {*chain.tied, *chain.tied.values()}
     if unknown := sorted(tied - {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}):
         raise TrainingError(f"model={model.name} ties {', '.join(unknown)}, which is no parameter of it")
+    for alias, owner in chain.tied.items():
+        if owner in chain.tied:
+            last = chain.tied[owner]
+            raise TrainingError(f"model={model.name} ties {alias} to {owner}, which is tied itself; tie both to {last}")
     inside = {}  # what a layer shares within itself
     for name, layer in skeleton.items():
-        inside |= {a: b for a, b in shared_parameters(layer, name).items() if not {a, b} & tied}
+        for alias, owner in shared_parameters(layer, name).items():
+            if not {alias, owner} & tied:
+                inside[alias] = owner
+            elif chain.canonical(alias) != chain.canonical(owner):
+                raise TrainingError(
+                    f"model={model.name}: {alias} and {owner} are one parameter of layer {name!r}, and Chain.tied has "
+                    "only one of them; add the other, with the same original"
+                )
     if inside:
         chain = replace(chain, tied={**chain.tied, **inside})
     if own_loss:
