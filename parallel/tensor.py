@@ -150,7 +150,7 @@ class Cutting:
             self._replace(name, module, "weight", dim=1)
             if isinstance(module, LoRALinear):
                 self._replace(f"{name}.lora_A", module.lora_A, "weight", dim=1)
-            module.forward = partial(self._rows, module, divided)  # pyright: ignore[reportAttributeAccessIssue]  # by name
+            module.forward = partial(self._rows, name, module, divided)  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(module, nn.Embedding):
             cut = self._replace(name, module, "weight")
             module.forward = partial(self._embed, module, cut)  # pyright: ignore[reportAttributeAccessIssue]
@@ -202,8 +202,14 @@ class Cutting:
         if self._inside:
             self.partial.update(names)
 
-    def _rows(self, module: nn.Linear, divided: bool, x: Tensor) -> Tensor:
-        """Compute a linear layer of which each rank has some inputs."""
+    def _rows(self, name: str, module: nn.Linear, divided: bool, x: Tensor) -> Tensor:
+        """Compute a linear layer of which each rank has some inputs, which ends the region."""
+        if not self._inside:
+            raise PlanError(
+                f"parallel.tp={self.line.size}: the region of {name}, which has Rows(), has ended with other Rows() "
+                "before it. Dropout and parameters in between would be those of a whole tensor: compute the Columns() "
+                f"of {name} after those other Rows(), or set parallel.tp=1"
+            )
         y = module.computed(x, None) if isinstance(module, FrozenLinear) else F.linear(x, module.weight)
         y = self.leave(y, divided)
         return y if module.bias is None else y + module.bias.to(y.dtype)

@@ -17,10 +17,11 @@ from torch import nn
 
 from common.errors import ModelError, PlanError
 from models import fused_cross_entropy
+from models.chain import Chain, LayerSpec
 from models.cut import Columns, Rows, Vocabulary, check_table
 from models.gpt2 import gpt2
 from models.llama import llama
-from models.losses import IGNORED
+from models.losses import IGNORED, SquaredError
 from models.resnet50 import resnet50
 from models.seeds import Samples, by_sample, computing
 from models.transformer import transformer
@@ -116,6 +117,32 @@ def test_a_parameter_of_layers_with_the_whole_and_with_parts_of_the_sequence_is_
     assert_same_training(ranks.run(2, train_with_a_norm_of_two_layers, TWO, recipe), reference, 1e-10)
     with pytest.raises(AssertionError, match=words):
         ranks.run(2, train_with_a_norm_of_two_layers, SEQUENCE, recipe)
+
+
+class Both(nn.Module):
+    """Two pairs of columns and rows side by side, [b, t, 8] -> same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.a(x), self.b(x)
+        return self.c(first) + self.d(self.dropout(second))
+
+
+def compute_two_regions_at_once():
+    table = {"*.a": Columns(), "*.b": Columns(), "*.c": Rows(), "*.d": Rows()}
+    both = Chain([LayerSpec(name, Both) for name in "xy"], SquaredError(), cut=table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "chain_and_batches", lambda recipe: (both, chain_and_batches(recipe)[1]))
+        train(TWO, replace(RECIPES["perceptrons"], **EXACT))
+
+
+def test_rows_whose_region_has_ended_are_refused(ranks):
+    with pytest.raises(AssertionError, match=r"the region of x\.d, which has Rows\(\), has ended"):
+        ranks.run(2, compute_two_regions_at_once)
 
 
 def train_with_an_overflow_on_one_rank(layout, recipe):
