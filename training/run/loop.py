@@ -171,10 +171,9 @@ class Loop:
         due = lacks > 0 and done > 0 and is_due(self.config.eval_every, done, self._is_last(done))
         if stops:
             self.stop(done)
-        if due:
-            self._evaluate(done)
-        if self._is_best():
-            self._save(done, best=True)
+        evaluated = due and self._evaluate(done)
+        if evaluated or self._is_best():
+            self._save(done, best=True)  # with what callbacks made of the evaluation, which is not repeated
         heartbeat.note(done, "reading data")
 
     def _update(self, step: int, batch: Batch, result: StepResult, lr: float) -> str:

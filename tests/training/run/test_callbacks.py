@@ -12,6 +12,8 @@ from composed import run as train
 
 from common.errors import TrainingError
 from conf.instantiate import add_to_path
+from launchers.stopping import Stopped
+from training.run import loop
 from training.run.rank import run as run_config
 
 SHORT = ["train.epochs=null", "train.steps=8"]
@@ -97,6 +99,20 @@ def test_a_run_that_early_stop_has_ended_stays_ended_until_it_is_to_be_longer(tm
     assert run_config(early_stop("train.resume=auto"), tmp_path)["test_loss"] == ended["test_loss"]
     assert [line["step"] for line in records(tmp_path) if "loss" in line] == [1, 2, 3, 4]
     assert run_config(early_stop("train.resume=auto", "train.steps=9"), tmp_path)["steps"] == 5
+
+
+def test_a_run_that_the_evaluation_owed_at_its_resumption_has_ended_stays_ended(tmp_path, monkeypatch):
+    def stopped(*_):
+        raise Stopped("in an evaluation")
+
+    run_config(early_stop("train.steps=3"), tmp_path)
+    (tmp_path / "summary.json").unlink()
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(loop, "evaluate_split", stopped)
+        run_config(early_stop("train.resume=auto"), tmp_path)
+    for _ in range(2):
+        assert run_config(early_stop("train.resume=auto"), tmp_path)["steps"] == 4
+    assert [line["step"] for line in records(tmp_path) if "val_loss" in line] == [1, 2, 3, 4]
 
 
 def test_a_resumed_run_knows_how_long_it_has_not_been_better(tmp_path):
