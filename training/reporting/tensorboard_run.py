@@ -23,7 +23,7 @@ class TensorBoardRun:
         """Add the numbers of a record."""
         for name, value in grouped(record).items():
             if value is not None:
-                self._open(step).add_scalar(name, float(value), step)
+                self._open(step, after="loss" not in record).add_scalar(name, float(value), step)
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
         """Add a histogram, see ``Loggers.histogram``. Elements count as the middle of their bin."""
@@ -41,12 +41,13 @@ class TensorBoardRun:
                 self._writer.add_text("summary", _as_code(mask_secrets(summary)), summary["steps"])
             self._writer.close()
 
-    def _open(self, step: int):
+    def _open(self, step: int, after: bool = False):
+        """Return the writer. If it begins with a record ``after`` a step, the step itself is of the resumed run."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             # Hides records that a killed run has written after the step that it now resumes from.
-            self._writer = SummaryWriter(str(self._folder), purge_step=step)
+            self._writer = SummaryWriter(str(self._folder), purge_step=step + after)
             self._writer.add_text("config", _as_code(self._config), step)
         return self._writer
 

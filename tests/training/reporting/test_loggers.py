@@ -9,8 +9,10 @@ from composed import run as train
 
 from common.errors import TrainingError
 from conf.composition import compose
+from launchers.stopping import Stopped
 from training import train as command
 from training.reporting.recorder import Loggers, sections
+from training.run import loop
 from training.run.prepare import prepare
 
 SHORT = ["train.epochs=null", "train.steps=3"]
@@ -88,6 +90,23 @@ def test_tensorboard_shows_grouped_numbers_and_histograms(tmp_path):
     assert shown == [(r["step"], pytest.approx(r["loss"])) for r in records(tmp_path) if "loss" in r]
     (counts,) = events.Histograms("gradients/net1.weight")
     assert sum(counts.histogram_value.bucket) == 100
+
+
+def test_tensorboard_shows_each_number_once_after_a_resumption_that_begins_with_an_evaluation(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def stopped(*_):
+        raise Stopped("in an evaluation")
+
+    words = [*SHORT, "train.eval_every=2", "logger=tensorboard"]
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(loop, "evaluate_split", stopped)
+        train(tmp_path, *words)
+    train(tmp_path, *words, "train.resume=auto")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = {name: [event.step for event in events.Scalars(name)] for name in ("train/loss", "val/loss")}
+    assert shown == {"train/loss": [1, 2, 3], "val/loss": [2, 3]}
 
 
 def test_mlflow_has_parameters_metrics_and_one_run_for_a_resumed_training(tmp_path):
