@@ -2,11 +2,16 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
+from composed import config
 
 from common.errors import LaunchError
+from conf.instantiate import to_dict
 from conf.schema import Slurm
 from launchers import World
 from launchers.slurm import follow, task
@@ -14,6 +19,7 @@ from launchers.slurm import submit as submitting
 from launchers.slurm.follow import State, explain, update
 from launchers.slurm.submit import Job
 from launchers.stopping import Stopped
+from training.command import slurm_job
 
 RAISED = {"message": "ValueError: bad luck", "peer": False, "timestamp": 2.0}
 PEER = {"message": "Connection closed by peer", "peer": True, "timestamp": 1.0}
@@ -73,6 +79,22 @@ def test_every_option_reaches_sbatch(answer, tmp_path):
         "--account=a", "--qos=q", "--time=30", "--signal=USR2@90", "--array=0-7%5", "--constraint=gold", "--no-requeue",
     }  # fmt: skip
     assert not [word for word in commands[-1] if "exclusive" in word]
+
+
+def test_a_second_submission_into_a_directory_changes_no_job_that_waits_there(answer, tmp_path, monkeypatch):
+    answer(stdout="7\n")
+    read = []
+    monkeypatch.setattr(slurm_job, "work", lambda entry, *_: read.append(entry.args))
+    commands = []
+    for seed in (1, 2):
+        tree = {**to_dict(config("launcher=slurm")), "seed": seed}
+        slurm_job.queue([slurm_job.CheckedRun(tree, tmp_path, 1)], tmp_path / "slurm", "toy")
+        (words,) = re.findall(r"^run=\((.*)\)$", (tmp_path / "slurm" / "job.sh").read_text(), re.MULTILINE)
+        commands.append(shlex.split(words))
+    for command in commands:
+        folder, *submission = command[command.index("training.command.slurm_job") + 1 :]
+        slurm_job._main(Path(folder), *submission)
+    assert [(cfg.seed, run_dir) for cfg, run_dir in read] == [(1, tmp_path), (2, tmp_path)]
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
 def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
     tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=4", *words))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run_0.json").write_text(json.dumps({"cfg": tree, "run_dir": str(tmp_path / "run")}))
+    (tmp_path / "run_a_0.json").write_text(json.dumps({"cfg": tree, "run_dir": str(tmp_path / "run")}))
     step = {
         "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1",
         "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
@@ -113,7 +113,7 @@ def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
         place = {"cwd": tmp_path, "env": environment({**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})}
         output = {"stdout": str(said[-1]), "stderr": str(said[-1])}
         before = partial(slow_data, 6) if rank == "0" else None
-        tasks.append(Forked([str(TASK), str(tmp_path)], **place, **output, before=before))
+        tasks.append(Forked([str(TASK), str(tmp_path), "a"], **place, **output, before=before))
     try:
         codes = [task.wait(100) for task in tasks]
     finally:

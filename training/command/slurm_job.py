@@ -1,12 +1,14 @@
 """A run as a job of a SLURM cluster: what happens on the submitting side, and in each task of the job.
 
-The checked configuration travels as a JSON file, which ``python -m training.command.slurm_job FOLDER`` reads in each
-task.
+The checked configuration travels as a JSON file, which ``python -m training.command.slurm_job FOLDER SUBMISSION`` reads
+in each task, again after each time that the job was queued again. Each submission has files of its own, so that another
+one into the same directory changes no job that waits.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import shlex
 import sys
 import time
@@ -82,9 +84,11 @@ def queue(runs: list[CheckedRun], folder: Path, name: str) -> list[Job]:
     cfg = to_config(runs[0].tree)
     threads = cfg.parallel.threads
     env = environment(cfg) if threads is None else {**environment(cfg), "OMP_NUM_THREADS": str(threads)}
+    submission = secrets.token_hex(3)
     for index, run in enumerate(runs):
-        write_private(_config_path(folder, index), json.dumps({"cfg": run.tree, "run_dir": str(run.run_dir)}))
-    arguments = ["-m", "training.command.slurm_job", str(folder)]
+        job = {"cfg": run.tree, "run_dir": str(run.run_dir)}
+        write_private(_config_path(folder, submission, index), json.dumps(job))
+    arguments = ["-m", "training.command.slurm_job", str(folder), submission]
     return submit(arguments, [run.run_dir / "logs" for run in runs], cfg.launcher, runs[0].processes, folder, name, env)
 
 
@@ -147,12 +151,12 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
         update_job(run_dir, status=FINISHED, seconds=time.monotonic() - begin)
 
 
-def _config_path(folder: Path, index: int) -> Path:
-    return folder / f"run_{index}.json"
+def _config_path(folder: Path, submission: str, index: int) -> Path:
+    return folder / f"run_{submission}_{index}.json"
 
 
-def _main(folder: Path) -> None:
-    job = json.loads(_config_path(folder, array_index()).read_text())
+def _main(folder: Path, submission: str) -> None:
+    job = json.loads(_config_path(folder, submission, array_index()).read_text())
     cfg, run_dir = to_config(job["cfg"]), Path(job["run_dir"])
     work(partial(run_in_task, cfg, run_dir), folder, run_dir / "logs", cfg.launcher.max_requeues)
 
@@ -160,4 +164,4 @@ def _main(folder: Path) -> None:
 if __name__ == "__main__":
     spin_briefly()
     with unfailing_output(), locked_directories():
-        _main(Path(sys.argv[1]))
+        _main(Path(sys.argv[1]), sys.argv[2])
