@@ -81,7 +81,7 @@ def _expand(argument: str) -> list[str]:
 
 def hydra_word(text: str) -> str:
     """Return ``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
-    return text if re.fullmatch(r"[\w./:%@+-]+", text) else quoted(text)
+    return text if re.fullmatch(r"[\w./:%@+-]+", text, re.ASCII) else quoted(text)
 
 
 def quoted(text: str) -> str:

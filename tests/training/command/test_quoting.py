@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from conf.instantiate import instantiate, to_dict
-from conf.words import quote_values, quoted
+from conf.words import hydra_word, quote_values, quoted
 
 
 def seen(text):
@@ -25,6 +25,11 @@ TEXTS = ["", "a b", "it's", 'say "x"', "\\", "end\\", "\\'", "a\\\\'b", "f(x, [1
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_comes_through_quotes_unchanged(text):
     assert seen(quoted(text)) == text
+
+
+@pytest.mark.parametrize("path", ["/runs/ä", "/home/josé/実験", "a/b_c.d:e%f@g+h-1", "~/runs", "a=b,c", "{x}"])
+def test_a_path_that_is_printed_for_copying_can_be_typed(path):
+    assert seen(hydra_word(path)) == path
 
 
 def typed(line):
