@@ -15,7 +15,7 @@ from common.errors import TrainingError, UserError
 from conf.composition import Composed, compose
 from conf.instantiate import check_role
 from conf.messages import explain
-from conf.words import key_of, quote_values
+from conf.words import hydra_word, key_of, quote_values
 from launchers import World
 from models.given import GIVEN, set_given
 from training.checkpoint.configuration import saved_config
@@ -199,6 +199,8 @@ def _run_words(
         )
     if config is not None and any(not word.startswith("hydra.") for word in overrides):
         raise TrainingError("with config=, change the configuration itself; only hydra.… may be given as words")
+    if config is not None and (resume := OmegaConf.select(config, "train.resume")) is not None:
+        overrides = [*overrides, f"train.resume={hydra_word(resume)}"]  # for the check of the run directory
     objects = _checked(overrides, model, data)
     replaced = partial(_replaced, config, objects) if config is not None or objects else None
     set_given(objects)

@@ -125,6 +125,15 @@ def test_a_mistake_is_an_exception_with_the_message_of_the_command_line(words, m
     assert "Error executing job" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("resume", ["auto", "{}/run", "{}/run/checkpoints/latest"])
+def test_a_configuration_resumes_a_run_in_its_directory(tmp_path, resume):
+    here = f"hydra.run.dir={tmp_path}/run"
+    train(*QUICK, here)
+    cfg = load_config(*QUICK, here, f"train.resume={resume.format(tmp_path)}")
+    cfg.train.steps += 2
+    assert train(here, config=cfg).summary["steps"] == cfg.train.steps
+
+
 def test_a_directory_that_holds_a_run_is_an_exception_too(tmp_path):
     result = train(*QUICK, "train.checkpoint_every=null", f"hydra.run.dir={tmp_path}/run")
     with pytest.raises(UserError, match="holds another run"):
