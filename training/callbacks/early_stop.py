@@ -52,8 +52,8 @@ class EarlyStop(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best result so far, and the number of evaluations since."""
-        return {"best": self.best, "since": self.since} if math.isfinite(self.best) else {}
+        return {"best": self.best if math.isfinite(self.best) else None, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Callback``."""
-        self.best, self.since = state["best"], state["since"]
+        self.best, self.since = math.inf if state["best"] is None else state["best"], state["since"]

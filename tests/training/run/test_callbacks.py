@@ -1,9 +1,11 @@
 """Callbacks: what they are told, that they may end a run, and that a resumed run continues theirs."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commandline import ROOT
@@ -13,6 +15,7 @@ from composed import run as train
 from common.errors import TrainingError
 from conf.instantiate import add_to_path
 from launchers.stopping import Stopped
+from training.callbacks.early_stop import EarlyStop
 from training.run import loop
 from training.run.rank import run as run_config
 
@@ -122,6 +125,18 @@ def test_a_resumed_run_knows_how_long_it_has_not_been_better(tmp_path):
     assert manifest["progress"]["callbacks"]["early_stop"]["since"] == 2
     again = early_stop("train.resume=auto")
     assert run_config(again, tmp_path)["steps"] == 4
+
+
+def test_evaluations_that_are_not_finite_are_counted_across_a_resumption():
+    reasons, state = [], ""
+    run = SimpleNamespace(stop=reasons.append)
+    for attempt in range(3):
+        stop = EarlyStop(patience=3)
+        if attempt:
+            stop.load_state_dict(json.loads(state))
+        stop.on_evaluation(run, {"val_loss": math.nan})
+        state = json.dumps(stop.state_dict(), allow_nan=False)
+        assert len(reasons) == (attempt == 2)
 
 
 def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_the_others(tmp_path):
