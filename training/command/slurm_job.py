@@ -135,7 +135,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
                     setup = prepare(cfg, world.size, world.nodes)
                     hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
                     if restarts() == 0:  # another job of this directory may have run since this one was queued
-                        check_free(run_dir, cfg.train.resume)
+                        check_free(run_dir, cfg)
                     if store is not None:
                         tell(store, _BALANCE, to_dict(cfg.parallel)["balance"])
                 update_job(run_dir, status=RUNNING)

@@ -260,7 +260,7 @@ def _begin(composed: Composed, status: str) -> None:
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
         after_restart(cfg, folder)
     elif not unfinished:
-        check_free(folder, cfg.train.resume)
+        check_free(folder, cfg)
     write_job(folder, job)
     jobs = [record for _, record in read_jobs(Path(sweep_job.sweep_dir))]
     keys = swept_keys(jobs)

@@ -27,6 +27,7 @@ from common.errors import TrainingError, printable
 from common.files import expand_home, explain
 from conf.composition import refusing
 from conf.masking import mask_files, mask_secrets
+from conf.schema import Mode
 from launchers import World
 from launchers.world import restarts
 from training.reporting.metrics import METRICS
@@ -138,7 +139,7 @@ class RunDirectoryGuard(Callback):
         # Only after locking: otherwise a run that began at the same moment would be overlooked.
         if not started_again():
             try:
-                check_free(folder, config.train.resume)
+                check_free(folder, config)
             except TrainingError:
                 release(folder)
                 raise
@@ -164,14 +165,19 @@ class RunDirectoryGuard(Callback):
         mask_files([*own.glob("*.yaml"), folder.parent / "multirun.yaml"])
 
 
-def check_free(folder: Path, resume: str | None) -> None:
-    """Check that a directory holds no run but the one that ``train.resume`` continues there. Raises TrainingError."""
-    if resume == "auto" or (resume is not None and expand_home(resume).resolve().is_relative_to(folder.resolve())):
+def check_free(folder: Path, cfg: Any) -> None:
+    """Check that a directory holds no run but the one that ``train.resume`` continues there. Raises TrainingError.
+
+    An evaluation continues no run: its numbers would replace the run's.
+    """
+    resume, trains = cfg.train.resume, cfg.mode not in ("eval", Mode["eval"])
+    own = resume == "auto" or (resume is not None and expand_home(resume).resolve().is_relative_to(folder.resolve()))
+    if trains and own:
         return
     saved = any((folder / "checkpoints").glob("step-*"))
     if saved or (folder / METRICS).exists():
         # If there is no checkpoint, auto starts from the beginning, and not from the checkpoint that was named.
-        more = ", or continue it with train.resume=auto" if saved or resume is None else ""
+        more = ", or continue it with train.resume=auto" if trains and (saved or resume is None) else ""
         raise TrainingError(f"{folder} holds another run; choose another hydra.run.dir{more}")
 
 

@@ -209,6 +209,15 @@ def test_a_directory_takes_no_second_run_that_begins_elsewhere(toy, tmp_path, ca
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize("resume", [[], ["train.resume=auto"]])
+def test_an_evaluation_replaces_no_number_of_the_run_in_whose_directory_it_is_to_write(toy, capsys, resume):
+    before = contents(toy.folder)
+    here = [f"checkpoint={toy.folder}", f"hydra.run.dir={toy.folder}"]
+    assert main(["mode=eval", "logger=none", *here, *resume]) == 1
+    assert f"{toy.folder} holds another run; choose another hydra.run.dir\n" in capsys.readouterr().err
+    assert contents(toy.folder) == before
+
+
 def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_the_mended_command(tmp_path, monkeypatch):
     words = ["model=toy", "train.steps=1", "train.epochs=null", "logger=none", f"hydra.run.dir={tmp_path}/run"]
     assert main([*words, "optim.lr=-1"]) == 1
