@@ -171,14 +171,18 @@ def check_free(folder: Path, cfg: Any) -> None:
     An evaluation continues no run: its numbers would replace the run's.
     """
     resume, trains = cfg.train.resume, cfg.mode not in ("eval", Mode["eval"])
-    own = resume == "auto" or (resume is not None and expand_home(resume).resolve().is_relative_to(folder.resolve()))
-    if trains and own:
+    if trains and resume is not None and (resume == "auto" or _is_of(folder.resolve(), expand_home(resume).resolve())):
         return
     saved = any((folder / "checkpoints").glob("step-*"))
     if saved or (folder / METRICS).exists():
         # If there is no checkpoint, auto starts from the beginning, and not from the checkpoint that was named.
         more = ", or continue it with train.resume=auto" if trains and (saved or resume is None) else ""
         raise TrainingError(f"{folder} holds another run; choose another hydra.run.dir{more}")
+
+
+def _is_of(run_dir: Path, resume: Path) -> bool:
+    """Return whether a path to resume from is a run directory or one of its checkpoints, and not a run within it."""
+    return resume == run_dir or resume.is_relative_to(run_dir / "checkpoints")
 
 
 def started_again() -> bool:

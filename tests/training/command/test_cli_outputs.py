@@ -209,6 +209,18 @@ def test_a_directory_takes_no_second_run_that_begins_elsewhere(toy, tmp_path, ca
     assert contents(folder) == before
 
 
+def test_a_directory_that_holds_a_run_does_not_continue_a_run_within_it(toy, capsys):
+    shutil.copytree(toy.folder, toy.folder.parent / "within", symlinks=True).rename(within := toy.folder / "within")
+    try:
+        before = contents(toy.folder)
+        for named in (within, within / "checkpoints" / "latest"):
+            assert main(["model=toy", "logger=none", f"train.resume='{named}'", f"hydra.run.dir='{toy.folder}'"]) == 1
+            assert f"{toy.folder} holds another run; choose another hydra.run.dir" in capsys.readouterr().err
+        assert contents(toy.folder) == before
+    finally:
+        shutil.rmtree(within)
+
+
 @pytest.mark.parametrize("resume", [[], ["train.resume=auto"]])
 def test_an_evaluation_replaces_no_number_of_the_run_in_whose_directory_it_is_to_write(toy, capsys, resume):
     before = contents(toy.folder)
