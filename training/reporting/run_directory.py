@@ -175,8 +175,11 @@ def check_free(folder: Path, cfg: Any) -> None:
         return
     saved = any((folder / "checkpoints").glob("step-*"))
     if saved or (folder / METRICS).exists():
-        # If there is no checkpoint, auto starts from the beginning, and not from the checkpoint that was named.
-        more = ", or continue it with train.resume=auto" if trains and (saved or resume is None) else ""
+        more = ""
+        if trains and saved:
+            more = ", or continue it with train.resume=auto"
+        elif trains and resume is None:
+            more = ", or, as it has no checkpoint, replace it by a run from step 1 with train.resume=auto"
         raise TrainingError(f"{folder} holds another run; choose another hydra.run.dir{more}")
 
 
