@@ -213,11 +213,6 @@ def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) 
     if path is not None:
         checkpoint = _together(strategy.mesh, lambda: chosen or Checkpoint.find(Path(path)))
         loaded = _load(checkpoint, strategy, optimizer)
-    if first and folder.is_dir() and (loaded is None or loaded.folder.parent == folder.resolve()):
-        try:
-            _make_newest(folder, loaded, quiet=wanted == AUTO)
-        except OSError as error:
-            _warn(f"{folder} cannot be changed: {error}")
     return loaded
 
 
@@ -260,8 +255,19 @@ def _choose(wanted: str, folder: Path) -> Checkpoint | None:
     return chosen
 
 
-def _make_newest(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
-    """Make a checkpoint the newest one of its run: newer ones, which are damaged or were skipped, are renamed."""
+def make_newest(wanted: str, folder: Path, loaded: Checkpoint | None) -> None:
+    """Make the checkpoint that ``resume`` has loaded the newest one of this run directory, if it is there.
+
+    Newer ones, which are damaged or were skipped, are renamed. Rank 0 calls this, once nothing refuses the run.
+    """
+    if folder.is_dir() and (loaded is None or loaded.folder.parent == folder.resolve()):
+        try:
+            _set_newer_aside(folder, loaded, quiet=wanted == AUTO)
+        except OSError as error:
+            _warn(f"{folder} cannot be changed: {error}")
+
+
+def _set_newer_aside(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
     step = 0
     if loaded is not None:
         step = loaded.step

@@ -35,7 +35,7 @@ from parallel.timeline import busy_seconds
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.init_from import not_drawn, read_base, start
-from training.checkpoint.load import load, resume
+from training.checkpoint.load import load, make_newest, resume
 from training.checkpoint.save import Checkpointer, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
@@ -106,15 +106,14 @@ def run(
             resumed = resume(cfg.train.resume, checkpoints.folder, strategy, optimizer)
         if resumed is not None:
             done, own = resumed.step, checkpoints.resumed_from(resumed)
-            ended = _has_ended(setup.total_steps, resumed, own)
+            ended = _has_ended(setup, resumed, own)
+        if cfg.train.resume is not None and world.rank == 0:
+            make_newest(cfg.train.resume, checkpoints.folder, resumed)
         starts = cfg.model.init_from is not None or cfg.model.get("extra_tokens")
         if resumed is None and starts and setup.chain.base is None:
             start(cfg.model, setup.chain, strategy)
         _warn(strategy.mesh, checkpoints.check())
         summary = _summary_of(strategy, run_dir, done) if ended else None
-        if world.rank == 0 and not ended:
-            with suppress(OSError):
-                (run_dir / SUMMARY).unlink()  # of the resumed run: it describes fewer steps
         recorder = _recorder(setup, strategy, run_dir, first_step=done + 1)
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
@@ -122,6 +121,9 @@ def run(
             loop.restore(resumed.progress, resumed.folder, ended)
             if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
                 recorder.say(f"warning: {changed}")
+        if world.rank == 0 and not ended:
+            with suppress(OSError):
+                (run_dir / SUMMARY).unlink()  # of the resumed run: it describes fewer steps
         ranks = []
         try:
             if summary is None:
@@ -249,19 +251,20 @@ def set_arithmetic(train: Any) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _has_ended(total: int, resumed: Checkpoint, own: bool) -> bool:
+def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
     """Return whether a resumed run has no steps left to train.
 
     The run may have been killed after its last checkpoint. Then what follows the training is still to be done.
 
     Args:
-        total: The steps of the run.
+        setup: The run.
         resumed: The checkpoint that it resumes from.
         own: Whether that is a checkpoint of the same run.
 
     Raises:
         TrainingError: No step is left, and the checkpoint is of another run or of a step after the last one.
     """
+    total = setup.total_steps
     if own and resumed.progress.get("ended_of") == total:  # a callback has ended the run
         return True
     if resumed.step > total or (resumed.step == total and not own):

@@ -16,6 +16,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -487,6 +488,21 @@ def test_going_back_to_an_older_one_leaves_the_newer_ones_under_another_name(cop
     assert "is kept as unused-step-00000006" in capsys.readouterr().err
     kept = {path.name for path in (copy / "checkpoints").iterdir() if path.is_dir() and not path.is_symlink()}
     assert kept == {f"{prefix}step-{n:08d}" for n in (4, 6) for prefix in ("", "unused-")} | {"step-00000002"}
+
+
+def test_a_command_that_is_refused_leaves_checkpoints_and_summary_as_they_were(copy, plainly, monkeypatch):
+    def files():
+        return sorted(str(path.relative_to(copy)) for path in copy.rglob("*"))
+
+    shutil.copy(plainly / "summary.json", copy)
+    before = files()
+    with pytest.raises(TrainingError, match="is at step 2 and the run ends at step 1"):
+        run(copy, *EVERY_2, f"train.resume='{step(copy, 2)}'", "train.steps=1")
+    assert files() == before
+    monkeypatch.setattr(run_module, "changes", Mock(side_effect=TrainingError("other settings")))
+    with pytest.raises(TrainingError, match="other settings"):
+        run(copy, *EVERY_2, "train.resume=auto", "train.steps=8")
+    assert {*before} <= {*files()}
 
 
 def test_a_run_that_was_killed_after_its_last_checkpoint_is_completed(copy, plainly):
