@@ -47,7 +47,7 @@ from training.run.checks.ranks import check_ranks, check_run_directory, check_we
 from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
 from training.run.prepare import build_setup
-from training.run.setup import Setup
+from training.run.setup import Setup, total_steps
 
 # Another balance is suggested if the slowest rank of a pipeline computes this many times as long as the fastest.
 _UNEVEN = 1.5
@@ -264,12 +264,15 @@ def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
     Raises:
         TrainingError: No step is left, and the checkpoint is of another run or of a step after the last one.
     """
-    total = setup.total_steps
+    total, epochs = setup.total_steps, setup.cfg.train.epochs
     if own and resumed.progress.get("ended_of") == total:  # a callback has ended the run
         return True
     if resumed.step > total or (resumed.step == total and not own):
+        also = ""
+        if epochs is not None and total_steps(None, epochs, setup.per_epoch) <= resumed.step:
+            also = f", and train.epochs=null: train.epochs={epochs:g} ends it, whatever train.steps is"
         raise TrainingError(
-            f"the checkpoint is at step {resumed.step} and the run ends at step {total}; set train.steps higher"
+            f"the checkpoint is at step {resumed.step} and the run ends at step {total}; set train.steps higher{also}"
         )
     return resumed.step == total
 
