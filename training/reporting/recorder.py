@@ -117,13 +117,16 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the bar if ``stream``, standard error if None, is a terminal. ``clock`` returns seconds."""
+        """Open the bar if ``stream``, standard error if None, is a terminal. ``clock`` returns seconds.
+
+        An evaluation has no steps, and no bar.
+        """
         self._total, self._first = total_steps, first_step
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._last_line: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
-        self._bar = self._open_bar() if terminal_width(self._stream) > 0 else None
+        self._bar = self._open_bar() if total_steps > 0 and terminal_width(self._stream) > 0 else None
 
     def update(self, record: Mapping[str, Any], note: str = "") -> None:
         """Show the record of a step, with a remark at the end of the line.

@@ -290,8 +290,9 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
         name = f"{cfg.model.name}-{cfg.parallel.name}"
         supplied = {"run_dir": run_dir, "run_config": setup.shown, "run_name": name}
         logger = Loggers(sections(cfg), partial(build, **supplied))
-    again = cfg.mode == "eval" or cfg.train.resume is not None  # an evaluation that is started again begins anew
-    recorder = Recorder(run_dir, logger, setup.total_steps, first_step, resumed=again)
+    evaluates = cfg.mode == "eval"  # one that is started again begins anew
+    again, steps = evaluates or cfg.train.resume is not None, 0 if evaluates else setup.total_steps
+    recorder = Recorder(run_dir, logger, steps, first_step, resumed=again)
     if cfg.mode == "train" and cfg.train.trace and not setup.plan.pipelined:
         recorder.say(
             f"train.trace=true draws pipelines, and parallel={setup.plan.strategy} has none: no timeline.png will be "

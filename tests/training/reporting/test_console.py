@@ -11,6 +11,7 @@ import commandline
 import pytest
 from commandline import ROOT
 from composed import compose, plain
+from composed import run as train_here
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import train
@@ -181,6 +182,14 @@ def test_a_message_gets_a_line_of_its_own_above_the_bar():
     plain = io.StringIO()
     Progress(10, stream=plain).say("checkpoint saved")
     assert plain.getvalue() == "checkpoint saved\n"
+
+
+def test_an_evaluation_shows_no_bar(tmp_path, monkeypatch):
+    steps = ["train.epochs=null", "train.steps=2"]
+    train_here(tmp_path / "run", *steps)
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    train_here(tmp_path / "eval", *steps, "mode=eval", f"checkpoint='{tmp_path}/run'")
+    assert re.fullmatch(r"val_loss \S+\ntest_loss \S+\n", stream.getvalue())
 
 
 def test_the_median_leaves_out_the_warm_up():
