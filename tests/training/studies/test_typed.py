@@ -70,6 +70,14 @@ def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
     assert strategies() - strategies(word) == left_out
 
 
+def test_groups_of_replicas_are_those_of_the_nodes_that_a_layout_needs():
+    """Four replicas fill half of one node of eight, twelve two of them by halves."""
+    words = ("model=toy", "parallel.comm_hook=hierarchical", "train.global_batch_size=12")
+    for dp, nodes in ((4, 1), (12, 2)):
+        found, _ = predict_on_paper(plain(typed(*PAPER, *words, f"parallel.dp={dp}", "parallel.pp=1")))
+        assert {(one.layout.strategy, one.layout.nodes) for one in found.best} == {("ddp", nodes)}
+
+
 def test_ranks_that_do_not_divide_the_sequence_share_the_layers_alone():
     """Of eight devices in a node, two divide sequences of 18 positions, four and eight do not."""
     words = ("model=gpt2", "model.size=tiny", "train.global_batch_size=64", "data.seq_len=18")

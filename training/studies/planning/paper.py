@@ -108,7 +108,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     model = model_of(cfg, chain, data, precision)
     tensor = tensor_sizes(chain, data, fixed, cluster.devices)
     room = cluster.devices, cluster.size, on_job(cfg)
-    possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, cluster.nodes)
+    possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor)
     costs, number = PaperCosts(cluster, precision), parameter_dtype(precision).itemsize
     devices = Devices(
         costs,
@@ -119,7 +119,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
         on_job(cfg),
     )
     found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
-    return accepted(found, cfg, cluster.nodes), model
+    return accepted(found, cfg), model
 
 
 def on_paper(cfg: Any) -> bool:

@@ -81,7 +81,7 @@ def tensor_sizes(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: in
 
 def possible_rooms(
     cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int,
-    tensor: Mapping[int, bool] = WHOLE, nodes: int = 1,
+    tensor: Mapping[int, bool] = WHOLE,
 ) -> list[Room]:  # fmt: skip
     """Return the rooms that allow a layout. See ``search`` for ``fixed``, ``least`` and ``tensor``.
 
@@ -97,7 +97,7 @@ def possible_rooms(
     found, problems = [], {}
     for room in rooms:
         for layout in having(fixed, [room]):
-            if not (problem := _problem(cfg, layout, nodes)):
+            if not (problem := _problem(cfg, layout)):
                 found.append(room)
                 break
             problems.setdefault(layout.shards > 1, problem)
@@ -142,19 +142,19 @@ def check_kept(saved: Layout, cfg: Any) -> None:
         )
 
 
-def accepted(found: Found, cfg: Any, nodes: int = 1) -> Found:
+def accepted(found: Found, cfg: Any) -> Found:
     """Remove the layouts that do not support the typed shard, reshard or comm_hook, or the optimizer.
 
     Raises:
         PlanError: No layout is left.
     """
-    best = [candidate for candidate in found.best if not _problem(cfg, candidate.layout, nodes)]
+    best = [candidate for candidate in found.best if not _problem(cfg, candidate.layout)]
     if not best:
-        raise PlanError(f"of what fits, {_problem(cfg, found.best[0].layout, nodes)}")
+        raise PlanError(f"of what fits, {_problem(cfg, found.best[0].layout)}")
     return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
 
 
-def _problem(cfg: Any, layout: PlannedLayout, nodes: int) -> str:
+def _problem(cfg: Any, layout: PlannedLayout) -> str:
     """Return why a layout does not support the optimizer or a typed key of ``_OF_SOME``; empty if it does."""
     try:
         if layout.pp > 1 or layout.tp > 1 or layout.shards > 1:
@@ -163,7 +163,7 @@ def _problem(cfg: Any, layout: PlannedLayout, nodes: int) -> str:
             parallel, keys = copy.deepcopy(cfg.parallel), layout.keys()
             parallel.update({key: value for key, value in keys.items() if key in parallel})
             mesh = Layout(layout.strategy, layout.dp, layout.pp, tp=layout.tp).mesh()
-            check_groups(parallel, strategy_info(layout.strategy), mesh, nodes)
+            check_groups(parallel, strategy_info(layout.strategy), mesh, layout.nodes)
     except PlanError as error:
         return str(error)
     return ""
