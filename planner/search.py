@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from common.errors import PlanError
-from parallel.plan import block_partition
 from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
+from planner.balance import equal_stages
 from planner.costs import Costs
 from planner.layout import PlannedLayout, nodes_for
 from planner.memory import Allocation, Memory, bytes_of_layers, fullest
@@ -140,18 +140,18 @@ class _Balanced:
 
     def __init__(self, layers: Works, devices: Devices) -> None:
         self._layers, self._devices = layers, devices
-        self._known: dict[PlannedLayout, tuple[int, ...]] = {}
+        self._known: dict[tuple[tuple[float, ...], int], tuple[int, ...]] = {}
 
     def __call__(self, layout: PlannedLayout) -> PlannedLayout:
         if layout.balance not in ("time", "size") or not layout.pipelined:
             return layout
-        alike = replace(layout, strategy="pipelined", dp=1, chunks=1, schedule="gpipe")
-        if (counts := self._known.get(alike)) is None:
-            if layout.balance == "time":
-                costs = [seconds_of_layer(work, layout, self._devices.costs) for work in self._layers]
-            else:
-                costs = bytes_of_layers(self._layers, layout, self._devices.allocation, self._devices.states)
-            counts = self._known[alike] = tuple(block_partition(costs, layout.pp * layout.per_rank))
+        if layout.balance == "time":
+            costs = [seconds_of_layer(work, layout, self._devices.costs) for work in self._layers]
+        else:
+            costs = bytes_of_layers(self._layers, layout, self._devices.allocation, self._devices.states)
+        key = tuple(costs), layout.pp * layout.per_rank
+        if (counts := self._known.get(key)) is None:
+            counts = self._known[key] = tuple(equal_stages(*key))
         return replace(layout, balance=counts)
 
 

@@ -23,10 +23,11 @@ from data.dataset import Batch
 from models.gpt2 import gpt2
 from models.llama import llama
 from parallel.strategies import STRATEGIES
+from planner.balance import equal_stages
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
 from planner.layout import PlannedLayout, cut
-from planner.memory import Allocation, fullest
+from planner.memory import Allocation, bytes_of_layers, fullest
 from planner.search import WHOLE, Devices, allowed, layouts, search
 from planner.step import Seconds, seconds_of
 from planner.work import LayerWork, Tie, work_of
@@ -166,6 +167,24 @@ def test_stages_that_a_run_will_balance_are_predicted_balanced(rule):
     )
     assert balanced.layout.counts in ((6, 4), (7, 3)) and balanced.seconds.total < 0.9 * uniform.seconds.total
     assert "parallel.balance" not in " ".join(balanced.layout.words()), "the run measures its own"
+
+
+def test_predicted_stages_are_those_that_a_run_makes_of_the_bytes_of_its_own_layout():
+    """Layouts differ in the bytes of a layer: by what replicas share, and by the micro-batches in flight."""
+    works, found = [ENDS[0], *[BLOCK] * 8, replace(ENDS[1], parameters=4_000_000)], set()
+    for one in search(works, 64, [DEVICES], fixed={"balance": "size", "pp": 4}).best:
+        if one.layout.per_rank == 1:
+            costs = bytes_of_layers(works, one.layout, PAPER, 2)
+            assert [*one.layout.counts] == equal_stages(costs, 4, chunks=one.layout.chunks), one.name
+            found.add(one.layout.counts)
+    assert len(found) > 1
+
+
+def test_stages_stay_even_if_no_others_would_be_faster():
+    """One layer takes longer than any stage of the others, so all cuts between them are as good."""
+    works = [ENDS[0], *[BLOCK] * 8, replace(ENDS[1], flops=4e10)]
+    fixed = {"balance": "time", "pp": 8, "schedule": "1f1b", "recompute": "full"}
+    assert {one.layout.counts for one in search(works, 8, [DEVICES], fixed=fixed).best} == {(2, 2, 1, 1, 1, 1, 1, 1)}
 
 
 def test_gradients_hide_behind_the_backward_and_shards_behind_computing():
