@@ -70,6 +70,14 @@ def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
     assert strategies() - strategies(word) == left_out
 
 
+def test_a_schedule_that_cannot_run_compiled_layers_is_left_out_and_refused_if_it_is_typed():
+    words = (*PAPER, "model=gpt2", "model.size=tiny", "train.compile=true", "parallel.pp=2")
+    found, _ = predict_on_paper(plain(typed(*words)))
+    assert {one.layout.schedule for one in found.best} == {"gpipe", "1f1b", "interleaved_1f1b"}
+    with pytest.raises(UserError, match=r"a compiled layer has one backward, .*schedule=interleaved_zero_bubble"):
+        predict_on_paper(plain(typed(*words, "parallel.schedule=interleaved_zero_bubble")))
+
+
 def test_groups_of_replicas_are_those_of_the_nodes_that_a_layout_needs():
     """Four replicas fill half of one node of eight, twelve two of them by halves."""
     words = ("model=toy", "parallel.comm_hook=hierarchical", "train.global_batch_size=12")

@@ -115,15 +115,18 @@ def check_optimizer_layout(setup: Setup) -> None:
 
 def check_compile(setup: Setup) -> None:
     """Check that the model can be compiled if train.compile is set. Raises UserError."""
-    schedule = setup.plan.schedule
-    if not setup.cfg.train.compile:
-        return
+    if setup.cfg.train.compile:
+        check_one_backward(setup.plan.schedule)
+        check_compiler()
+
+
+def check_one_backward(schedule: str | None) -> None:
+    """Check that a schedule can run compiled layers. Raises TrainingError."""
     if schedule is not None and SCHEDULES[schedule].splits_backward:
         raise TrainingError(
             f"train.compile=true: a compiled layer has one backward, and parallel.schedule={schedule} runs it "
             "in two parts; use parallel.schedule=interleaved_1f1b, or train.compile=false"
         )
-    check_compiler()
 
 
 def check_sequence(setup: Setup) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.errors import PlanError
+from common.errors import PlanError, TrainingError
 from conf import COMMAND
 from conf.instantiate import to_dict
 from data.dataset import DataSet
@@ -19,7 +19,7 @@ from planner.layout import PlannedLayout
 from planner.search import FREE, WHOLE, Found, layouts
 from planner.work import Works
 from training.optimizer import check_apart
-from training.run.checks.model import check_sequences, uneven_sequences
+from training.run.checks.model import check_one_backward, check_sequences, uneven_sequences
 from training.run.prepare import BALANCES
 
 # (devices of a node, devices, whether a layout must take all of them)
@@ -143,7 +143,7 @@ def check_kept(saved: Layout, cfg: Any) -> None:
 
 
 def accepted(found: Found, cfg: Any) -> Found:
-    """Remove the layouts that do not support the typed shard, reshard or comm_hook, or the optimizer.
+    """Remove the layouts that do not support the typed shard, reshard, comm_hook or compile, or the optimizer.
 
     Raises:
         PlanError: No layout is left.
@@ -155,15 +155,17 @@ def accepted(found: Found, cfg: Any) -> Found:
 
 
 def _problem(cfg: Any, layout: PlannedLayout) -> str:
-    """Return why a layout does not support the optimizer or a typed key of ``_OF_SOME``; empty if it does."""
+    """Return why a layout does not support the optimizer, train.compile or a typed key of ``_OF_SOME``, if so."""
     try:
         if layout.pp > 1 or layout.tp > 1 or layout.shards > 1:
             check_apart(to_dict(cfg.optim), layout.strategy)
+        if cfg.train.compile:
+            check_one_backward(layout.schedule)
         if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
             parallel, keys = copy.deepcopy(cfg.parallel), layout.keys()
             parallel.update({key: value for key, value in keys.items() if key in parallel})
             mesh = Layout(layout.strategy, layout.dp, layout.pp, tp=layout.tp).mesh()
             check_groups(parallel, strategy_info(layout.strategy), mesh, layout.nodes)
-    except PlanError as error:
+    except (PlanError, TrainingError) as error:
         return str(error)
     return ""
