@@ -154,7 +154,7 @@ def make_plan(
     skeleton = chain.skeleton()
     group, reshard = check_groups(parallel, info, replace(wanted, dp=dp, shard=None).mesh(), nodes)
     if info.sharded:
-        check_shardable(parallel.name, skeleton)
+        check_shardable(parallel.name, single_numbers(skeleton))
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     if wanted.tp > 1:
         check_cuts(chain, skeleton, wanted.tp)
@@ -429,12 +429,16 @@ def _divides(tp: int, module: nn.Module, cut: CutOf) -> bool:
     return parts % tp == 0 or (isinstance(cut, Columns) and cut.shared and tp % parts == 0)
 
 
-def check_shardable(strategy: str, skeleton: nn.Module) -> None:
-    """Raise PlanError if a parameter has no rows to share."""
-    scalars = [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0]
-    if scalars:
+def single_numbers(skeleton: nn.Module) -> list[str]:
+    """Return the names of the parameters that have no rows to share."""
+    return [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0]
+
+
+def check_shardable(strategy: str, numbers: Sequence[str]) -> None:
+    """Raise PlanError if a parameter has no rows to share: ``numbers`` are those of ``single_numbers``."""
+    if numbers:
         raise PlanError(
-            f"parallel={strategy} shares the rows of each parameter, but {scalars[0]} is a single number; give it the "
+            f"parallel={strategy} shares the rows of each parameter, but {numbers[0]} is a single number; give it the "
             "shape (1,)"
         )
 

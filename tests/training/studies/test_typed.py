@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from composed import typed
 from omegaconf import OmegaConf
+from torch import nn
 
 from common.errors import UserError
 from conf.composition import Composed
+from models.chain import Chain, LayerSpec
+from models.toy import toy
 from parallel.layout import Layout
 from training.command.app import execute, plain
 from training.studies.planning import choice
@@ -76,6 +80,27 @@ def test_a_schedule_that_cannot_run_compiled_layers_is_left_out_and_refused_if_i
     assert {one.layout.schedule for one in found.best} == {"gpipe", "1f1b", "interleaved_1f1b"}
     with pytest.raises(UserError, match=r"a compiled layer has one backward, .*schedule=interleaved_zero_bubble"):
         predict_on_paper(plain(typed(*words, "parallel.schedule=interleaved_zero_bubble")))
+
+
+class Scaled(nn.Linear):
+    """A layer with a parameter that has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 10)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_strategies_that_share_parameters_are_left_out_for_a_model_with_a_single_number(monkeypatch):
+    def scaled(**sizes) -> Chain:
+        chain = toy(**sizes)
+        return Chain([LayerSpec("scaled", Scaled), *chain.layers], loss=chain.loss)
+
+    monkeypatch.setattr("models.toy.toy", scaled)
+    found, _ = predict_on_paper(plain(typed(*PAPER, "model=toy")))
+    assert {one.layout.strategy for one in found.best} == {"single", "ddp", "pipelined", "pipe_ddp"}
 
 
 def test_groups_of_replicas_are_those_of_the_nodes_that_a_layout_needs():

@@ -18,6 +18,7 @@ from data.dataset import Batch, DataSet
 from models.chain import Chain
 from parallel.devices import parameter_dtype
 from parallel.orders import StageSeconds
+from parallel.plan import single_numbers
 from parallel.strategies import strategy_info
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
@@ -107,8 +108,8 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     data.prepare()
     model = model_of(cfg, chain, data, precision)
     tensor = tensor_sizes(chain, data, fixed, cluster.devices)
-    room = cluster.devices, cluster.size, on_job(cfg)
-    possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor)
+    room, numbers = (cluster.devices, cluster.size, on_job(cfg)), single_numbers(chain.skeleton())
+    possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, numbers)
     costs, number = PaperCosts(cluster, precision), parameter_dtype(precision).itemsize
     devices = Devices(
         costs,
@@ -119,7 +120,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
         on_job(cfg),
     )
     found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
-    return accepted(found, cfg), model
+    return accepted(found, cfg, numbers), model
 
 
 def on_paper(cfg: Any) -> bool:

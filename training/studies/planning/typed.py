@@ -13,7 +13,7 @@ from conf.instantiate import to_dict
 from data.dataset import DataSet
 from models.chain import Chain
 from parallel.layout import Layout
-from parallel.plan import check_cuts, check_groups, check_numbers
+from parallel.plan import check_cuts, check_groups, check_numbers, check_shardable
 from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout
 from planner.search import FREE, WHOLE, Found, layouts
@@ -81,9 +81,11 @@ def tensor_sizes(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: in
 
 def possible_rooms(
     cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int,
-    tensor: Mapping[int, bool] = WHOLE,
+    tensor: Mapping[int, bool] = WHOLE, numbers: Sequence[str] = (),
 ) -> list[Room]:  # fmt: skip
     """Return the rooms that allow a layout. See ``search`` for ``fixed``, ``least`` and ``tensor``.
+
+    ``numbers`` are those of ``parallel.plan.single_numbers``.
 
     Raises:
         PlanError: There is none. The message says which numbers would be possible.
@@ -97,7 +99,7 @@ def possible_rooms(
     found, problems = [], {}
     for room in rooms:
         for layout in having(fixed, [room]):
-            if not (problem := _problem(cfg, layout)):
+            if not (problem := _problem(cfg, layout, numbers)):
                 found.append(room)
                 break
             problems.setdefault(layout.shards > 1, problem)
@@ -142,23 +144,25 @@ def check_kept(saved: Layout, cfg: Any) -> None:
         )
 
 
-def accepted(found: Found, cfg: Any) -> Found:
-    """Remove the layouts that do not support the typed shard, reshard, comm_hook or compile, or the optimizer.
+def accepted(found: Found, cfg: Any, numbers: Sequence[str] = ()) -> Found:
+    """Remove the layouts that do not support the typed shard, reshard, comm_hook or compile, the optimizer or the model.
 
     Raises:
         PlanError: No layout is left.
     """
-    best = [candidate for candidate in found.best if not _problem(cfg, candidate.layout)]
+    best = [candidate for candidate in found.best if not _problem(cfg, candidate.layout, numbers)]
     if not best:
-        raise PlanError(f"of what fits, {_problem(cfg, found.best[0].layout)}")
+        raise PlanError(f"of what fits, {_problem(cfg, found.best[0].layout, numbers)}")
     return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
 
 
-def _problem(cfg: Any, layout: PlannedLayout) -> str:
-    """Return why a layout does not support the optimizer, train.compile or a typed key of ``_OF_SOME``, if so."""
+def _problem(cfg: Any, layout: PlannedLayout, numbers: Sequence[str]) -> str:
+    """Return why a layout does not support the model, the optimizer, train.compile or a key of ``_OF_SOME``, if so."""
     try:
         if layout.pp > 1 or layout.tp > 1 or layout.shards > 1:
             check_apart(to_dict(cfg.optim), layout.strategy)
+        if layout.sharded:
+            check_shardable(layout.strategy, numbers)
         if cfg.train.compile:
             check_one_backward(layout.schedule)
         if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
