@@ -490,10 +490,13 @@ def test_each_command_of_a_plan_asks_for_the_nodes_that_its_layout_fills_equally
         processes = math.prod(map(int, numbers.values()))
         nodes = int(re.search(r"launcher=slurm launcher.nodes=(\d)", line)[1])
         assert nodes == math.ceil(processes / 3) and processes % nodes == 0, line
+        assert line.endswith(f" launcher.gpus_per_node={processes // nodes}"), "a job gets no GPUs unless it asks"
         asked[processes] = nodes
     assert asked[1] == 1 and len(asked) > 2
     alone = plan(tmp_path, capsys, "cluster=a100x64", "cluster.nodes=1")
     assert "launcher=slurm" not in alone
+    without = plan(tmp_path, capsys, "cluster=a100x64", "device=cpu")
+    assert "launcher=slurm" in without and "gpus_per_node" not in without
 
 
 def test_a_plan_says_how_many_devices_each_layout_leaves_idle_unless_none_does(tmp_path, capsys):

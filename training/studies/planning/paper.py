@@ -78,7 +78,8 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
         f"{cluster.source}",
         f"{found.tried:,} layouts in {time.perf_counter() - began:.1f} s, of which {len(found.best):,} fit",
     ]
-    tables = model.tables(found, words, cluster.peak[precision], for_job=cluster.nodes > 1 and not on_job(cfg))
+    for_job, on_gpus = cluster.nodes > 1 and not on_job(cfg), cfg.device != "cpu"
+    tables = model.tables(found, words, cluster.peak[precision], for_job, on_gpus)
     told = model.batchnorm_of(found.best[0], cfg)
     return "\n".join([*about, *tables, *paper_is_off(cluster, found), *told, *_draw(found, cfg, run_dir)])
 
@@ -179,7 +180,7 @@ class Model:
     least: int
 
     def tables(
-        self, found: Found, words: Sequence[str], peak: float | None = None, for_job: bool = False
+        self, found: Found, words: Sequence[str], peak: float | None = None, for_job: bool = False, on_gpus: bool = True
     ) -> Iterator[str]:
         """Yield the best ten layouts, each strategy's best, why others do not fit, and the commands to copy.
 
@@ -188,6 +189,7 @@ class Model:
             words: The command line.
             peak: FLOP/s of a device, if known.
             for_job: Whether the commands submit a job of SLURM.
+            on_gpus: Whether such a job asks for a GPU for each process.
         """
         parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
         best = best_of_each(found)
@@ -209,8 +211,9 @@ class Model:
         without = " (without SLURM, start ranks with torchrun: docs/cluster.md)" * for_job
         yield f"to copy, the best of each strategy, the fastest first{without}:"
         for candidate in best.values():
-            job = f" launcher=slurm launcher.nodes={candidate.layout.nodes}" * for_job
-            yield f"  {command(words, candidate)}{job}"
+            nodes, processes = candidate.layout.nodes, candidate.layout.processes
+            gpus = f" launcher.gpus_per_node={processes // nodes}" * on_gpus  # without it, a job gets none
+            yield f"  {command(words, candidate)}" + f" launcher=slurm launcher.nodes={nodes}{gpus}" * for_job
 
     def batchnorm_of(self, candidate: Candidate, cfg: Any) -> list[str]:
         """Return a line that names the layout of one process with the same micro-batches; none without BatchNorm."""
