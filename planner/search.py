@@ -104,7 +104,8 @@ def search(
         batch: The number of samples per step.
         kinds: The sets of devices to consider: several numbers of processes of this machine, or a cluster.
         tensor: How many ranks can share each layer of the model, and whether these can share each sequence.
-        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, balance, sequence and recompute.
+        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, reshard, balance, sequence and
+            recompute.
         least: The number of samples of the smallest micro-batch that the layers accept.
 
     Raises:
@@ -114,6 +115,8 @@ def search(
     for devices in kinds:
         balanced = _Balanced(layers, devices)
         for layout in layouts(layers, devices.costs.devices, batch, devices.count, tensor, fixed, least, devices.whole):
+            if layout.dp % layout.shards:
+                continue  # no equal groups, which were typed
             tried += 1
             candidate = Candidate(layers, balanced(layout), devices)
             if candidate.missing <= 0:
@@ -187,7 +190,10 @@ def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) 
             continue
         if not info.tensor if layout.tp > 1 else info.only_tensor:
             continue
-        base = replace(layout, strategy=name, shard=fixed.get("shard"), balance=fixed.get("balance", "uniform"))
+        base = replace(
+            layout, strategy=name, shard=fixed.get("shard"), reshard=fixed.get("reshard"),
+            balance=fixed.get("balance", "uniform"),
+        )  # fmt: skip
         if info.shards == "node" and (base.shards in (1, layout.dp) or layout.dp % base.shards):
             continue
         for schedule in ([typed] if typed else _SCHEDULES) if info.stage_per_rank else ["gpipe"]:

@@ -82,6 +82,15 @@ def test_a_schedule_that_cannot_run_compiled_layers_is_left_out_and_refused_if_i
         predict_on_paper(plain(typed(*words, "parallel.schedule=interleaved_zero_bubble")))
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_is_typed_of_shared_parameters_is_predicted_as_a_run_has_it(reshard):
+    typed_of_them = (f"parallel.reshard={reshard}", "parallel.shard=4", "parallel.dp=16")
+    words = (*PAPER, "model=gpt2", "model.size=tiny", "train.global_batch_size=256", *typed_of_them)
+    found, _ = predict_on_paper(plain(typed(*words)))
+    assert {one.layout.strategy for one in found.best} == {"fsdp", "hsdp", "pipe_fsdp"}
+    assert {(one.layout.shards, one.layout.resharded) for one in found.best} == {(4, reshard)}
+
+
 class Scaled(nn.Linear):
     """A layer with a parameter that has no rows."""
 

@@ -220,7 +220,7 @@ def _fixed(cfg: Any) -> dict[str, Any]:
     if info.several_devices:  # its stages compute in turn
         return {**fixed, "strategy": plan.strategy, "dp": 1, "pp": 1}
     fixed |= {"strategy": plan.strategy, "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "shard": plan.shard}
-    fixed |= {"sequence": plan.sequence}
+    fixed |= {"sequence": plan.sequence, "reshard": plan.reshard}
     if plan.pipelined:
         fixed |= {"schedule": plan.schedule, "stages_per_rank": plan.stages_per_rank, "balance": plan.balance}
     return fixed

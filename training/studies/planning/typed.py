@@ -37,6 +37,7 @@ def fixed_of(cfg: Any) -> dict[str, Any]:
     typed = cfg.get(COMMAND, {}).get("typed", ())
     keys = [key for key in FREE if f"parallel.{key}" in typed and cfg.parallel.get(key) not in (None, "auto")]
     fixed = {key: cfg.parallel[key] for key in keys}
+    fixed |= {key: value for key in ("shard", "reshard") if (value := cfg.parallel[key]) is not None}
     if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
         fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
     if (balance := cfg.parallel.balance) in BALANCES:
@@ -145,7 +146,7 @@ def check_kept(saved: Layout, cfg: Any) -> None:
 
 
 def accepted(found: Found, cfg: Any, numbers: Sequence[str] = ()) -> Found:
-    """Remove the layouts that do not support the typed shard, reshard, comm_hook or compile, the optimizer or the model.
+    """Remove the layouts that do not support the model, the optimizer, train.compile or a typed key of ``_OF_SOME``.
 
     Raises:
         PlanError: No layout is left.
