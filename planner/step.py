@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import gcd
 
 from parallel.orders import UNMEASURED, StageSeconds
 from parallel.schedules import borders
@@ -115,7 +116,9 @@ def _computed(work: LayerWork, layout: PlannedLayout, costs: Costs, again: bool)
 def _tensor(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     """Seconds of two all-reduces in a block's forward, two in its backward, and two if the forward is recomputed."""
     times = (6 if layout.recompute == "full" else 4) if work.attention else 0
-    return times * costs.reduce(costs.itemsize * work.hidden * layout.samples, layout.tp, min(layout.tp, costs.devices))
+    # Where ranks that share layers do not divide a node, some of them are on two nodes.
+    together = layout.tp if layout.processes <= costs.devices else gcd(layout.tp, costs.devices)
+    return times * costs.reduce(costs.itemsize * work.hidden * layout.samples, layout.tp, together)
 
 
 def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:

@@ -337,6 +337,11 @@ def test_a_thousand_devices_take_seconds():
     assert found.tried > 2000 and calls < 30_000_000
 
 
+def test_ranks_that_share_layers_and_do_not_divide_a_node_wait_for_the_network():
+    alone, beside = (seconds_of(WORKS, PlannedLayout("ddp", dp=dp, tp=3), COSTS).tensor for dp in (1, 2))
+    assert beside == pytest.approx(10 * alone), "of two groups of three, one is on both nodes of four"
+
+
 def test_norms_and_residuals_take_as_long_on_every_rank_unless_ranks_share_the_sequence():
     costs = PaperCosts(replace(PLAIN, memory_bandwidth=1e9), "bf16")
     block = replace(BLOCK, moved=3e6, whole=1e6)
