@@ -243,10 +243,12 @@ class Decoder:
         if width is None:
             return Columns()
         outputs, *others = (getattr(module, "out_features", 0) for module in (own, *around.children()))
-        # A plan cuts queries, keys and values in one projection only where they are side by side within each head.
-        together = outputs == 3 * width * self.model.config.get_text_config().num_attention_heads
+        if outputs == 3 * width * self.model.config.get_text_config().num_attention_heads:
+            # A plan cuts queries, keys and values in one projection only where they are side by side within each head,
+            # or within each of CodeGen's `mp_num` parts.
+            return Columns(unit=outputs // around.mp_num if hasattr(around, "mp_num") else 3 * width)
         # Fewer outputs than another has are those of keys or values, of which several heads of queries use each.
-        return Columns(unit=3 * width if together else width, shared=outputs < max(others))
+        return Columns(unit=width, shared=outputs < max(others))
 
     # -- proof ---------------------------------------------------------------------------------------------------------
 
