@@ -107,31 +107,31 @@ class Memory:
         return self.used + self.allocator
 
 
-def fullest(layers: Works, layout: PlannedLayout, allocation: Allocation, states: int | None = 2) -> Memory:
+def fullest(layers: Works, layout: PlannedLayout, allocation: Allocation, states: float | None = 2) -> Memory:
     """Predict the memory of the rank that needs the most.
 
     Args:
         layers: The layers' work.
         layout: The layout.
         allocation: What the memory depends on where it runs.
-        states: How many tensors of each trained parameter's size the optimizer keeps (Adam: 2); None where nothing is
-            trained.
+        states: How many tensors of a trained parameter's size the optimizer keeps on average (Adam: 2); None where
+            nothing is trained.
     """
     return max(_Rank(layers, layout, allocation, states).positions(), key=lambda memory: memory.total)
 
 
-def memory_of_ranks(plan: Plan, layers: Works, states: int | None, recompute: bool = False) -> list[Memory]:
+def memory_of_ranks(plan: Plan, layers: Works, states: float | None, recompute: bool = False) -> list[Memory]:
     """Predict the memory of each rank of a run from its layers' work, or from their weights alone."""
     positions = _Rank.of_plan(plan, layers, states, recompute).positions()
     return [positions[plan.mesh(rank).position] for rank in range(plan.processes)]
 
 
-def bytes_per_layer(plan: Plan, layers: Works, states: int, recompute: bool = False) -> list[float]:
+def bytes_per_layer(plan: Plan, layers: Works, states: float, recompute: bool = False) -> list[float]:
     """Predict the bytes that each layer adds to the first rank of a run."""
     return _Rank.of_plan(plan, layers, states, recompute).each_layer()
 
 
-def bytes_of_layers(layers: Works, layout: PlannedLayout, allocation: Allocation, states: int) -> list[float]:
+def bytes_of_layers(layers: Works, layout: PlannedLayout, allocation: Allocation, states: float) -> list[float]:
     """Predict the bytes that each layer adds to the first rank of a layout."""
     return _Rank(layers, layout, allocation, states).each_layer()
 
@@ -143,10 +143,10 @@ class _Rank:
     layers: Works
     layout: PlannedLayout
     allocation: Allocation
-    states: int | None
+    states: float | None
 
     @classmethod
-    def of_plan(cls, plan: Plan, layers: Works, states: int | None, recompute: bool) -> _Rank:
+    def of_plan(cls, plan: Plan, layers: Works, states: float | None, recompute: bool) -> _Rank:
         allocation = Allocation.here(plan.precision, plan.device_type)
         return cls(layers, PlannedLayout.of_plan(plan, recompute), allocation, states)
 

@@ -41,7 +41,7 @@ class Devices:
     count: int
     memory: float
     allocation: Allocation
-    states: int = 2
+    states: float = 2
     whole: bool = False
 
 

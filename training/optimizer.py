@@ -391,10 +391,23 @@ def update_of(section: Mapping[str, Any]) -> str | None:
 
 
 def states_of(section: Mapping[str, Any], unknown: int = 2) -> int:
-    """Count the tensors of a parameter's size that an optimizer keeps for it; ``unknown`` if it is not torch's."""
+    """Count the tensors of a parameter's size that an optimizer keeps for it; ``unknown`` if it is not torch's.
+
+    ``others`` of the section do not count.
+    """
     known = _of_torch(section)
     momentum = section["_target_"].endswith(".SGD") and bool(section.get("momentum"))
     return unknown if known is None else known[1] + momentum
+
+
+def mean_states(section: Mapping[str, Any], chain: Chain) -> float:
+    """Return how many tensors of a parameter's size the section's optimizers keep, on average over a model."""
+    others = section.get("others")
+    if others is None:
+        return states_of(section)
+    sizes = {name: p.numel() for name, p in chain.skeleton().named_parameters() if p.requires_grad}
+    share = sum(sizes[name] for name in hidden_matrices(chain)) / sum(sizes.values())
+    return share * states_of(section) + (1 - share) * states_of(others)
 
 
 def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:

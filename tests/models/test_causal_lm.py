@@ -172,7 +172,7 @@ def test_a_file_without_a_kind_is_refused(tmp_path):
     [
         ("qwen3", {"head_dim": 32}, {"layers.*.self_attn.q_proj": 4, "layers.*.self_attn.k_proj": 2}),
         ("gpt_neox", {}, {"layers.*.attention.query_key_value": 4}),  # side by side within each head
-        ("codegen", {"n_head": 8, "rotary_dim": 4}, {"layers.*.attn.qkv_proj": 4}),  # within each of four parts of two heads
+        ("codegen", {"n_head": 8, "rotary_dim": 4}, {"layers.*.attn.qkv_proj": 4}),  # within each of four parts
     ],
 )
 def test_the_tensor_plan_becomes_a_table_of_cuts(tmp_path, kind, options, wanted):

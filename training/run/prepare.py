@@ -24,7 +24,7 @@ from parallel.plan import Plan, make_plan
 from planner.balance import equal_stages, seconds_per_layer, stage_shares
 from planner.memory import bytes_per_layer
 from training.checkpoint.init_from import unseen, vocabulary_with
-from training.optimizer import states_of
+from training.optimizer import mean_states
 from training.run.checks.configuration import check_components, check_train
 from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
 from training.run.checks.model import (
@@ -109,7 +109,8 @@ def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardwar
         else:
             costs = seconds_of_layers(setup)
     else:
-        costs = bytes_per_layer(plan, setup.layers, states_of(cfg.optim), cfg.train.activation_checkpointing)
+        states = mean_states(cfg.optim, setup.chain)
+        costs = bytes_per_layer(plan, setup.layers, states, cfg.train.activation_checkpointing)
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
     setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)

@@ -10,7 +10,8 @@ from composed import config, for_rank, losses, run, run_on_rank, saved
 from common.errors import CheckpointError, PlanError, TrainingError
 from conf.instantiate import add_to_path, to_dict
 from parallel.strategy import Options, build_strategy
-from training.optimizer import Constant, CosineWarmup, Optimizer, Step, hidden_matrices
+from planner.memory import memory_of_ranks
+from training.optimizer import Constant, CosineWarmup, Optimizer, Step, hidden_matrices, mean_states
 from training.run.prepare import build_chain, prepare
 from training.run.rank import run as train
 
@@ -173,6 +174,17 @@ def test_adapters_are_hidden_and_what_is_frozen_is_not_trained():
     cfg = config("model=llama", "model.n_layer=2", "model.lora.rank=4")
     hidden = hidden_matrices(build_chain(cfg.model, 100))
     assert len(hidden) == 2 * 2 * 7 and all(".lora_" in name for name in hidden)
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw"])
+def test_a_plan_counts_the_tensors_that_the_optimizers_keep(ranks, text, tmp_path, optim):
+    words = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", *text, f"optim={optim}"]
+    words += ["train.epochs=null", "train.steps=1", "train.global_batch_size=4", "train.eval_every=null"]
+    setup = prepare(config(*words, "parallel=single"))
+    (planned,) = memory_of_ranks(setup.plan, setup.layers, mean_states(setup.cfg.optim, setup.chain))
+    ranks.run(1, run_on_rank, *for_rank(tmp_path, *words, "parallel=single"))
+    (held,) = json.loads((tmp_path / "summary.json").read_text())["optimizer_bytes"]
+    assert planned.optimizer == pytest.approx(held, rel=1e-3), "and a number of steps for each parameter of AdamW"
 
 
 def test_a_pipeline_s_copies_of_a_tied_embedding_have_adamw_on_every_stage(ranks, text, tmp_path):

@@ -22,10 +22,10 @@ def run(command: Command) -> None:
     setup = prepared(cfg, command.run_dir, command.world, command.words)
 
     from planner.memory import memory_of_ranks
-    from training.optimizer import states_of
+    from training.optimizer import mean_states
     from training.reporting.console import describe_memory
     from training.run.prepare import describe
 
     print(describe(setup), flush=True)
-    states, recompute = states_of(cfg.optim), cfg.train.activation_checkpointing
+    states, recompute = mean_states(cfg.optim, setup.chain), cfg.train.activation_checkpointing
     print("\n" + describe_memory(memory_of_ranks(setup.plan, setup.layers, states, recompute)))

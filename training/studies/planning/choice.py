@@ -29,7 +29,7 @@ from planner.here import Subject, free_memory, measure
 from planner.memory import Allocation
 from planner.search import Candidate, Devices, Found, divisors, search
 from training.checkpoint.files import Checkpoint
-from training.optimizer import Optimizer, states_of
+from training.optimizer import Optimizer, mean_states
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.run.prepare import BALANCES, model_and_data, prepare
 from training.studies.planning import AUTO, is_automatic
@@ -181,7 +181,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
         partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,
     )  # fmt: skip
-    cuda, states = plan.device_type == "cuda", states_of(cfg.optim)
+    cuda, states = plan.device_type == "cuda", mean_states(cfg.optim, setup.chain)
     devices = torch.cuda.device_count() if cuda else 1
     memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
     needed = max(work.kept + 2 * work.output for work in model.layers)  # of a layer with its input, for a sample

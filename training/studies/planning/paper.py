@@ -27,7 +27,7 @@ from planner.search import FREE, Candidate, Devices, Found, search
 from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, slowed, stage_seconds
 from planner.work import Works, work_of
-from training.optimizer import check_others, states_of
+from training.optimizer import check_others, mean_states
 from training.reporting.console import columns
 from training.run.prepare import checked_model_and_data
 from training.studies.planning import AUTO
@@ -117,7 +117,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
         cluster.size,
         cluster.memory,
         Allocation(number, costs.gathered, cluster.reserved, costs.itemsize),
-        states_of(cfg.optim),
+        mean_states(cfg.optim, chain),
         on_job(cfg),
     )
     found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
