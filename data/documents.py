@@ -51,8 +51,8 @@ class Document:
                 yield block
 
     def text(self) -> Iterator[str]:
-        """Yield the text, about 1 MiB at a time, with unchanged line ends."""
-        decoder = codecs.getincrementaldecoder("utf-8")()
+        """Yield the text, about 1 MiB at a time, with unchanged line ends and without a byte order mark."""
+        decoder = codecs.getincrementaldecoder("utf-8-sig" if self.start == 0 else "utf-8")()
         for block in self.blocks():
             yield decoder.decode(block)
         yield decoder.decode(b"", final=True)

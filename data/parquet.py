@@ -67,7 +67,8 @@ class ParquetRows(RowFiles):
         """See RowFiles."""
 
         def chat(values: list[Any]) -> Chat:
-            messages, *tools = (value.as_py() for value in values)
+            # A struct has the keys of all rows, with null where a row had none.
+            messages, *tools = (_without_nulls(value.as_py()) for value in values)
             try:
                 return chat_of(messages, *tools)
             except ValueError as error:
@@ -141,3 +142,10 @@ class Parquet(RowData):
     def __init__(self, column: str | list[str] = "text", **options: Any):
         self.fields = names("column", column)
         super().__init__(**options)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys of its dicts whose value is None."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -28,8 +28,8 @@ _DTYPE = np.dtype("<u2")
 class Tokens(DataSet):
     """Tokenised text in one .bin file or in the .bin files of a folder. Nothing is copied.
 
-    A folder's files belong to the split that a word of their names names, as in fineweb_train_000001.bin,
-    tiny_shakespeare_val.bin and test.bin; without such a word, to train. A single file with any name is cut into 90 %,
+    A folder's files belong to the split that a word of their paths names, as in fineweb_train_000001.bin,
+    val/000001.bin and test.bin; without such a word, to train. A single file with any name is cut into 90 %,
     5 % and 5 %.
     """
 
@@ -62,7 +62,7 @@ class Tokens(DataSet):
     def prepare(self) -> None:
         """Map the files. Tokens are checked when they are read."""
         files = [read_header(path, self.format) for path in files_of(self.root, "tokens", ".bin")]
-        splits = _cut(files[0]) if self.root.is_file() else _by_name(files)
+        splits = _cut(files[0]) if self.root.is_file() else _by_name(files, self.root)
         sources = {split: self._source(part) for split, part in splits.items()}
         if sources["train"] is None:
             tokens = ", ".join(f"{file.path.name}: {file.count:,}" for file in splits["train"][:5])
@@ -132,10 +132,10 @@ def read_header(path: Path, format: str = "auto") -> MappedFile:
     return MappedFile(path, _DTYPE.str, _HEADER_BYTES, count)
 
 
-def _by_name(files: Sequence[MappedFile]) -> dict[str, list[MappedFile]]:
+def _by_name(files: Sequence[MappedFile], root: Path) -> dict[str, list[MappedFile]]:
     splits: dict[str, list[MappedFile]] = {"train": [], "valid": [], "test": []}
     for file in files:
-        splits[split_of(Path(file.path.stem))].append(file)
+        splits[split_of(file.path.relative_to(root).with_suffix(""))].append(file)
     return splits
 
 

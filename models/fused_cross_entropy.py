@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.losses import IGNORED, Sums, mask_targets
+from models.losses import IGNORED, Sums, assert_all, mask_targets
 from models.seeds import passes
 
 # Rows per block. On a CPU 16 (16 x 50,304 x 4 bytes are 3 MiB) was the fastest of 16, 64 and 256 on one and two
@@ -258,9 +258,11 @@ class SharedWords(Protocol):
 
     Attributes:
         start: The first of them.
+        count: The number of all ranks' words.
     """
 
     start: int
+    count: int
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what all words are computed from, [b, t, c]."""
@@ -313,10 +315,13 @@ class FusedHead(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             hidden = hidden.to(torch.get_autocast_dtype(kind))
-        linear = self.projection
+        linear, counted = self.projection, targets != IGNORED
+        count = len(linear.weight) if self.words is None else self.words.count
+        known = (targets >= 0) & (targets < count)
+        assert_all(known | ~counted, f"targets must be from 0 to {count - 1}, or {IGNORED}, which is not counted")
         cast = self._weight_as(hidden.dtype)
         loss = fused_cross_entropy(hidden, linear.weight, cast, targets, linear.bias, self.words)
-        return Sums(loss, (targets != IGNORED).sum())
+        return Sums(loss, counted.sum())
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in the compute dtype, which is cast once per step and not once per micro-batch."""

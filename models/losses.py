@@ -101,6 +101,11 @@ def check_sums(loss: Loss, sums: Any) -> None:
         )
 
 
+def assert_all(holds: Tensor, problem: str) -> None:
+    """Raise RuntimeError if an element is false. A GPU is not waited for: its error comes at a later operation."""
+    torch._assert_async(holds.all(), problem)  # pyright: ignore[reportPrivateImportUsage]  # torch 2.11, 2.13, 2.15
+
+
 def per_element(weights: Tensor | None, like: Tensor) -> Tensor:
     """Expand sample weights, [b] or None for all ones, to the shape [b, ...] and dtype of the loss terms ``like``."""
     if weights is None:

@@ -256,11 +256,12 @@ class Words:
 
     Attributes:
         start: The first of them.
+        count: The number of all ranks' words.
     """
 
     def __init__(self, cutting: Cutting, cut: Cut, divided: bool) -> None:
         self._cutting, self._cut, self._divided = cutting, cut, divided
-        self.start = cut.runs(cutting.index)[0].start
+        self.start, self.count = cut.runs(cutting.index)[0].start, cut.shape[cut.dim]
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what all words are computed from, [b, t, c]."""

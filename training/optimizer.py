@@ -365,6 +365,8 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
         if type(lr := section["lr"]) not in (int, float) or not math.isfinite(lr):
             raise TrainingError(f"{place}.lr={lr!r} must be a finite number, such as 1e-3: {section['_target_']}")
+        if lr == 0 and section is config and config.get("others"):
+            raise TrainingError("optim.lr=0: the rate of optim.others follows optim.lr; set optim.lr to a small number")
         for key, value in section.items():  # torch refuses values below 0, but NaN is not below 0
             numbers = value if isinstance(value, Sequence) else [value]
             if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):

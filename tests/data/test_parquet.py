@@ -80,6 +80,13 @@ def test_a_column_of_text_is_read_in_every_type_that_text_has(tmp_path, column):
     assert rows.texts(np.array([], dtype=np.int64), ["text"]) == []
 
 
+def test_arguments_of_a_tool_that_other_rows_do_not_have_are_left_out(tmp_path):
+    calls = [[{"name": "weather", "arguments": {"city": "Rome"}}], [{"name": "add", "arguments": {"sum": 3}}]]
+    messages = [[{"role": "assistant", "content": None, "tool_calls": call}] for call in calls]
+    chats = ParquetRows([write(tmp_path / "a.parquet", messages=messages)]).chats(np.arange(2), "messages")
+    assert [chat.messages[0]["tool_calls"] for chat in chats] == calls
+
+
 def test_files_and_row_groups_that_are_empty_are_passed_over(tmp_path):
     schema = pa.schema({"text": pa.string()})
     with pq.ParquetWriter(tmp_path / "b.parquet", schema) as writer:

@@ -28,6 +28,12 @@ def text_of(documents) -> str:
     return "".join(text for document in documents for text in document.text())
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "plain").write_bytes("é the\nthe".encode())
+    (tmp_path / "marked").write_bytes("é the\nthe".encode("utf-8-sig"))
+    assert tokens_of(tmp_path / "marked") == tokens_of(tmp_path / "plain")
+
+
 def test_cutting_a_text_into_pieces_does_not_change_its_tokens(tmp_path, monkeypatch):
     text = "a b\n\n\n c\n  d\r\n\té ß\n \n Senjō no\n= 1 =\n x\n'll\n 's  \n\n" * 40
     path = tmp_path / "text"

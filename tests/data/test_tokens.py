@@ -43,6 +43,14 @@ def test_a_folder_of_llmcs_shards_is_split_by_their_names(folder, tokens_of):
     assert "train 25 tokens (5 samples), valid 10 tokens (2 samples)" in data.description
 
 
+def test_a_folder_within_it_names_a_split_too(folder, tokens_of):
+    for name in ("train", "val"):
+        (folder / name).mkdir()
+        write_llmc(folder / name / "000000.bin", range(11))
+    data = tokens_of(folder)
+    assert (len(data.train), len(data.valid)) == (2, 2)
+
+
 def test_a_window_never_crosses_from_one_shard_to_the_next(folder, tokens_of):
     for i in range(5):
         write_llmc(folder / f"train_{i}.bin", [i] * (7 + i))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from models.fused_cross_entropy import CPU_ROWS, fused_cross_entropy
+from models.fused_cross_entropy import CPU_ROWS, FusedHead, fused_cross_entropy
 from models.losses import IGNORED
 
 CLASSES, WIDTH = 53, 12
@@ -50,6 +52,22 @@ def test_loss_and_gradients_are_those_of_linear_and_cross_entropy(rows, ignored,
     for value, wanted in zip(fused, loss_and_gradients(plain, x, weight, targets), strict=True):
         assert value.dtype == dtype
         assert far(value, wanted) < tolerance
+
+
+class Head(FusedHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = torch.nn.Linear(WIDTH, CLASSES)
+
+
+@pytest.mark.parametrize("target", [-1, CLASSES])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_target_that_is_no_word_is_an_error_wherever_the_words_are(target, shared):
+    head, targets = Head(), torch.tensor([[0, target, IGNORED]])
+    if shared:
+        head.words = SimpleNamespace(start=0, count=CLASSES, enter=lambda hidden: hidden)
+    with pytest.raises(RuntimeError, match="targets must be from 0 to 52, or -100, which is not counted"):
+        head.loss(torch.ones(1, 3, WIDTH), targets, None)
 
 
 def test_bf16_is_as_close_to_float64_as_bf16_s_own_rounding():

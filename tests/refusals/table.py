@@ -98,6 +98,7 @@ VALUES = {
         Refusal("optim.lr=true", "optim.lr=True must be a finite number"),
         Refusal("optim.lr=nan", "optim.lr=nan must be a finite number"),
         Refusal("optim=muon optim.others.lr=inf", "optim.others.lr=inf must be a finite number"),
+        Refusal("optim=muon optim.lr=0", "the rate of optim.others follows optim.lr", "a small number"),
         Refusal("optim.weight_decay=nan", "optim.weight_decay=nan must be finite"),
         Refusal("optim=adamw optim.betas=[0.9,nan]", "optim.betas=[0.9, nan] must be finite"),
         Refusal("optim.nesterov=perhaps", "nesterov", "'perhaps'", "Boolean"),

@@ -25,6 +25,7 @@ from data.dataset import DataSet
 from data.images import ImageData
 from models.chain import Chain, Layers, as_tuple
 from models.generate import logits_at
+from models.losses import assert_all
 from parallel.strategy import Strategy
 
 TOLERANCE = 1e-5  # on differences to another program, relative to the model's largest output, absolute if that is < 1
@@ -141,8 +142,7 @@ class _Served(nn.Module):
             return self.layers(*inputs)
         (tokens,) = inputs
         known = (tokens >= 0) & (tokens < self.words)
-        problem = f"tokens must be from 0 to {self.words - 1}"
-        torch._assert_async(known.all(), problem)  # pyright: ignore[reportPrivateImportUsage]  # no stub exports it
+        assert_all(known, f"tokens must be from 0 to {self.words - 1}")
         # ONNX has no assertions, but an index beyond a table is an error: this look-up fails for unknown tokens, and
         # does not change others.
         tokens = F.embedding(torch.where(known, tokens, self.words), self.words_by_token)[..., 0]
@@ -157,12 +157,12 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
     """
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
+    texts = tokenizer(data, chain)  # which prepares data whose number of words follows from their text
     words = None if data.seq_len is None else min(filter(None, (data.vocab_size, chain.limits.get("vocabulary"))))
     layers = stage.layers.float()
     layers.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]  # no overload has it
     module = _Served(layers, [info.name for info in takes], words, last).eval()
     gives = _output(name, module, takes, chain)
-    texts = tokenizer(data, chain)
     if "classes" in chain.limits:
         names, count = data.class_names() if isinstance(data, ImageData) else [], gives.dims[-1]
         # The model may have more classes than the data.

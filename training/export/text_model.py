@@ -33,6 +33,9 @@ class TritonPythonModel:
         model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
         self.model = model.to(self.device).eval()  # pyright: ignore[reportArgumentType]  # its decorator hides ``self``
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+        # Some tokenizers also end a text, which is to be continued.
+        added = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+        self.ending = next((count for count, special in enumerate(reversed(added)) if not special), 0)
 
     def execute(self, requests: list) -> None:
         """Answer the requests in parallel threads. Tensors of a request are valid only during this call."""
@@ -62,7 +65,8 @@ class TritonPythonModel:
             sender.send(triton.InferenceResponse(error=triton.TritonError(str(error))), flags=FINAL)
 
     def _encode(self, text: str) -> list[int]:
-        tokens = self.tokenizer(text)["input_ids"] or [self.model.generation_config.bos_token_id]
+        tokens = self.tokenizer(text)["input_ids"]
+        tokens = tokens[: len(tokens) - self.ending] or [self.model.generation_config.bos_token_id]
         most = self.model.config.max_position_embeddings
         if len(tokens) >= most:
             raise ValueError(f"text_input has {len(tokens)} tokens; the model takes {most}, including the answer")

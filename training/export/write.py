@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from common.errors import CheckpointError, TrainingError
 from common.files import atomic_folder, explain, folder_of, template
 from data.dataset import DataSet
-from data.vocabulary import END_OF_TEXT
 from models.lora import merge
 from parallel.strategy import Strategy
 from training.export.served import (
@@ -107,7 +106,7 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
         known = json.loads(theirs.get(_CONFIG, "{}"))
         words = max(filter(None, (known.get("vocab_size"), data.vocab_size)), default=None)
         state, config = chain.hugging_face.export(state, words)
-        end = getattr(data.vocabulary, "end", min(END_OF_TEXT, config["vocab_size"] - 1))  # words have no end
+        end = getattr(data.vocabulary, "end", None)  # words, and tokens of an unknown vocabulary, have no end
         if (config.get("pad_token_id") or 0) >= config["vocab_size"]:  # of words that the data does not have
             config["pad_token_id"] = None
         ends = {key: known[key] for key in _ENDS if key in known} or dict.fromkeys(_ENDS[:2], end)
