@@ -57,13 +57,13 @@ class Document:
             yield decoder.decode(block)
         yield decoder.decode(b"", final=True)
 
-    def pieces(self) -> Iterator[str]:
-        """Yield the text in pieces of about 64 Ki characters that can be encoded one by one."""
+    def pieces(self, small: bool = True) -> Iterator[str]:
+        """Yield the text in pieces of about 64 Ki characters that end with a line, or of 4 Mi if not ``small``."""
         held = ""
         for text in self.text():
             held += text
             start = 0
-            while len(held) - start > _PIECE_CHARS:
+            while small and len(held) - start > _PIECE_CHARS:
                 cut = _CUT.search(held, start + _PIECE_CHARS)
                 if cut is None:
                     break
@@ -176,16 +176,18 @@ def _next_line(document: Document, position: int) -> int:
     return position + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), len(window))
 
 
-def batches(documents: Iterable[Document], begin: list[int], end: list[int]) -> Iterator[list[str | list[int]]]:
+def batches(
+    documents: Iterable[Document], begin: list[int], end: list[int], small: bool = True
+) -> Iterator[list[str | list[int]]]:
     """Yield pieces of text, and before and after each document's the tokens ``begin`` and ``end``, in lists.
 
-    A list has about 4 Mi characters.
+    A list has about 4 Mi characters. See ``Document.pieces`` for ``small``.
     """
     batch: list[str | list[int]] = []
     size = 0
     for document in documents:
         batch.append(begin)
-        for piece in document.pieces():
+        for piece in document.pieces(small):
             batch.append(piece)
             size += len(piece)
             if size >= _BATCH_CHARS:

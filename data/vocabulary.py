@@ -94,7 +94,9 @@ class Vocabulary(ABC):
 
     def _encode(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
         threads = min(4, usable_cores())  # tokenizers release Python's lock
-        for batch in batches(documents, list(self.begin), [self.end]):
+        # Some tokenizers begin each text with a space, and so each piece.
+        whole, *pieces = self.tokens(["a\nb", "a\n", "b"])
+        for batch in batches(documents, list(self.begin), [self.end], small=whole == sum(pieces, [])):
             encoded = iter(self.tokens([part for part in batch if isinstance(part, str)], threads))
             tokens = [next(encoded) if isinstance(part, str) else part for part in batch]
             yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])

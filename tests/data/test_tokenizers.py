@@ -46,7 +46,7 @@ def test_texts_have_the_tokens_of_transformers_and_come_back(tmp_path, theirs, s
     assert vocabulary.begin == reference.convert_tokens_to_ids(begins)
 
 
-@pytest.mark.parametrize("style", ["qwen", "llama3"])
+@pytest.mark.parametrize("style", STYLES)  # Llama 2's begins each text that it is given with a space
 def test_a_document_is_cut_nowhere_and_has_one_beginning_and_one_end(tmp_path, theirs, prepared, style):
     folder = tokenizer_folder(tmp_path / "tokenizer", style)
     (tmp_path / "text").mkdir()
