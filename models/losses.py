@@ -103,6 +103,8 @@ def check_sums(loss: Loss, sums: Any) -> None:
 
 def assert_all(holds: Tensor, problem: str) -> None:
     """Raise RuntimeError if an element is false. A GPU is not waited for: its error comes at a later operation."""
+    if holds.device.type == "mps":  # torch has no such operator there
+        return
     torch._assert_async(holds.all(), problem)  # pyright: ignore[reportPrivateImportUsage]  # torch 2.11, 2.13, 2.15
 
 
