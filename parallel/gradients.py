@@ -22,7 +22,6 @@ from models.chain import Chain, is_within
 from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
 from parallel.pieces import local, piece_of
 from parallel.plan import HIERARCHICAL, Plan
-from parallel.schedules import SCHEDULES
 from parallel.stage import Stage
 from parallel.tensor import Cutting
 
@@ -74,7 +73,7 @@ class Gradients:
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
                 self._names.setdefault(parameter, []).append(name)
         self._sharded = mesh.shards > 1
-        self._in_buckets = mesh.dp_group is not None and not self._sharded and not _splits_backward(plan)
+        self._in_buckets = mesh.dp_group is not None and not self._sharded and not plan.splits_backward
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 
     def clear(self) -> None:
@@ -157,10 +156,6 @@ class Gradients:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [local(tensor) for tensor in tensors] if self._sharded else list(tensors)
-
-
-def _splits_backward(plan: Plan) -> bool:
-    return plan.schedule is not None and SCHEDULES[plan.schedule].splits_backward
 
 
 def _add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -126,6 +126,11 @@ class Layout:
         return self.info.stage_per_rank
 
     @cached_property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed at different times."""
+        return self.pipelined and self.schedule is not None and SCHEDULES[self.schedule].splits_backward
+
+    @cached_property
     def sharded(self) -> bool:
         """Whether the replicas of a group share parameters, gradients and optimizer state."""
         return self.info.sharded

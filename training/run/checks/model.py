@@ -14,7 +14,7 @@ from data.dataset import Batch, DataSet
 from data.vocabulary import GPT2Vocabulary, has_gpt2_tokens
 from models.chain import Chain
 from parallel.devices import check_compiler
-from parallel.schedules import SCHEDULES
+from parallel.layout import Layout
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import check_base, check_copies, check_new_words, check_start
 from training.checkpoint.load import check_fits
@@ -116,15 +116,15 @@ def check_optimizer_layout(setup: Setup) -> None:
 def check_compile(setup: Setup) -> None:
     """Check that the model can be compiled if train.compile is set. Raises UserError."""
     if setup.cfg.train.compile:
-        check_one_backward(setup.plan.schedule)
+        check_one_backward(setup.plan)
         check_compiler()
 
 
-def check_one_backward(schedule: str | None) -> None:
-    """Check that a schedule can run compiled layers. Raises TrainingError."""
-    if schedule is not None and SCHEDULES[schedule].splits_backward:
+def check_one_backward(layout: Layout) -> None:
+    """Check that a layout can run compiled layers. Raises TrainingError."""
+    if layout.splits_backward:
         raise TrainingError(
-            f"train.compile=true: a compiled layer has one backward, and parallel.schedule={schedule} runs it "
+            f"train.compile=true: a compiled layer has one backward, and parallel.schedule={layout.schedule} runs it "
             "in two parts; use parallel.schedule=interleaved_1f1b, or train.compile=false"
         )
 

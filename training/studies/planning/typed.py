@@ -165,7 +165,7 @@ def _problem(cfg: Any, layout: PlannedLayout, numbers: Sequence[str]) -> str:
         if layout.sharded:
             check_shardable(layout.strategy, numbers)
         if cfg.train.compile:
-            check_one_backward(layout.schedule)
+            check_one_backward(layout)
         if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
             parallel, keys = copy.deepcopy(cfg.parallel), layout.keys()
             parallel.update({key: value for key, value in keys.items() if key in parallel})
