@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import SHARDS, TENSOR, Mesh
-from parallel.plan import even_split
+from parallel.partition import even_split
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,11 +12,12 @@ from typing import Any
 from torch import nn
 
 from common.errors import PlanError
-from models.chain import ONE_LAYER, Chain, Layers
+from models.chain import Chain, Layers
 from models.cut import Columns, CutOf, Region, Rows, Vocabulary, check_pairs, check_table, cut_of, example
 from parallel.devices import Hardware
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.partition import partition_layers
 from parallel.schedules import SCHEDULES, check_chunks, ideal_bubble, stages_per_rank
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 
@@ -441,70 +442,3 @@ def check_shardable(strategy: str, numbers: Sequence[str]) -> None:
             f"parallel={strategy} shares the rows of each parameter, but {numbers[0]} is a single number; give it the "
             "shape (1,)"
         )
-
-
-def partition_layers(
-    names: Sequence[str], stages: int, balance: str | Sequence[int], costs: Sequence[int]
-) -> list[list[str]]:
-    """Cut the layers into stages. Raises PlanError."""
-    if stages > len(names) == 1:
-        raise PlanError(f"{stages} stages (parallel.pp x stages_per_rank) need as many layers, and {ONE_LAYER}")
-    if stages > len(names):
-        raise PlanError(
-            f"{stages} stages (parallel.pp x stages_per_rank) but only {len(names)} layers: {', '.join(names)}; "
-            f"set parallel.pp={len(names)} or less"
-        )
-    if balance in ("uniform", "time"):  # times are not measured yet
-        counts = even_split(len(names), stages)
-    elif balance == "size":
-        counts = block_partition(costs, stages)
-    elif isinstance(balance, str) or balance is None:
-        raise PlanError(
-            f"parallel.balance={balance} is not known; choose uniform, time, size, or the layers of each stage, such "
-            f"as parallel.balance={_example(len(names), stages)}"
-        )
-    else:
-        counts = _explicit(list(balance), len(names), stages)
-    starts = [sum(counts[:i]) for i in range(stages)]
-    return [list(names[s : s + n]) for s, n in zip(starts, counts, strict=True)]
-
-
-def even_split(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage: equally many, with one more in the first stages if some remain."""
-    each, extra = divmod(layers, stages)
-    return [each + (i < extra) for i in range(stages)]
-
-
-def block_partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Return the lengths of contiguous non-empty blocks of ``costs`` whose largest sum is smallest.
-
-    Exact, by dynamic programming in O(parts x n^2).
-    """
-    n = len(costs)
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    best = {(0, 0): (0.0, [])}  # (blocks used, layers used) -> (largest sum, lengths)
-    for block in range(1, parts + 1):
-        for end in range(block, n - (parts - block) + 1):
-            best[block, end] = min(
-                (max(best[block - 1, start][0], total[end] - total[start]), [*best[block - 1, start][1], end - start])
-                for start in range(block - 1, end)
-                if (block - 1, start) in best
-            )
-    return best[parts, n][1]
-
-
-def _explicit(counts: list[int], layers: int, stages: int) -> list[int]:
-    valid = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
-    if not valid or len(counts) != stages or sum(counts) != layers:
-        shown = str(counts).replace(" ", "")
-        raise PlanError(
-            f"parallel.balance={shown} must be {stages} whole numbers above 0 (one per stage) with the sum {layers} "
-            f"(the model's layers); for example parallel.balance={_example(layers, stages)}"
-        )
-    return counts
-
-
-def _example(layers: int, stages: int) -> str:
-    return str(even_split(layers, stages)).replace(" ", "")

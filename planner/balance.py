@@ -22,7 +22,8 @@ from parallel.devices import (
     share_cores,
     synchronize,
 )
-from parallel.plan import Plan, block_partition, even_split
+from parallel.partition import block_partition, even_split
+from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
 from parallel.shape_inference import TensorSpec
 from parallel.stage import Stage

@@ -7,7 +7,8 @@ from math import ceil
 from typing import Any
 
 from parallel.layout import Layout
-from parallel.plan import Plan, even_split
+from parallel.partition import even_split
+from parallel.plan import Plan
 from planner.work import Works
 
 
