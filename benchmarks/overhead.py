@@ -30,7 +30,8 @@ from benchmarks.timing import paired, tabulate, take_turns
 from benchmarks.trainer import Trainer, configured
 from parallel.devices import autocast, keep_freed_memory
 from training.checkpoint.save import Checkpointer
-from training.reporting.recorder import Loggers, Recorder
+from training.reporting.loggers import Loggers
+from training.reporting.recorder import Recorder
 from training.run.loop import Loop
 from training.run.setup import Setup
 

@@ -49,8 +49,8 @@ from training.reporting.job_record import (
     update_job,
     write_job,
 )
+from training.reporting.loggers import sections
 from training.reporting.metrics import METRICS
-from training.reporting.recorder import sections
 from training.reporting.run_directory import check_free, hold, release
 from training.studies.sweep.table import value_for_sweeper
 

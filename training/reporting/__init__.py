@@ -1,6 +1,10 @@
 """The output of a run.
 
 recorder.py       where numbers go while a run trains: metrics.jsonl, loggers, progress bar
+loggers.py        the interface of loggers, and the one for CSV files
+*_run.py          wandb, TensorBoard, MLflow
+progress.py       the progress bar, and the time that is left
+environment.py    what a run was made with: commit, machine, packages, command
 metrics.py        metrics.jsonl and other files of numbers
 summary.py        summary.json, at the end
 console.py        what is printed: configuration, plan, mode=plan's table of memory, results
@@ -8,12 +12,12 @@ timeline.py       train.trace: the picture of a pipeline's step
 run_directory.py  one run at a time in a directory
 job_record.py     job.json of a sweep's job
 page.py, plot.py  the layout that all HTML pages share, and the style of all figures
-*_run.py          wandb, TensorBoard, MLflow
 
 A lost server, a full disk or a closed terminal does not end a training run: it is reported once, and the run continues.
 """
 
-from training.reporting.recorder import CsvLogger, NoLogger, describe
+from training.reporting.environment import describe
+from training.reporting.loggers import CsvLogger, NoLogger
 from training.reporting.wandb_run import WandbRun
 
 __all__ = ["CsvLogger", "NoLogger", "WandbRun", "describe"]

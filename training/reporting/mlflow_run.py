@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from conf.masking import mask_secrets
+from training.reporting.loggers import grouped
 from training.reporting.metrics import flat
-from training.reporting.recorder import grouped
 
 ID_FILE = "mlflow_id.txt"
 _LONGEST_VALUE = 500  # characters of a parameter that every server accepts

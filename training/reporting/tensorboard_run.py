@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conf.masking import mask_secrets
-from training.reporting.recorder import grouped
+from training.reporting.loggers import grouped
 
 
 class TensorBoardRun:

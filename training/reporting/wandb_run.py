@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from common.machine import changed_environment
 from conf.masking import mask_secrets
-from training.reporting.recorder import git_state, grouped
+from training.reporting.environment import git_state
+from training.reporting.loggers import grouped
 
 log = logging.getLogger("training")
 

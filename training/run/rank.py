@@ -39,8 +39,9 @@ from training.checkpoint.load import load, make_newest, resume
 from training.checkpoint.save import Checkpointer, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
+from training.reporting.loggers import Loggers, sections
 from training.reporting.metrics import SUMMARY, flat, read_object
-from training.reporting.recorder import Loggers, Recorder, sections
+from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.run.changes import changes, follows_total
 from training.run.checks.ranks import check_ranks, check_run_directory, check_weights

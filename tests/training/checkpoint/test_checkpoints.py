@@ -33,7 +33,8 @@ from parallel.pieces import Piece
 from training.checkpoint import load, save
 from training.checkpoint.files import Checkpoint, Content, is_usable, sha256, with_checksum
 from training.optimizer import Optimizer
-from training.reporting.recorder import Loggers, Recorder
+from training.reporting.loggers import Loggers
+from training.reporting.recorder import Recorder
 from training.run import rank as run_module
 from training.run.checks import ranks as rank_checks
 from training.run.loop import Loop

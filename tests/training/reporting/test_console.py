@@ -20,7 +20,7 @@ from conf.words import hydra_word
 from launchers import World
 from parallel.timeline import Interval
 from training.reporting.console import describe_results, what_to_type
-from training.reporting.recorder import Progress
+from training.reporting.progress import Progress
 from training.reporting.summary import Outcome, RankResult
 from training.run.prepare import prepare
 from training.run.rank import _idle

@@ -11,7 +11,7 @@ from common.errors import TrainingError
 from conf.composition import compose
 from launchers.stopping import Stopped
 from training import train as command
-from training.reporting.recorder import Loggers, sections
+from training.reporting.loggers import Loggers, sections
 from training.run import loop
 from training.run.prepare import prepare
 

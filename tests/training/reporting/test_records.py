@@ -15,8 +15,8 @@ import torch
 
 from conf.masking import mask_secrets
 from training.reporting import describe
+from training.reporting.environment import git_state
 from training.reporting.metrics import MetricsFile, write_json
-from training.reporting.recorder import git_state
 
 
 def records(path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from training.reporting import WandbRun
-from training.reporting.recorder import git_state
+from training.reporting.environment import git_state
 
 wandb = pytest.importorskip("wandb")
 
@@ -104,7 +104,7 @@ def test_a_resumed_training_continues_the_same_run(tmp_path):
 KILLED = """
 import sys, time, psutil
 from training.reporting import WandbRun
-from training.reporting.recorder import Loggers
+from training.reporting.loggers import Loggers
 both = Loggers({"logger": None}, lambda *_: WandbRun(sys.argv[1], {}, finish_timeout_s=2))
 both.log({"loss": 1.0}, 1)
 service, = [child for child in psutil.Process().children() if "wandb-core" in child.name()]

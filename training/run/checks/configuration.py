@@ -9,7 +9,7 @@ from common.errors import TrainingError
 from conf.instantiate import build, check_section, to_dict
 from training.callbacks import build as build_callbacks
 from training.optimizer import check_optimizer
-from training.reporting.recorder import sections
+from training.reporting.loggers import sections
 
 
 def check_train(cfg: Any) -> None:

@@ -19,7 +19,7 @@ from training.reporting import describe
 from training.reporting.console import columns
 from training.reporting.metrics import write_json
 from training.reporting.page import render
-from training.reporting.recorder import progress
+from training.reporting.progress import progress
 from training.studies.planning import AUTO
 from training.studies.planning.choice import predict_here
 from training.studies.planning.paper import best_of_each, command, timeline_of

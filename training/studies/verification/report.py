@@ -25,8 +25,9 @@ from conf.masking import mask_secrets
 from launchers import Interrupted, World, start_fork_server
 from parallel.layout import Layout
 from training.reporting.console import columns
+from training.reporting.environment import describe
 from training.reporting.page import render
-from training.reporting.recorder import describe, progress
+from training.reporting.progress import progress
 from training.run.prepare import prepare
 from training.run.setup import Setup
 from training.studies.verification.difference import first_difference

@@ -1,0 +1,127 @@
+"""What a user watches: the progress of a run, and how long the rest takes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from common.machine import terminal_width
+from training.reporting.console import number
+
+SECONDS_BETWEEN_LINES = 5.0
+STEPS_IN_AVERAGE = 30
+
+
+class Progress:
+    """The one line that a user watches: a bar on a terminal, plain lines everywhere else.
+
+    Shows step, loss, throughput and time left.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 1,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the bar if ``stream``, standard error if None, is a terminal. ``clock`` returns seconds.
+
+        An evaluation has no steps, and no bar.
+        """
+        self._total, self._first = total_steps, first_step
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._last_line: float | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
+        self._bar = self._open_bar() if total_steps > 0 and terminal_width(self._stream) > 0 else None
+
+    def update(self, record: Mapping[str, Any], note: str = "") -> None:
+        """Show the record of a step, with a remark at the end of the line.
+
+        If the stream is not a terminal, only the first and the last step and one per ``SECONDS_BETWEEN_LINES`` are
+        shown. Use ``say`` for messages that must always be shown.
+        """
+        now, step = self._clock(), record["step"]
+        self._recent.append((now, step))
+        due = self._last_line is None or step >= self._total or now - self._last_line >= SECONDS_BETWEEN_LINES
+        if self._bar is None and not due:
+            return
+        rate = "tokens_per_s" if "tokens_per_s" in record else "samples_per_s"
+        left = self.seconds_left()
+        parts = [
+            f"loss {number('loss', record['loss'])}",
+            f"{number(rate, record[rate])} {rate.replace('_per_', '/')}",
+            f"{duration(left)} left" if left is not None and step < self._total else "",
+            note,
+        ]
+        text = "  ".join(part for part in parts if part)
+        if self._bar is not None:
+            self._bar.set_description_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
+        else:
+            self._last_line = now
+            width = max(4, len(str(self._total)))
+            self.say(f"step {step:>{width}}/{self._total}  {text}")
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the last step at the pace of the last ``STEPS_IN_AVERAGE`` steps.
+
+        None before the second step: the time until the end of the first step is not counted, because it includes
+        compiling and warming up, which happen once.
+        """
+        if len(self._recent) < 2:
+            return None
+        (started, first), (now, last) = self._recent[0], self._recent[-1]
+        if last <= first:
+            return None
+        return (now - started) / (last - first) * max(0, self._total - last)
+
+    def say(self, text: str) -> None:
+        """Print ``text`` on a separate line, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it is and move to a new line. A second call does nothing."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+            self._bar = None
+
+    def _open_bar(self):
+        from tqdm import tqdm
+
+        return tqdm(
+            total=self._total,
+            initial=self._first - 1,
+            file=self._stream,
+            dynamic_ncols=True,
+            miniters=1,  # otherwise the bar would not move for a while if steps take unequal times
+            colour=None if os.environ.get("NO_COLOR") else "green",
+            bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
+        )
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words, in two units: ``45 s``, ``1 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    rest = max(0, round(seconds))
+    for size, name, smaller, smaller_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if rest >= size:
+            return f"{rest // size} {name} {rest % size // smaller} {smaller_name}"
+    return f"{rest} s"
+
+
+def progress(done: int, total: int, since: float) -> str:
+    """Return how far a command is, and how long the rest takes at the same pace: ``18 of 27, 3 min 5 s left``.
+
+    ``since`` is the monotonic time at which the first of ``total`` parts began.
+    """
+    left = (time.monotonic() - since) / done * (total - done)
+    return f"{done} of {total}" + f", {duration(left)} left" * (done < total)
