@@ -64,9 +64,9 @@ TYPES = ("-c", "import sys; from basedpyright.pyright import main; sys.exit(main
 TYPED = [f"{room}/__init__.py" for room in ("common", "launchers", "models", "data", "conf", "planner", "parallel")]
 TYPED += [
     f"training/{room}/__init__.py"
-    for room in ("checkpoint", "callbacks", "command", "export", "reporting", "run", "studies")
+    for room in ("checkpoint", "callbacks", "command", "export", "optimizer", "reporting", "run", "studies")
 ]
-TYPED += ["train.py", "training/__init__.py", "training/optimizer.py"]
+TYPED += ["train.py", "training/__init__.py"]
 
 
 @pytest.mark.slow  # the checker takes 40 s, and CI runs it on the code as it is

@@ -21,7 +21,7 @@ from commandline import train as train_command
 from composed import config
 
 from planner.memory import memory_of_ranks
-from training.optimizer import states_of
+from training.optimizer.kinds import states_of
 from training.run.prepare import prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``

@@ -27,7 +27,7 @@ from parallel.plan import Plan, make_plan
 from parallel.schedules import SCHEDULES, ideal_bubble, in_flight, stages_per_rank
 from parallel.strategies import STRATEGIES
 from parallel.strategy import Strategy
-from training.optimizer import states_of
+from training.optimizer.kinds import states_of
 from training.reporting.console import describe_plan
 from training.run.checks.memory import certain_states
 

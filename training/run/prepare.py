@@ -24,7 +24,7 @@ from parallel.plan import Plan, make_plan
 from planner.balance import equal_stages, seconds_per_layer, stage_shares
 from planner.memory import bytes_per_layer
 from training.checkpoint.init_from import unseen, vocabulary_with
-from training.optimizer import mean_states
+from training.optimizer.kinds import mean_states
 from training.run.checks.configuration import check_components, check_train
 from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
 from training.run.checks.model import (

@@ -11,7 +11,9 @@ from common.errors import CheckpointError, PlanError, TrainingError
 from conf.instantiate import add_to_path, to_dict
 from parallel.strategy import Options, build_strategy
 from planner.memory import memory_of_ranks
-from training.optimizer import Constant, CosineWarmup, Optimizer, Step, hidden_matrices, mean_states
+from training.optimizer import Constant, CosineWarmup, Optimizer, Step
+from training.optimizer.kinds import mean_states
+from training.optimizer.muon import hidden_matrices
 from training.run.prepare import build_chain, prepare
 from training.run.rank import run as train
 

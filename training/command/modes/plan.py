@@ -22,7 +22,7 @@ def run(command: Command) -> None:
     setup = prepared(cfg, command.run_dir, command.world, command.words)
 
     from planner.memory import memory_of_ranks
-    from training.optimizer import mean_states
+    from training.optimizer.kinds import mean_states
     from training.reporting.console import describe_memory
     from training.run.prepare import describe
 

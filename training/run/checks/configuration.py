@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import TrainingError
 from conf.instantiate import build, check_section, to_dict
 from training.callbacks import build as build_callbacks
-from training.optimizer import check_optimizer
+from training.optimizer.checks import check_optimizer
 from training.reporting.loggers import sections
 
 

@@ -12,7 +12,7 @@ from data.dataset import Batch
 from launchers import World
 from planner.memory import Memory, check_gpus, memory_of_ranks
 from planner.work import weights_of
-from training.optimizer import states_of
+from training.optimizer.kinds import states_of
 
 if TYPE_CHECKING:
     from training.run.setup import Setup

@@ -18,7 +18,7 @@ from parallel.layout import Layout
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import check_base, check_copies, check_new_words, check_start
 from training.checkpoint.load import check_fits
-from training.optimizer import check_layout, check_others, check_rates
+from training.optimizer.checks import check_layout, check_others, check_rates
 from training.reporting.summary import check_objective
 
 if TYPE_CHECKING:

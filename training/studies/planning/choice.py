@@ -29,7 +29,8 @@ from planner.here import Subject, free_memory, measure
 from planner.memory import Allocation
 from planner.search import Candidate, Devices, Found, divisors, search
 from training.checkpoint.files import Checkpoint
-from training.optimizer import Optimizer, mean_states
+from training.optimizer import Optimizer
+from training.optimizer.kinds import mean_states
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.run.prepare import BALANCES, model_and_data, prepare
 from training.studies.planning import AUTO, is_automatic

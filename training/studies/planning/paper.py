@@ -27,7 +27,8 @@ from planner.search import FREE, Candidate, Devices, Found, search
 from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, slowed, stage_seconds
 from planner.work import Works, work_of
-from training.optimizer import check_others, mean_states
+from training.optimizer.checks import check_others
+from training.optimizer.kinds import mean_states
 from training.reporting.console import columns
 from training.run.prepare import checked_model_and_data
 from training.studies.planning import AUTO

@@ -18,7 +18,7 @@ from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout
 from planner.search import FREE, WHOLE, Found, layouts
 from planner.work import Works
-from training.optimizer import check_apart
+from training.optimizer.checks import check_apart
 from training.run.checks.model import check_one_backward, check_sequences, uneven_sequences
 from training.run.prepare import BALANCES
 

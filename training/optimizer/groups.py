@@ -1,0 +1,54 @@
+"""torch's optimizers, built from a section, with the rate and the weight decay of each parameter."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import TrainingError
+from conf import OWN_KEYS
+from conf.instantiate import build, resolve
+
+
+def build_optimizer(
+    config: Mapping, parameters: list[tuple[str, Tensor]], fused: bool, place: str = "optim"
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a section, with a group of parameters for each rate and weight decay.
+
+    ``fused`` asks for one kernel for all of a group's parameters. ``place`` is the section's key, for messages.
+
+    Raises:
+        TrainingError: The optimizer refuses a value of the section.
+    """
+    arguments = {key: value for key, value in config.items() if key not in OWN_KEYS["optim"]}
+    known = inspect.signature(resolve(config["_target_"])).parameters
+    spared = "weight_decay" in known and not config["decay_vectors"]
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for name, parameter in parameters:
+        key = factor, decays = _factor(name, config["rates"] or {}), parameter.dim() >= 2 or not spared
+        group = {"params": [], "lr": config["lr"] * factor} | ({} if decays else {"weight_decay": 0.0})
+        groups.setdefault(key, group)["params"].append(parameter)
+    if fused and "fused" in known and arguments.get("fused") is None and not arguments.get("foreach"):
+        arguments["fused"] = True
+    try:
+        return build(place, arguments, list(groups.values()))
+    except TrainingError as error:
+        hint = "; the others need one too: 'optim.others={_target_: torch.optim.AdamW, lr: 1e-3}'"
+        raise TrainingError(f"optim: {error}{hint if '2D' in str(error) else ''}") from None
+    except (IndexError, KeyError, TypeError, RuntimeError) as error:
+        raise TrainingError(f"optim: {config['_target_']} cannot take these values: {error}") from error
+
+
+def _factor(name: str, rates: Mapping[str, float]) -> float:
+    """Return the factor on the learning rate of a parameter: the product of the factors of all modules around it."""
+    return math.prod(factor for module, factor in rates.items() if is_within(name, module))
+
+
+def is_within(name: str, module: str) -> bool:
+    """Return whether a parameter is in a module: ``h.0.attn.weight`` is in ``h.0`` and in ``attn``."""
+    return f".{module}." in f".{name}."

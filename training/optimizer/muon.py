@@ -1,0 +1,73 @@
+"""Muon: the matrices that it updates, and an exact version of torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from models.chain import Chain
+
+
+def hidden_matrices(chain: Chain) -> set[str]:
+    """Return the names of the trainable matrices of a model's hidden layers. Tied ones have their canonical names.
+
+    The matrices that are left out are embeddings, the model's output layer, which is the last module that has a matrix
+    itself, and those tied to them.
+    """
+    outer, found = {chain.embedding}, []
+    for layer_name, layer in chain.skeleton().items():
+        for name, module in layer.named_modules(prefix=layer_name):
+            own = module.named_parameters(name, recurse=False)
+            matrices = {chain.canonical(key): p.requires_grad for key, p in own if p.dim() == 2}
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                outer.update(matrices)
+            if matrices:
+                found.append(matrices)
+    outer.update(*found[-1:])
+    return {name for matrices in found for name, trained in matrices.items() if trained} - outer
+
+
+class ExactMuon(torch.optim.Muon):
+    """torch's Muon, except that it orthogonalises in the gradients' dtype.
+
+    In torch's bfloat16, the last bit of a gradient moves the loss by 1e-4 within 20 steps.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update the parameters that have a gradient; there is no ``closure`` in training."""
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+                update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+                update = _orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(update, alpha=-lr * _muon_factor(group["adjust_lr_fn"], *parameter.shape))
+
+
+def _muon_factor(adjust: str | None, rows: int, columns: int) -> float:
+    """Return the factor on the learning rate of a matrix, by ``adjust_lr_fn``."""
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    a, b, c = coefficients
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x

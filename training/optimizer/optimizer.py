@@ -1,0 +1,239 @@
+"""The optimizer over this rank's share of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.pieces import Boxes, Piece, is_shared, local, shared_like
+from parallel.strategy import Strategy
+from training.optimizer.groups import build_optimizer
+from training.optimizer.kinds import PER_PARAMETER, update_of
+from training.optimizer.muon import ExactMuon, hidden_matrices
+
+_FUSED = ("cpu", "cuda", "mps")
+
+
+class Optimizer:
+    """The optimizer of a configuration over this rank's parameters; does nothing on a rank that has none.
+
+    Weight decay applies to matrices; biases and the scales of norms are left out unless ``decay_vectors`` is set.
+    ``rates`` has factors on the learning rate of the parameters of some modules. If the section has ``others``, the
+    optimizer (Muon) updates the matrices of hidden layers, and a second one all other parameters; see
+    ``hidden_matrices``. One fused kernel updates all parameters of one rate if the optimizer and the device have it.
+
+    If parameters are sharded, an elementwise optimizer updates this rank's box as a plain tensor. An optimizer that
+    needs whole tensors gets them one after the other: parameter, gradient and state are gathered, every rank computes
+    the same update, and keeps its box.
+
+    Args:
+        config: The section ``optim`` as plain data.
+        strategy: The model whose parameters to optimize.
+
+    Attributes:
+        base_lr: The learning rate that a schedule's factor applies to.
+        kind: The optimizer's ``_target_``, and that of ``others`` if it differs.
+    """
+
+    def __init__(self, config: Mapping[str, Any], strategy: Strategy) -> None:
+        self.base_lr: float = config["lr"]
+        self.kind = _kind(config)
+        self._parts: list[_Part] = []
+        parameters = [(name, p) for name, p in strategy.named_parameters() if p.requires_grad]
+        fused = strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages)
+        if config.get("others") is None:
+            sections = [(config, parameters)]
+        else:
+            hidden = hidden_matrices(strategy.chain)
+            matrices = [(name, p) for name, p in parameters if name in hidden]
+            rest = [(name, p) for name, p in parameters if name not in hidden]
+            sections = [(config, matrices), (config["others"], rest)]
+        shared = {key: config.get(key) for key in ("decay_vectors", "rates")}
+        exact = strategy.plan.precision in ("fp32", "fp64")
+        for section, own in sections:
+            whole_only = update_of(section) == PER_PARAMETER
+            alone = [(name, p) for name, p in own if whole_only and strategy.piece(name, p).axes]
+            together = [(name, p) for name, p in own if not (whole_only and strategy.piece(name, p).axes)]
+            for part, gathers in (*(([pair], True) for pair in alone), (together, False)):
+                if part:
+                    self._parts.append(_Part({**section, **shared}, part, strategy, gathers, fused, exact))
+        # All learning rates follow one schedule, each scaled by its ratio to the base rate.
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                group["ratio"] = group["lr"] / self.base_lr if self.base_lr else 1.0
+
+    def step(self, lr: float) -> None:
+        """Update the parameters once at learning rate ``lr``. Ranks that share parameters call this together."""
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                group["lr"] = lr * group["ratio"]
+            part.step()
+
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+        """Return the optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""
+        return {key: value for part in self._parts for key, value in part.state_of(parameter).items()}
+
+    def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Boxes]) -> None:
+        """Replace those tensors. ``step`` counters stay on the device where torch keeps them.
+
+        Args:
+            parameter: A parameter of this rank.
+            state: Whole tensors, or objects that return boxes of them. For sharded parameters, this rank's box is read.
+        """
+        for part in self._parts:
+            part.load_state_of(parameter, state)
+
+
+class _Part:
+    """An optimizer of torch. Plain tensors stand in for parameters shared by FSDP; others are optimized directly.
+
+    With ``gathers``, parameters that ranks share are gathered for the update. ``exact``: Muon in float32.
+    """
+
+    def __init__(
+        self,
+        config: Mapping,
+        parameters: list[tuple[str, nn.Parameter]],
+        strategy: Strategy,
+        gathers: bool,
+        fused: bool,
+        exact: bool,
+    ) -> None:
+        self._strategy, self._gathers = strategy, gathers
+        self._names = {parameter: name for name, parameter in parameters}
+        self._own = {parameter: self._stand_in(parameter) for _, parameter in parameters}
+        self.optimizer = build_optimizer(
+            config, [(name, self._own[parameter]) for name, parameter in parameters], fused
+        )
+        if exact and type(self.optimizer) is torch.optim.Muon:
+            self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
+        self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
+        if gathers:
+            self._scatter()
+
+    def _stand_in(self, parameter: nn.Parameter) -> Tensor:
+        if self._gathers:
+            return self._whole(parameter, parameter.detach())
+        return local(parameter.detach()) if is_shared(parameter) else parameter
+
+    def _whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        return self._strategy.whole(self._names[parameter], tensor)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self._gathers:
+            self._gather()
+        for parameter, own in self._own.items():
+            if own is not parameter and parameter.grad is not None:
+                own.grad = self._whole(parameter, parameter.grad) if self._gathers else local(parameter.grad)
+        self.optimizer.step()
+        for parameter, own in self._own.items():
+            if own is not parameter:
+                own.grad = None
+        if self._gathers:
+            self._scatter()
+
+    def _gather(self) -> None:
+        for parameter, own in self._own.items():
+            own.data = self._whole(parameter, parameter.detach())
+            self._change_state(own, partial(self._whole, parameter))
+
+    @torch.no_grad()
+    def _scatter(self) -> None:
+        """Keep this rank's part of the whole tensors."""
+        for parameter, own in self._own.items():
+            piece = self._strategy.piece(self._names[parameter], parameter)
+            piece.tensor.copy_(piece.read(own))
+
+            def share(value: Tensor, like: nn.Parameter = parameter, piece: Piece = piece) -> Tensor:
+                return shared_like(like, piece.read(value).clone()) if tuple(value.shape) == piece.shape else value
+
+            self._change_state(own, share)
+            own.data = own.new_zeros(()).expand(piece.shape)  # keeps the shape without memory
+
+    def _change_state(self, own: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        state = self.optimizer.state.get(own, {})
+        state.update({key: change(value) for key, value in state.items() if torch.is_tensor(value)})
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        own = self._own.get(parameter)
+        if own is None:
+            return {}
+        state = dict(self.optimizer.state.get(own, {}))
+        if not state:
+            return {}
+        group, at_first = self._group_of(own)
+        changed = {f"{_GROUP}{key}": value for key, value in _numbers(group).items() if value != at_first.get(key)}
+        numbers = _numbers(state | changed).items()
+        plain = {_named(key, value): torch.tensor(value, dtype=torch.float64) for key, value in numbers}
+        tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+        if own is not parameter and not self._gathers:
+            tensors = {key: shared_like(parameter, t) if _is_like(t, own) else t for key, t in tensors.items()}
+        return tensors | plain
+
+    def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
+        own = self._own.get(parameter)
+        if own is None:
+            return
+        group, _ = self._group_of(own)
+        loaded = self.optimizer.state[own] = {}
+        for key, value in state.items():
+            name, plain, kind = key.partition(_PLAIN)
+            if plain:
+                number = {"int": int, "float": float}[kind](value[...].item())
+                if name.startswith(_GROUP):
+                    group[name.removeprefix(_GROUP)] = number
+                else:
+                    loaded[name] = number
+                continue
+            placed = _placed_as(self._strategy.piece(self._names[parameter], parameter), parameter, key, value, group)
+            loaded[key] = placed if self._gathers else local(placed)
+
+    def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, float]]:
+        """Return the group of a parameter, and the group's numbers when it was made."""
+        groups = zip(self.optimizer.param_groups, self._at_first, strict=True)
+        return next(pair for pair in groups if any(own is one for one in pair[0]["params"]))
+
+
+# Names in a checkpoint of numbers that are not tensors: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
+_PLAIN, _GROUP = "#", "group."
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a parameter's state or of a group that an optimizer may change.
+
+    The learning rate is not among them, because the schedule sets it.
+    """
+    return {k: v for k, v in values.items() if type(v) in (int, float) and k not in ("lr", "ratio")}
+
+
+def _named(key: str, value: float) -> str:
+    return f"{key}{_PLAIN}{type(value).__name__}"
+
+
+def _is_like(value: Any, own: Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == own.shape
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    kind, others = config["_target_"], (config.get("others") or config)["_target_"]
+    return kind if others == kind else f"{kind} for the matrices of hidden layers and {others} for the others"
+
+
+def _placed_as(piece: Piece, parameter: torch.nn.Parameter, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:
+    """Return a state tensor on the parameter's device, in its memory order, since fused kernels walk both together.
+
+    For a parameter that ranks share this is this rank's part, which is that of ``piece``.
+    """
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return value[...].cpu().clone()  # the host reads it in every update
+    if tuple(value.shape) != piece.shape:
+        return value[...].to(parameter.device)
+    own = piece.read(value)
+    state = torch.empty_like(parameter, dtype=own.dtype, requires_grad=False)
+    local(state).copy_(own)
+    return state
