@@ -163,6 +163,7 @@ class LayerSpec:
         if not isinstance(layer, nn.Module):
             kind = type(layer).__name__
             raise ModelError(f"layer {self.name!r}: build() returned a {kind}; it must return an nn.Module")
+        check_parameters(layer, self.name)
         keep_tensors(layer)
         return by_sample(self.name, layer)
 
@@ -174,6 +175,22 @@ class LayerSpec:
     @cached_property
     def _template(self) -> nn.Module:
         return without_weights(self.constructed(0))
+
+
+def check_parameters(module: nn.Module, prefix: str = "") -> None:
+    """Raise ModelError if a parameter is complex or has hooks, which its copies in a run's stages would not have."""
+    for name, parameter in module.named_parameters(prefix):
+        if parameter.is_complex():
+            raise ModelError(
+                f"parameter {name} is complex, and optimizers and norms take real ones: make it "
+                "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex of it in the forward"
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ModelError(
+                f"parameter {name} has a hook for its gradient, which the copy of it that is trained would not have. "
+                "Freeze the parameter (requires_grad_(False)), or change the gradient in the layer's forward: "
+                "torch.where(mask, weight, weight.detach()) trains a part of a weight"
+            )
 
 
 def keep_tensors(layer: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError
 from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNorm
-from models.chain import Chain, LayerSpec, keep_tensors, shared_parameters, without_weights
+from models.chain import Chain, LayerSpec, check_parameters, keep_tensors, shared_parameters, without_weights
 from models.losses import loss_of
 
 # torch's layers update their running statistics with every micro-batch, and differently in each replica.
@@ -44,11 +44,13 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
 
     Raises:
         ModelError: If ``net`` is not a module or ``loss`` is not a loss, or for a ``SyncBatchNorm``, a
-            BatchNorm without weights or running statistics, a lazy module that has not been called yet, and weights
-            that are on the meta device or cannot be copied.
+            BatchNorm without weights or running statistics, a lazy module that has not been called yet, weights that
+            are on the meta device or cannot be copied, and parameters that are complex or have hooks.
     """
+    given = _as_sequential(net)
+    check_parameters(given)
     try:
-        source = copy.deepcopy(_as_sequential(net)).cpu()
+        source = copy.deepcopy(given).cpu()
     except (TypeError, RuntimeError) as error:
         raise ModelError(f"this model cannot be copied: {error}") from error
     for name, module in list(source.named_modules()):

@@ -38,7 +38,7 @@ class RunningStatistics:
         """
         self._microbatches, self._replicas = microbatches, replicas
         of_stage = {stage: [m for m in stage.modules() if isinstance(m, StepBatchNorm)] for stage in stages}
-        norms = [norm for some in of_stage.values() for norm in some]
+        norms = self._norms = [norm for some in of_stage.values() for norm in some]
         # Tensors are listed once, because a GPU waits for the host at the end of a step.
         self._moments = {stage: [norm.moments for norm in some] for stage, some in of_stage.items()}
         self._sums = {stage: [*map(torch.zeros_like, moments)] for stage, moments in self._moments.items()}
@@ -74,8 +74,11 @@ class RunningStatistics:
             dist.all_reduce(flat, group=self._replicas)
             means = [part.view(2, -1) for part in flat.split([mean.numel() for mean in means])]
         parts = [part for mean in means for part in mean.unbind()]
-        torch._foreach_lerp_(self._running, parts, self._weights)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_add_(self._counts, 1)  # pyright: ignore[reportPrivateImportUsage]
+        # A layer that a module's ``train`` keeps in evaluation mode has no moments, and keeps its statistics.
+        updates = [int(norm.training) for norm in self._norms]
+        weights = [weight * updates[i // 2] for i, weight in enumerate(self._weights)]
+        torch._foreach_lerp_(self._running, parts, weights)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(self._counts, updates)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def normalise_over_replicas(

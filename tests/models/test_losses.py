@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import ModelError
 from models.losses import (
     IGNORED,
     ClassCrossEntropy,
@@ -16,6 +17,7 @@ from models.losses import (
     Sums,
     TokenCrossEntropy,
     as_sums,
+    check_loss,
     mask_targets,
     per_element,
 )
@@ -162,3 +164,18 @@ def test_only_targets_of_weightless_samples_are_masked():
     targets = torch.tensor([[1, 2], [3, 4]])
     assert mask_targets(targets, torch.tensor([0.0, 0.5])).tolist() == [[IGNORED, IGNORED], [3, 4]]
     assert mask_targets(targets, None) is targets
+
+
+def test_a_loss_with_parameters_is_refused_because_no_run_would_train_them():
+    class Temperature(nn.Module):
+        metrics = ()
+
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+
+    with pytest.raises(ModelError, match=r"Temperature has parameters \(temperature\), which no run would train"):
+        check_loss(Temperature())
+    loss = Temperature()
+    loss.requires_grad_(False)
+    check_loss(loss)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import ModelError
 from data.dataset import Batch
+from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
 from parallel.shape_inference import trace
@@ -70,3 +72,13 @@ def test_its_shapes_are_inferred_without_its_weights_and_it_can_be_sent_to_anoth
 def test_what_would_depend_on_the_layout_or_has_no_shape_yet_is_refused(layer, words):
     with pytest.raises(ValueError, match=words):
         chain_of(nn.Sequential(nn.Linear(4, 4), layer), ClassCrossEntropy())
+
+
+def test_parameters_that_a_copy_would_train_otherwise_are_refused():
+    hooked, complex_one = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64)
+    hooked.weight.register_hook(lambda gradient: 0 * gradient)
+    for layer, words in ((hooked, "weight has a hook for its gradient"), (complex_one, "weight is complex")):
+        with pytest.raises(ModelError, match=words):
+            chain_of(nn.Sequential(layer), ClassCrossEntropy())
+        with pytest.raises(ModelError, match=f"a.{words}"):
+            Chain([LayerSpec("a", lambda layer=layer: layer)], ClassCrossEntropy()).skeleton()

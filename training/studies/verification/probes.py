@@ -182,6 +182,7 @@ class Layer:
 
 def _weighed(output: Tensor, count: int) -> Tensor:
     """Return a sum over an output in which each number of a sample has a different weight."""
+    output = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
     rows = output.reshape(count if output.numel() % count == 0 else 1, -1)
     return (rows * torch.linspace(1, 2, rows.shape[1])).sum().double()
 
@@ -230,17 +231,25 @@ def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -
         return 0.0 if ours is theirs else torch.inf
     if torch.equal(ours, theirs):
         return 0.0
-    ours, theirs = ours.detach().double(), theirs.detach().double()
+    ours, theirs = _real(ours), _real(theirs)
     gap = (ours - theirs).nan_to_num(torch.inf).masked_fill(ours == theirs, 0.0).abs().max().item()
     return gap / max(theirs.abs().nan_to_num(0.0, 0.0).max().item(), floor, 1e-300)
 
 
 def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
     """Return the largest relative difference, and the name of its tensor."""
-    tensors = [t.detach().double().abs() for t in theirs.values() if t is not None and t.numel() > 1]
+    pairs = ((name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs]))
+    names = [name for name, a, b in pairs if a is None or b is None or a.shape != b.shape or not torch.equal(a, b)]
+    # Equal tensors do not count: the -1e9 of a mask would hide all differences of the others.
+    tensors = [_real(t).abs() for name in names if (t := theirs.get(name)) is not None and t.numel() > 1]
     floor = _FLOOR * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
-    found = [(difference(ours.get(name), theirs.get(name), floor), name) for name in dict.fromkeys([*ours, *theirs])]
+    found = [(difference(ours.get(name), theirs.get(name), floor), name) for name in names]
     return max(found, key=lambda pair: pair[0], default=(0.0, ""))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 @dataclass(frozen=True)
@@ -266,7 +275,7 @@ class Same:
             try:
                 size, what = largest_difference(*self.pair(layer, training))
             except RuntimeError as error:
-                yield f"{self.text.format(what='', mode=mode, loss='')}: {str(error).splitlines()[0]}", False
+                yield f"{self.text.format(what='', mode=mode, loss='')}: {_first_line(error)}", False
                 continue
             if size > tolerance:
                 rule = self.rule(layer) if training else None
@@ -410,7 +419,16 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
     for i, name in enumerate(chain.names):
         _check_stopped()
         draws = name in drawing or (name == chain.names[-1] and LOSS in drawing)
-        layers.append(layer := Layer(setup, name, inputs, samples, draws))
+        try:
+            layers.append(layer := Layer(setup, name, inputs, samples, draws))
+        except Exception as error:  # a user's code
+            text = f"{_SAMPLES} samples cannot be computed in {setup.plan.precision}: {_first_line(error)}"
+            if "double" in text.lower():
+                text += (
+                    ". If the layer computes in float32 whatever its weights are, verify it with train.precision=fp32"
+                )
+            too_large.append(Finding("sizes", f"{name} ({type(chain.skeleton([name])[name]).__name__})", text))
+            break
         each = (kept[i] if kept else 0) + 4 * sum(t.nbytes for t in layer.seen[True]["given"].values()) / _SAMPLES
         while sizes:
             needed, seconds = sizes[-1] * each, 5 * sizes[-1] * layer.seconds
@@ -429,8 +447,12 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
 def _found(same: Callable, layer: Layer, tolerance: float) -> list[tuple[str, bool]]:
     try:
         return list(same(layer, tolerance))
-    except RuntimeError as error:
-        return [(f"some numbers of samples cannot be computed: {str(error).splitlines()[0]}", False)]
+    except Exception as error:  # a user's code
+        return [(f"some numbers of samples cannot be computed: {_first_line(error)}", False)]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _check_stopped() -> None:

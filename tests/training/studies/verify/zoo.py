@@ -114,6 +114,48 @@ class AverageInEvaluation(nn.Module):
         return x
 
 
+class AverageBesideMask(AverageInEvaluation):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((8, 8), -1e9).triu(1))
+
+
+class Imaginary(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x - x.mean(0))
+
+
+class Real(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.real + x.imag
+
+
+class PassesMask(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x - x.mean(0), torch.full_like(x, torch.finfo(x.dtype).min)
+
+
+class DropsMask(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x
+
+
+class InFours(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) % 4:
+            raise ValueError("comes in fours")
+        return x
+
+
+class Float32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.float())
+
+
 class AverageInTraining(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -185,6 +227,11 @@ def chain(b: Callable[[], nn.Module] = nn.Tanh, loss=None, **more) -> Chain:
     return Chain(layers, loss=loss or ClassCrossEntropy(), **more)
 
 
+def pair(b: Callable[[], nn.Module], d: Callable[[], nn.Module]) -> Chain:
+    layers = [LayerSpec("a", partial(nn.Linear, 8, 8)), LayerSpec("b", b), LayerSpec("d", d), LayerSpec("c", Last)]
+    return Chain(layers, loss=ClassCrossEntropy())
+
+
 def shared() -> Chain:
     weight = nn.Parameter(torch.eye(8))
 
@@ -248,6 +295,14 @@ ZOO = [
     Broken("detach", partial(chain, Detach), "outputs", "b", "returns nothing that has a gradient"),
     Broken("half", partial(chain, Half), "outputs", "b", "returns float16"),
     Broken("average in eval", partial(chain, AverageInEvaluation), "unchanged", "b", "'average' in evaluation", DDP),
+    # Beside numbers that are much larger and equal, and in the imaginary part of what passes between layers.
+    Broken("beside a mask", partial(chain, AverageBesideMask), "unchanged", "b", "buffer 'average' in evaluation"),
+    Broken("a mask passed", partial(pair, PassesMask, DropsMask), "halves", "b", "see each other in training"),
+    Broken("imaginary", partial(pair, Imaginary, Real), "halves", "b", "see each other in training"),
+    Broken(
+        "in fours", partial(chain, InFours), "repeats", "b", "numbers of samples cannot be computed: comes in fours"
+    ),
+    Broken("float32", partial(chain, Float32), "sizes", "b", "verify it with train.precision=fp32"),
     # No layout of several micro-batches takes these two: the error says what the forward changes.
     Broken("average", partial(chain, AverageInTraining), "unchanged", "b", "buffer 'average' in training"),
     Broken("weights changed", partial(chain, WeightsChanged), "unchanged", "b", "'linear.weight' in training"),
