@@ -304,9 +304,11 @@ class Skipping:
 
     @property
     def loss_limit(self) -> float:
-        """The largest loss that is not a spike; infinite if spikes are not detected."""
+        """The largest loss that is not a spike; infinite if spikes are not detected, or if the mean is not positive."""
         factor = self._config.spike_factor
-        return math.inf if factor is None or self.seen < _FEWEST_LOSSES else factor * self.mean
+        if factor is None or self.seen < _FEWEST_LOSSES or self.mean <= 0:  # a multiple of a negative mean is below it
+            return math.inf
+        return factor * self.mean
 
     @property
     def rolls_back(self) -> bool:

@@ -11,6 +11,7 @@ from composed import change_batches, for_rank, losses, records, run, run_on_rank
 from common.errors import CheckpointError, TrainingError
 from data.dataset import Batch
 from data.loader import TrainBatches
+from models.losses import SquaredError
 from parallel.strategy import Strategy
 
 SHORT = ["train.epochs=null", "train.steps=6"]
@@ -126,6 +127,18 @@ def test_a_jump_without_a_checkpoint_to_go_back_to_is_skipped_all_the_same(tmp_p
     run(tmp_path, *TWENTY, "train.checkpoint_every=null", GUARDED, "train.spike_rollback=2")
     assert "there is no checkpoint yet to go back to" in capsys.readouterr().err
     assert skipped(tmp_path) == [15, 16]
+
+
+def test_losses_below_zero_are_no_jumps(tmp_path, monkeypatch):
+    compute = SquaredError.__call__
+
+    def below_zero(self, *given):
+        sums = compute(self, *given)
+        return sums._replace(loss=sums.loss - 100 * sums.count)
+
+    monkeypatch.setattr(SquaredError, "__call__", below_zero)
+    assert run(tmp_path, *TWENTY, GUARDED)["skipped_steps"] == 0
+    assert losses(tmp_path)[-1] < 0
 
 
 def test_a_resumed_run_judges_jumps_as_the_uninterrupted_one(tmp_path, spoil):
