@@ -263,7 +263,8 @@ class Loop:
         batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, setup.cfg.seed, mesh.replica, mesh.dp)
         if self.config.overfit:
             batch = batches[1]
-            return ((step, batch) for step in range(first_step, setup.total_steps + 1))
+            # Each step gets a copy, because a first layer may work in place.
+            return ((step, batch.map(torch.clone)) for step in range(first_step, setup.total_steps + 1))
         return train_loader(
             batches,
             first_step,

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from composed import change_batches, for_rank, losses, records, run, run_on_rank, saved, steps
+from torch import nn
 
 from common.errors import CheckpointError, TrainingError
 from data.dataset import Batch
@@ -319,6 +320,15 @@ def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):
     run(tmp_path, *model, "debug=overfit", "train.steps=60", "optim.lr=3e-3", "train.precision=fp32")
     found = losses(tmp_path)
     assert found[0] > 7 and found[-1] < 2
+
+
+def test_overfit_trains_on_the_same_batch_where_the_first_layer_works_in_place(tmp_path, monkeypatch):
+    def doubled(self, x):
+        return nn.functional.linear(x if x.requires_grad else x.mul_(2), self.weight, self.bias)
+
+    monkeypatch.setattr(nn.Linear, "forward", doubled)
+    run(tmp_path, *SHORT, "train.overfit=true", "train.precision=fp32", "optim.lr=0")
+    assert len(set(losses(tmp_path))) == 1
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path, text, deterministic_again):
