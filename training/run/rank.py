@@ -248,7 +248,7 @@ def set_arithmetic(train: Any) -> None:
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(train.deterministic)  # an earlier run in this process may have set it
 
 
 def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:

@@ -331,6 +331,12 @@ def test_overfit_trains_on_the_same_batch_where_the_first_layer_works_in_place(t
     assert len(set(losses(tmp_path))) == 1
 
 
+def test_a_run_is_only_deterministic_if_it_is_asked_to_be(tmp_path, deterministic_again):
+    for wanted in (True, False):
+        run(tmp_path / str(wanted), *SHORT, f"train.deterministic={wanted}")
+        assert torch.are_deterministic_algorithms_enabled() is wanted
+
+
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path, text, deterministic_again):
     recipe = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.dropout=0.1", *text, "data.vocabulary=words"]
     recipe += ["train.global_batch_size=4", "train.steps=4", "train.deterministic=true", "train.eval_batches=2"]
