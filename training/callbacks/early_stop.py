@@ -51,9 +51,12 @@ class EarlyStop(Callback):
             run.stop(f"{self.metric} has not been better than {self.sign * self.best:.4g} for {self.since} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best result so far, and the number of evaluations since."""
-        return {"best": self.best if math.isfinite(self.best) else None, "since": self.since}
+        """Return the best result so far, the number of evaluations since, and what was compared."""
+        best = self.best if math.isfinite(self.best) else None
+        return {"best": best, "since": self.since, "metric": self.metric, "sign": self.sign}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Callback``."""
+        """See ``Callback``. The best result of another metric or direction says nothing about this one."""
+        if (state.get("metric", self.metric), state.get("sign", self.sign)) != (self.metric, self.sign):
+            return
         self.best, self.since = math.inf if state["best"] is None else state["best"], state["since"]

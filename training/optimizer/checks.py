@@ -30,6 +30,9 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         if not section:
             continue
         kind = target_of("optim", section)
+        if section is not config and (twice := {"decay_vectors", "rates", "others"} & section.keys()):
+            key = min(twice)
+            raise TrainingError(f"optim.others.{key} has no effect: optim.{key} applies to both optimizers")
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
         if type(lr := section["lr"]) not in (int, float) or not math.isfinite(lr):

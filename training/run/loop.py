@@ -263,7 +263,8 @@ class Loop:
         batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, setup.cfg.seed, mesh.replica, mesh.dp)
         if self.config.overfit:
             batch = batches[1]
-            return ((step, batch) for step in range(first_step, setup.total_steps + 1))
+            # Each step gets a copy, because a first layer may work in place.
+            return ((step, batch.map(torch.clone)) for step in range(first_step, setup.total_steps + 1))
         return train_loader(
             batches,
             first_step,
@@ -304,9 +305,11 @@ class Skipping:
 
     @property
     def loss_limit(self) -> float:
-        """The largest loss that is not a spike; infinite if spikes are not detected."""
+        """The largest loss that is not a spike; infinite if spikes are not detected, or if the mean is not positive."""
         factor = self._config.spike_factor
-        return math.inf if factor is None or self.seen < _FEWEST_LOSSES else factor * self.mean
+        if factor is None or self.seen < _FEWEST_LOSSES or self.mean <= 0:  # a multiple of a negative mean is below it
+            return math.inf
+        return factor * self.mean
 
     @property
     def rolls_back(self) -> bool:

@@ -249,7 +249,8 @@ def set_arithmetic(train: Any) -> None:
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    if torch.are_deterministic_algorithms_enabled() != train.deterministic:  # an earlier run may have set it
+        torch.use_deterministic_algorithms(train.deterministic)
 
 
 def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:

@@ -139,6 +139,17 @@ def test_evaluations_that_are_not_finite_are_counted_across_a_resumption():
         assert len(reasons) == (attempt == 2)
 
 
+def test_the_best_result_of_another_metric_is_not_compared_with():
+    accuracy, reasons = EarlyStop(metric="val_accuracy", direction="maximize", patience=1), []
+    run = SimpleNamespace(stop=reasons.append)
+    accuracy.on_evaluation(run, {"val_accuracy": 0.9})
+    loss = EarlyStop(patience=1)
+    loss.load_state_dict(accuracy.state_dict())
+    for value in (0.8, 0.7):
+        loss.on_evaluation(run, {"val_loss": value})
+    assert reasons == []
+
+
 def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_the_others(tmp_path):
     cfg = early_stop()
     cfg.callbacks.early_stop.metric = "val_accuracy"

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from composed import change_batches, for_rank, losses, records, run, run_on_rank, saved, steps
+from torch import nn
 
 from common.errors import CheckpointError, TrainingError
 from data.dataset import Batch
 from data.loader import TrainBatches
+from models.losses import SquaredError
 from parallel.strategy import Strategy
 
 SHORT = ["train.epochs=null", "train.steps=6"]
@@ -126,6 +128,18 @@ def test_a_jump_without_a_checkpoint_to_go_back_to_is_skipped_all_the_same(tmp_p
     run(tmp_path, *TWENTY, "train.checkpoint_every=null", GUARDED, "train.spike_rollback=2")
     assert "there is no checkpoint yet to go back to" in capsys.readouterr().err
     assert skipped(tmp_path) == [15, 16]
+
+
+def test_losses_below_zero_are_no_jumps(tmp_path, monkeypatch):
+    compute = SquaredError.__call__
+
+    def below_zero(self, *given):
+        sums = compute(self, *given)
+        return sums._replace(loss=sums.loss - 100 * sums.count)
+
+    monkeypatch.setattr(SquaredError, "__call__", below_zero)
+    assert run(tmp_path, *TWENTY, GUARDED)["skipped_steps"] == 0
+    assert losses(tmp_path)[-1] < 0
 
 
 def test_a_resumed_run_judges_jumps_as_the_uninterrupted_one(tmp_path, spoil):
@@ -306,6 +320,21 @@ def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):
     run(tmp_path, *model, "debug=overfit", "train.steps=60", "optim.lr=3e-3", "train.precision=fp32")
     found = losses(tmp_path)
     assert found[0] > 7 and found[-1] < 2
+
+
+def test_overfit_trains_on_the_same_batch_where_the_first_layer_works_in_place(tmp_path, monkeypatch):
+    def doubled(self, x):
+        return nn.functional.linear(x if x.requires_grad else x.mul_(2), self.weight, self.bias)
+
+    monkeypatch.setattr(nn.Linear, "forward", doubled)
+    run(tmp_path, *SHORT, "train.overfit=true", "train.precision=fp32", "optim.lr=0")
+    assert len(set(losses(tmp_path))) == 1
+
+
+def test_a_run_is_only_deterministic_if_it_is_asked_to_be(tmp_path, deterministic_again):
+    for wanted in (True, False):
+        run(tmp_path / str(wanted), *SHORT, f"train.deterministic={wanted}")
+        assert torch.are_deterministic_algorithms_enabled() is wanted
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path, text, deterministic_again):

@@ -12,6 +12,7 @@ from conf.instantiate import add_to_path, to_dict
 from parallel.strategy import Options, build_strategy
 from planner.memory import memory_of_ranks
 from training.optimizer import Constant, CosineWarmup, Optimizer, Step
+from training.optimizer.checks import check_optimizer
 from training.optimizer.kinds import mean_states
 from training.optimizer.muon import hidden_matrices
 from training.run.prepare import build_chain, prepare
@@ -235,6 +236,12 @@ def test_what_is_typed_acts_on_what_muon_does_not_take_too(toy, typed):
     decay = {"net1.weight": 0.02 * (0.3 if "others" not in typed else 0.1), "net2.weight": 0.01 * 0.3}
     for name, old in before.items():
         torch.testing.assert_close(after[name].detach(), old * (1 - decay.get(name, 0.0)))
+
+
+@pytest.mark.parametrize("key, value", [("decay_vectors", "true"), ("rates", "{net1: 10}"), ("others", "null")])
+def test_a_key_that_acts_on_both_optimizers_is_refused_in_that_of_the_others(key, value):
+    with pytest.raises(TrainingError, match=f"optim.others.{key} has no effect: optim.{key} applies to both"):
+        check_optimizer(to_dict(config("optim=muon", f"+optim.others.{key}={value}").optim))
 
 
 def test_a_model_without_hidden_matrices_is_refused(toy):
