@@ -92,8 +92,8 @@ def with_defaults(model: Mapping[str, Any]) -> tuple[Size, int]:
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
     """Return the values of the nulls in a section ``model``.
 
-    If there is a config.json beside the weights ``init_from``, they are its sizes. The vocabulary is at least
-    ``VOCABULARY``, unless it is typed. Otherwise only the vocabulary is returned.
+    If there is a config.json beside the weights ``init_from``, they are its sizes; the vocabulary is that of the data
+    if it is larger, and padded if it has GPT-2's size. Otherwise only the vocabulary is returned.
 
     Raises:
         ModelError: If config.json describes another kind of model, or a size in the section contradicts it.
@@ -102,8 +102,10 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     typed = {key: model[key] for key in GPT2.sizes if model[key] is not None}
     if len(typed) == len(GPT2.sizes) or (sizes := GPT2.beside(model, typed, lambda: vars(size))) is None:
         return {"vocab_size": vocabulary}
-    padded = -(-sizes["vocab_size"] // PADDED_TO) * PADDED_TO
-    return {**sizes, "vocab_size": max(padded, VOCABULARY), **typed}
+    rows = max(sizes["vocab_size"], words or 0)
+    if rows > VOCABULARY - PADDED_TO:  # in a smaller vocabulary, padding would get a share of the probabilities
+        rows = -(-rows // PADDED_TO) * PADDED_TO
+    return {**sizes, "vocab_size": rows, **typed}
 
 
 def parameters_of(model: Mapping[str, Any]) -> int:

@@ -13,8 +13,10 @@ from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import TrainingError, UserError
+from conf.instantiate import to_dict
 from conf.words import quote_values
 from data.vocabulary import gpt2
+from models.gpt2_sizes import sizes_of
 from training.run.prepare import prepare
 
 EMBEDDING = "embedding.wte.weight"
@@ -230,6 +232,13 @@ def test_a_folder_with_other_tokens_than_gpt2s_says_so_and_has_its_own(text, pub
     with pytest.raises(UserError, match="tokenizer.json has other tokens than GPT-2's, which .*type data.tokenizer="):
         prepare(config(*line))
     assert "german" in prepare(config(*line, f"data.tokenizer='{folder}'")).data.description
+
+
+@pytest.mark.parametrize(("theirs", "words", "rows"), [(1000, 900, 1000), (1000, 1003, 1003), (50259, 50257, 50304)])
+def test_padding_takes_no_share_of_the_probabilities_of_a_small_vocabulary(text, altered, theirs, words, rows):
+    folder = altered(vocab_size=theirs)
+    model = to_dict(config(*BARE, *text, f"model.init_from='{folder}'").model)
+    assert sizes_of(model, words)["vocab_size"] == rows
 
 
 HUB = "some-people/Small-GPT2.1"
