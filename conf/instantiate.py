@@ -149,6 +149,8 @@ def environment(cfg: Any) -> dict[str, str]:
     wanted = cfg.parallel.env or {}
     if not hasattr(wanted, "items"):
         raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
+    if nulls := [name for name, value in wanted.items() if value is None]:
+        raise PlanError(f"parallel.env.{nulls[0]}=null is no value of a variable: leave it out, or write a text")
     return {str(name): str(value) for name, value in wanted.items()}
 
 

@@ -48,6 +48,13 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
         with changed_environment({"PYTHONPATH": os.pathsep.join(sys.path)}), _without_main():
             multiprocessing.set_forkserver_preload([*preload, *_PRELOAD])
             forkserver.ensure_running()
+    except OSError as error:
+        if "too long" not in str(error):
+            raise
+        raise LaunchError(
+            f"the path of the folder for temporary files, {tempfile.gettempdir()}, is too long for the socket at which "
+            "workers are forked; set TMPDIR to a folder with a shorter path, such as /tmp"
+        ) from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

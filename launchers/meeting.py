@@ -74,8 +74,11 @@ def connect(world: World, timeout_s: float) -> Store | None:
         # A restarted attempt must not see the keys of the failed one (torch's env:// rendezvous does the same).
         store = PrefixStore(f"launchers/attempt-{restarts()}/connection-{number}", _opened[where])
     if store.add(f"rank-{world.rank}", 1) > 1:
+        # With --rdzv-backend=c10d, an agent whose ranks had not failed starts them again without counting it.
+        again = "; or torchrun has restarted the ranks, which on several machines needs --master-addr and --node-rank"
         raise LaunchError(
             f"two processes at {where} have RANK={world.rank} of WORLD_SIZE={world.size}: give each its own rank"
+            f"{again if world.origin == 'torchrun' else ''}"
         )
 
     _exchange(world, store, "here", None, timeout_s)
@@ -176,6 +179,8 @@ def _retry(attempt: Callable[[float], Any], kind: type[OSError], timeout_s: floa
         try:
             return attempt(max(0.1, deadline - time.monotonic()))
         except kind:
+            if stopping.wanted():
+                raise stopping.Stopped("stopped while the ranks had not met yet") from None
             if time.monotonic() + _POLL_S > deadline:
                 raise
         time.sleep(_POLL_S)

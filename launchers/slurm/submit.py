@@ -94,6 +94,7 @@ def submit(
         )
     folder, count = Path(folder).absolute(), len(log_dirs)
     file = "%j" if count == 1 else "%A_%a"
+    as_pattern = str(folder).replace("%", "%%")  # sbatch would replace %j in the folder's name, too
     at_once = "" if options.max_parallel is None else f"%{options.max_parallel}"
     flags = {
         "job-name": name,
@@ -108,8 +109,9 @@ def submit(
         "time": options.time_min,
         "signal": f"USR2@{options.signal_s}",
         "array": None if count == 1 else f"0-{count - 1}{at_once}",
-        "output": folder / f"{file}.out",
-        "error": folder / f"{file}.err",
+        "output": f"{as_pattern}/{file}.out",
+        "error": f"{as_pattern}/{file}.err",
+        "export": "ALL",  # also where SBATCH_EXPORT=NONE is set
         **{str(key).replace("_", "-"): value for key, value in (options.sbatch or {}).items()},
     }
     # The ranks run in a container (pyxis: container_image). With sbatch, the script would, which calls srun.
@@ -133,6 +135,10 @@ def check_options(options: Any) -> None:
         raise LaunchError(
             f"launcher.signal_s={options.signal_s} is not below the time limit, launcher.time_min={options.time_min} "
             f"({options.time_min * 60} s); set it lower"
+        )
+    if not hasattr(options.sbatch or {}, "keys"):
+        raise LaunchError(
+            f"launcher.sbatch={options.sbatch} must be a mapping, such as launcher.sbatch={{constraint: a100}}"
         )
     if refused := {str(key).replace("_", "-") for key in options.sbatch or {}} & _RESERVED:
         raise LaunchError(

@@ -1,17 +1,21 @@
 """Workers on this machine: that they meet, how they fail, and that none is left."""
 
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from multiprocessing import forkserver
 
 import launched
 import psutil
 import pytest
 
 from common.machine import changed_environment
-from launchers import WorkerFailed, run_workers
+from launchers import LaunchError, WorkerFailed, run_workers, start_fork_server
 from launchers.world import is_loopback
 
 
@@ -67,6 +71,16 @@ def test_the_rank_that_failed_first_is_named_soon(tmp_path, capfd, entry, args, 
     assert (failed.value.rank, failed.value.kind) == (rank, kind)
     assert re.search(words, failed.value.text, re.DOTALL), failed.value.text
     assert kind != "exception" or "".join(capfd.readouterr()) == "", "the traceback is in the error alone"
+
+
+def test_a_folder_for_temporary_files_with_too_long_a_path_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", long := str(tmp_path / ("a" * 90)))
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", None)
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+    os.mkdir(long)
+    with pytest.raises(LaunchError, match="a{90}, is too long for the socket.*set TMPDIR"):
+        start_fork_server()
 
 
 def test_with_restarts_a_failed_group_starts_anew(tmp_path):

@@ -57,7 +57,7 @@ def test_no_value_becomes_a_shell_line(answer, tmp_path):
     assert f"--job-name={NASTY}" in command and f"--comment={comment}" in command, "no shell reads these"
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "srun").write_text('#!/bin/sh\nshift 3\nexec "$@"\n')
+    (tools / "srun").write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
     (tools / "srun").chmod(0o755)
     env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
     process = subprocess.Popen(["bash", command[-1]], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
@@ -79,6 +79,20 @@ def test_every_option_reaches_sbatch(answer, tmp_path):
         "--account=a", "--qos=q", "--time=30", "--signal=USR2@90", "--array=0-7%5", "--constraint=gold", "--no-requeue",
     }  # fmt: skip
     assert not [word for word in commands[-1] if "exclusive" in word]
+
+
+def test_a_folder_with_a_percent_sign_is_the_one_in_which_sbatch_writes(answer, tmp_path):
+    commands = answer(stdout="7\n")
+    (job,) = submit(tmp_path / "50%j")
+    assert job.output == tmp_path / "50%j" / "7.out"
+    assert {f"--output={tmp_path}/50%%j/%j.out", f"--error={tmp_path}/50%%j/%j.err"} <= {*commands[-1]}
+
+
+def test_ranks_have_the_environment_of_the_command_whatever_the_cluster_exports(answer, tmp_path):
+    commands = answer(stdout="7\n")
+    submit(tmp_path)
+    assert "--export=ALL" in commands[-1], "it overrides SBATCH_EXPORT"
+    assert "srun --export=ALL " in (tmp_path / "job.sh").read_text(), "it overrides SLURM_EXPORT_ENV"
 
 
 def test_a_second_submission_into_a_directory_changes_no_job_that_waits_there(answer, tmp_path, monkeypatch):
@@ -170,6 +184,7 @@ def test_why_a_job_ended_is_its_first_failure_or_what_the_queue_says(tmp_path, s
     [
         (Slurm(signal_s=300, time_min=5), "launcher.signal_s=300 is not below the time limit"),
         (Slurm(nodes=0), "launcher.nodes=0 must be at least 1"),
+        (Slurm(sbatch="--exclusive"), "launcher.sbatch=--exclusive must be a mapping, such as"),
         (Slurm(sbatch={"output": "x", "ntasks_per_node": 2}), "launcher.sbatch: ntasks-per-node, output cannot be set"),
         (Slurm(nodes=3), "2 processes .* cannot be divided equally among launcher.nodes=3"),
     ],
@@ -196,7 +211,7 @@ def test_a_container_is_an_option_of_srun_and_its_python_runs(answer, tmp_path):
     process = subprocess.Popen(["bash", commands[-1][-1]], env=env, stdout=subprocess.PIPE, text=True)
     words = process.communicate(timeout=30)[0].splitlines()
     image, mounts = "--container-image=nvcr.io#nvidia/pytorch:25.06-py3", "--container-mounts=/a b:/c"
-    assert words[3:9] == [image, mounts, "--no-container-mount-home", "env", "--block-signal=USR2", "python"]
+    assert words[4:10] == [image, mounts, "--no-container-mount-home", "env", "--block-signal=USR2", "python"]
 
 
 @pytest.mark.parametrize(

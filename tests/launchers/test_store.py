@@ -68,6 +68,16 @@ def test_a_rank_that_is_told_to_stop_waits_for_no_one(port, monkeypatch):
     monkeypatch.setattr(stopping, "wanted", lambda: True)
     with pytest.raises(stopping.Stopped, match="while rank 0 waited for the other ranks"):
         connect(World(0, 2, 0, 2, "environment"), timeout_s=60)
+    with pytest.raises(stopping.Stopped, match="while the ranks had not met yet"):
+        meeting._wait_for_listener(World(1, 2, 1, 2, "environment"), "127.0.0.1", 1, timeout_s=20)
+
+
+def test_a_rank_that_torchrun_has_restarted_and_not_counted_is_told_what_counts(port, monkeypatch):
+    monkeypatch.setitem(meeting._opened, f"127.0.0.1:{port}", store := HashStore())
+    number = next(meeting._connections) + 1
+    store.add(f"launchers/attempt-0/connection-{number}/rank-1", 1)
+    with pytest.raises(LaunchError, match="RANK=1 of WORLD_SIZE=2.*several machines needs --master-addr"):
+        connect(World(1, 2, 0, 1, "torchrun"), timeout_s=1)
 
 
 class Counted:

@@ -67,6 +67,12 @@ WORDS = {
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: !!python/object/apply:os.system [id]")),
     ],
     "hydra.run.dir is empty": Refusal("hydra.run.dir="),
+    "hydra.run.dir=~/runs": Refusal("hydra.run.dir=\\'~/runs\\'", "~ is not replaced here; write a whole path"),
+    "hydra.sweep.dir=~/runs": Refusal("-m seed=1,2 hydra.sweep.dir=\\'~/runs\\'", "write a whole path"),
+    "2 jobs have the directory sweep/same": Refusal(
+        "-m seed=1,2 hydra.sweep.dir=sweep hydra.sweep.subdir=same", "let hydra.sweep.subdir differ"
+    ),
+    "parallel.env.A=null": Refusal("parallel.env={A:null}", "leave it out"),
     "the run directory": Refusal("hydra.run.dir=" + 300 * "a", "cannot be written: File name too long"),
     "x.bin": Refusal("hydra.run.dir=HERE/x.bin", file=GOOD_SHARD),
     "RANK=0": Refusal("", "WORLD_SIZE is not set", env={"RANK": "0"}),

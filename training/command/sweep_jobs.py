@@ -156,9 +156,15 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     Jobs that an earlier attempt has finished, or that may still be queued or running, are left out.
 
     Raises:
-        TrainingError: A directory has another run. Nothing has been changed then.
+        TrainingError: A directory has another run, or several jobs. Nothing has been changed then.
     """
-    before = [read_job(entry.folder) for entry in entries]
+    folders = [entry.folder for entry in entries]
+    if shared := [folder for folder in folders if folders.count(folder) > 1]:
+        raise TrainingError(
+            f"{folders.count(shared[0])} jobs have the directory {shared[0]}; let hydra.sweep.subdir differ, as "
+            "'${hydra.job.num}' does"
+        )
+    before = [read_job(folder) for folder in folders]
     for entry, earlier in zip(entries, before, strict=True):
         used = entry.folder.is_dir() and any(entry.folder.iterdir())
         if earlier is not None and earlier.status == FAILED and not (entry.folder / METRICS).exists():

@@ -148,9 +148,9 @@ class RunDirectoryGuard(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Lock the directory, and refuse a sweep under torchrun."""
         world = World.detect()
-        if world is not None and world.size > 1 and world.origin in ("torchrun", "environment"):
+        if world is not None and world.size > 1:
             raise TrainingError(
-                "a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun"
+                "a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun or srun"
             )
         _take(Path(config.hydra.sweep.dir), "hydra.sweep.dir", depth=3)
 
@@ -195,6 +195,8 @@ def started_again() -> bool:
 
 def _take(folder: Path, key: str, depth: int) -> None:
     """Lock a directory, after checking that it can be written and that no link, down to a depth, leads out of it."""
+    if str(folder).startswith("~"):  # a folder of this name would be made, which `rm -r ~` does not mean
+        raise TrainingError(f"{key}={folder}: ~ is not replaced here; write a whole path, such as $HOME/runs/a")
     try:
         for level in range(1, depth + 1):
             for path in filter(Path.is_symlink, folder.glob("/".join("*" * level))):

@@ -11,7 +11,8 @@ import pytest
 from commandline import Started, wait_until
 
 import train as command
-from training.reporting.run_directory import LOCK, hold, locked_directories, release
+from conf.composition import Refused
+from training.reporting.run_directory import LOCK, RunDirectoryGuard, hold, locked_directories, release
 
 FEW = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=2", "train.eval_every=null"]
 ENDLESS = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=10000000", "train.eval_every=null"]
@@ -86,3 +87,13 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caps
     hold(tmp_path)
     release(tmp_path)
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+def test_a_sweep_of_several_tasks_of_a_job_is_refused(monkeypatch):
+    step = {"ID": "0", "NUM_TASKS": "2", "TASKS_PER_NODE": "2", "NODELIST": "n1"}
+    names = {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_ID": "7"} | {f"STEP_{key}": step[key] for key in step}
+    for name, value in names.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(Refused, match="without torchrun or srun"):
+        RunDirectoryGuard().on_multirun_start(None)
