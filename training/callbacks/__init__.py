@@ -74,7 +74,7 @@ class TrainingRun:
     def stop(self, reason: str) -> None:
         """End the training after this step as after the last one, with evaluation, checkpoint and test.
 
-        All ranks must call this.
+        All ranks must call this. From ``on_checkpoint``, it takes effect after the next step.
         """
         self.stop_reason = reason
 

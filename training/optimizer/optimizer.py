@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.errors import TrainingError
 from parallel.pieces import Boxes, Piece, is_shared, local, shared_like
 from parallel.strategy import Strategy
 from training.optimizer.groups import build_optimizer
@@ -130,7 +131,13 @@ class _Part:
         for parameter, own in self._own.items():
             if own is not parameter and parameter.grad is not None:
                 own.grad = self._whole(parameter, parameter.grad) if self._gathers else local(parameter.grad)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except KeyError as error:
+            raise TrainingError(
+                f"optim: {type(self.optimizer).__name__} needs the state {error} of each parameter, and the checkpoint "
+                "has none: resume without the option that was typed for it"
+            ) from error
         for parameter, own in self._own.items():
             if own is not parameter:
                 own.grad = None
