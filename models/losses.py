@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from common.errors import ModelError
 
 IGNORED = -100  # torch's own ignore_index
+# Names of the other numbers in a step's record of metrics.jsonl.
+_RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped"}
 
 
 class Sums(NamedTuple):
@@ -86,8 +88,10 @@ def check_loss(loss: Any) -> None:
         )
     if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
         raise ModelError(f"{type(loss).__name__}.metrics={metrics!r} must be names, such as ('accuracy',)")
-    if "loss" in metrics:
-        raise ModelError(f"{type(loss).__name__}.metrics has the name 'loss', which the loss itself has; use another")
+    if taken := ", ".join(map(repr, sorted(_RECORDED.intersection(metrics)))):
+        raise ModelError(
+            f"{type(loss).__name__}.metrics has the name {taken}, which another number of a step has; use another"
+        )
 
 
 def check_sums(loss: Loss, sums: Any) -> None:

@@ -152,6 +152,7 @@ AT_ONCE = {
     "a name of modules": (lambda: spec("forward"), "layer 'forward' has the name of an attribute"),
     "a word as metrics": (lambda: chain(Loss(summed, "accuracy")), "Loss.metrics='accuracy' must be names"),
     "a metric called loss": (lambda: chain(Loss(summed, ("loss",))), "has the name 'loss'"),
+    "metrics called as others of a step": (lambda: chain(Loss(summed, ("step", "lr"))), "has the name 'lr', 'step'"),
     "targets beyond the vocabulary": (
         lambda: data(LABELS[:, None], LABELS[:, None] + 3, vocab_size=3),
         "the targets hold tokens from 3 to 4",

@@ -11,6 +11,8 @@ from common.errors import TrainingError
 from training.callbacks import Callback, TrainingRun
 from training.reporting.metrics import MetricsFile
 
+_MOST_BINS = 512  # that wandb accepts
+
 
 class GradientHistogram(Callback):
     """Writes a histogram of each parameter's gradient to gradients.jsonl, and to loggers that draw histograms."""
@@ -23,10 +25,12 @@ class GradientHistogram(Callback):
             bins: Bins between the smallest and the largest element.
 
         Raises:
-            TrainingError: A number is below 1.
+            TrainingError: A number is out of range.
         """
-        if every < 1 or bins < 1:
-            raise TrainingError(f"gradient_histogram: every={every} and bins={bins} must be at least 1")
+        if every < 1 or not 1 <= bins <= _MOST_BINS:
+            raise TrainingError(
+                f"gradient_histogram: every={every} must be at least 1, and bins={bins} from 1 to {_MOST_BINS}"
+            )
         self.every, self.bins = every, bins
         self._file: MetricsFile | None = None
 

@@ -131,3 +131,12 @@ def grouped(record: dict[str, Any]) -> dict[str, Any]:
         names[f"{split}/{name}" if split in ("val", "test") else f"train/{key}"] = value
     names.pop("train/step", None)
     return names
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return ``grouped`` without what is not one number: null, and texts and lists that a callback may record."""
+    return {
+        name: float(value)
+        for name, value in grouped(record).items()
+        if isinstance(value, int | float) or getattr(value, "ndim", None) == 0  # of torch or numpy
+    }

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from conf.masking import mask_secrets
-from training.reporting.loggers import grouped
+from training.reporting.loggers import scalars
 from training.reporting.metrics import flat
 
 ID_FILE = "mlflow_id.txt"
@@ -48,9 +48,8 @@ class MlflowRun:
 
     def log(self, record: dict, step: int) -> None:
         """Add the numbers of a record."""
-        for name, value in grouped(record).items():
-            if value is not None:
-                self._client.log_metric(self._id, name, float(value), step=step)
+        for name, value in scalars(record).items():
+            self._client.log_metric(self._id, name, value, step=step)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
         """Add the summary and mark the run as finished or failed."""

@@ -37,6 +37,7 @@ class Outcome:
         skipped: The number of steps whose update was skipped.
         checkpoint: The newest checkpoint.
         seconds: The duration of each step of this process.
+        terms: The number of targets that counted in the losses of those steps; of a text, its tokens without padding.
     """
 
     steps: int = 0
@@ -47,6 +48,7 @@ class Outcome:
     skipped: int = 0
     checkpoint: Path | None = None
     seconds: array = field(default_factory=partial(array, "d"))
+    terms: float = 0.0
 
     @property
     def step_time_s(self) -> float | None:
@@ -99,8 +101,7 @@ def summarise(
     setup: Any, strategy: Strategy, outcome: Outcome, test: dict[str, float], ranks: list[RankResult]
 ) -> dict[str, Any]:
     """Return the content of summary.json. ``test`` has the results on the test split, ``ranks`` those of all ranks."""
-    plan, tokens_per_sample = strategy.plan, setup.data.seq_len
-    step_time = ranks[0].step_time_s
+    plan, step_time, text = strategy.plan, ranks[0].step_time_s, setup.data.seq_len is not None
     samples = plan.global_batch_size / step_time if step_time else None
     bubble = None
     if plan.pipelined:
@@ -126,7 +127,7 @@ def summarise(
         **{"test_loss": None, **test},
         "step_time_s": step_time,
         "samples_per_s": samples,
-        "tokens_per_s": samples * tokens_per_sample if samples and tokens_per_sample else None,
+        "tokens_per_s": outcome.terms / len(outcome.seconds) / step_time if step_time and text else None,
         "peak_memory_bytes": [rank.peak_memory for rank in ranks],
         **{f"{kind}_bytes": [rank.state_bytes[kind] for rank in ranks] for kind in ranks[0].state_bytes},
         "bubble_fraction": bubble,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conf.masking import mask_secrets
-from training.reporting.loggers import grouped
+from training.reporting.loggers import scalars
 
 
 class TensorBoardRun:
@@ -21,9 +21,8 @@ class TensorBoardRun:
 
     def log(self, record: dict, step: int) -> None:
         """Add the numbers of a record."""
-        for name, value in grouped(record).items():
-            if value is not None:
-                self._open(step, after="loss" not in record).add_scalar(name, float(value), step)
+        for name, value in scalars(record).items():
+            self._open(step, after="loss" not in record).add_scalar(name, value, step)
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
         """Add a histogram, see ``Loggers.histogram``. Elements count as the middle of their bin."""

@@ -211,6 +211,7 @@ class Loop:
             outcome.first_loss = result.loss if outcome.first_loss is None else outcome.first_loss
             outcome.final_loss = result.loss
         outcome.seconds.append(seconds)
+        outcome.terms += result.terms
         record = {
             "step": step,
             "loss": result.loss,

@@ -140,3 +140,14 @@ def test_a_directory_that_holds_a_run_is_an_exception_too(tmp_path):
         train(*QUICK, f"hydra.run.dir={tmp_path}/run")
     with pytest.raises(CheckpointError):
         result.state_dict()
+
+
+def test_the_tokens_per_second_of_a_run_are_those_of_its_steps_which_count_no_padding(tmp_path):
+    tokens = torch.randint(5, (40, 8), generator=torch.Generator().manual_seed(0))
+    data = TensorData(tokens, tokens.where(torch.arange(8) < 2, -100), vocab_size=5)
+    layers = [LayerSpec("words", partial(nn.Embedding, 5, 4)), LayerSpec("head", partial(nn.Linear, 4, 5))]
+    chain = Chain(layers, loss=TokenCrossEntropy(), limits={"vocabulary": 5})
+    words = [*QUICK, "train.global_batch_size=4", "train.eval_every=null", "sample.tokens=0"]
+    result = train(*words, f"hydra.run.dir={tmp_path}/run", model=chain, data=data)
+    assert [r["tokens_per_s"] * r["step_time_s"] for r in result.metrics] == pytest.approx([8] * 4)
+    assert result.summary["tokens_per_s"] * result.summary["step_time_s"] == pytest.approx(8)

@@ -3,7 +3,9 @@
 import csv
 import re
 
+import numpy as np
 import pytest
+import torch
 from composed import config, records
 from composed import run as train
 
@@ -11,7 +13,7 @@ from common.errors import TrainingError
 from conf.composition import compose
 from launchers.stopping import Stopped
 from training import train as command
-from training.reporting.loggers import Loggers, sections
+from training.reporting.loggers import Loggers, scalars, sections
 from training.run import loop
 from training.run.prepare import prepare
 
@@ -90,6 +92,11 @@ def test_tensorboard_shows_grouped_numbers_and_histograms(tmp_path):
     assert shown == [(r["step"], pytest.approx(r["loss"])) for r in records(tmp_path) if "loss" in r]
     (counts,) = events.Histograms("gradients/net1.weight")
     assert sum(counts.histogram_value.bucket) == 100
+
+
+def test_loggers_of_numbers_leave_out_what_is_none():
+    record = {"step": 1, "loss": torch.tensor(2.0), "val_loss": np.float32(3), "a": None, "b": [1.0, 2.0], "c": "d"}
+    assert scalars(record) == {"train/loss": 2.0, "val/loss": 3.0}
 
 
 def test_tensorboard_shows_each_number_once_after_a_resumption_that_begins_with_an_evaluation(tmp_path, monkeypatch):

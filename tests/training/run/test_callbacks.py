@@ -16,6 +16,7 @@ from common.errors import TrainingError
 from conf.instantiate import add_to_path
 from launchers.stopping import Stopped
 from training.callbacks.early_stop import EarlyStop
+from training.callbacks.gradient_histogram import GradientHistogram
 from training.run import loop
 from training.run.rank import run as run_config
 
@@ -148,6 +149,12 @@ def test_the_best_result_of_another_metric_is_not_compared_with():
     for value in (0.8, 0.7):
         loss.on_evaluation(run, {"val_loss": value})
     assert reasons == []
+
+
+def test_more_bins_than_wandb_accepts_are_refused():
+    assert GradientHistogram(bins=512)
+    with pytest.raises(TrainingError, match="bins=513 from 1 to 512"):
+        GradientHistogram(bins=513)
 
 
 def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_the_others(tmp_path):
