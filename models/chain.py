@@ -185,6 +185,7 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                 f"parameter {name} is complex, and optimizers and norms take real ones: make it "
                 "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex of it in the forward"
             )
+        # torch has no public way to ask (private in 2.13).
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ModelError(
                 f"parameter {name} has a hook for its gradient, which the copy of it that is trained would not have. "

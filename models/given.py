@@ -60,7 +60,7 @@ def pack_given() -> bytes | None:
 
     try:
         return cloudpickle.dumps(objects)
-    except (TypeError, pickle.PicklingError) as error:
+    except (TypeError, RuntimeError, pickle.PicklingError) as error:
         raise UserError(f"{' and '.join(objects)} cannot be sent to the run's processes: {error}") from error
 
 
