@@ -151,7 +151,7 @@ def write_private(path: Path, text: str) -> None:
     """Write a file that only this user can read, since it may contain secrets. Its folder is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def ask(command: Sequence[str], timeout_s: float = _COMMAND_S) -> subprocess.CompletedProcess:

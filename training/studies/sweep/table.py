@@ -280,7 +280,7 @@ def write_csv(table: Table, path: Path) -> None:
     """Write one line per job: its overrides, how it ended, and its summary with the spread of the step times."""
     own = ("job", *dict.fromkeys(key for row in table.rows for key in row.values), "status", "error", "seconds")
     records = [dict(_record(table, row)) for row in table.rows]
-    with open(path, "w", newline="") as file:
+    with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys([*own, *(key for record in records for key in record)])))
         writer.writeheader()
         writer.writerows(records)
