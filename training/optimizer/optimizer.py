@@ -113,6 +113,7 @@ class _Part:
         if exact and type(self.optimizer) is torch.optim.Muon:
             self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
         self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
+        self._resumed = False
         if gathers:
             self._scatter()
 
@@ -134,6 +135,8 @@ class _Part:
         try:
             self.optimizer.step()
         except KeyError as error:
+            if not self._resumed:
+                raise
             raise TrainingError(
                 f"optim: {type(self.optimizer).__name__} needs the state {error} of each parameter, and the checkpoint "
                 "has none: resume without the option that was typed for it"
@@ -186,6 +189,7 @@ class _Part:
         own = self._own.get(parameter)
         if own is None:
             return
+        self._resumed = True
         group, _ = self._group_of(own)
         loaded = self.optimizer.state[own] = {}
         for key, value in state.items():

@@ -182,7 +182,7 @@ class Layer:
 
 def _weighed(output: Tensor, count: int) -> Tensor:
     """Return a sum over an output in which each number of a sample has a different weight."""
-    output = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
+    output = _real(output)
     rows = output.reshape(count if output.numel() % count == 0 else 1, -1)
     return (rows * torch.linspace(1, 2, rows.shape[1])).sum().double()
 
@@ -231,7 +231,7 @@ def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -
         return 0.0 if ours is theirs else torch.inf
     if torch.equal(ours, theirs):
         return 0.0
-    ours, theirs = _real(ours), _real(theirs)
+    ours, theirs = _real(ours.detach()).double(), _real(theirs.detach()).double()
     gap = (ours - theirs).nan_to_num(torch.inf).masked_fill(ours == theirs, 0.0).abs().max().item()
     return gap / max(theirs.abs().nan_to_num(0.0, 0.0).max().item(), floor, 1e-300)
 
@@ -241,15 +241,15 @@ def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
     pairs = ((name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs]))
     names = [name for name, a, b in pairs if a is None or b is None or a.shape != b.shape or not torch.equal(a, b)]
     # Equal tensors do not count: the -1e9 of a mask would hide all differences of the others.
-    tensors = [_real(t).abs() for name in names if (t := theirs.get(name)) is not None and t.numel() > 1]
+    changed = [t.detach() for name in names if (t := theirs.get(name)) is not None and t.numel() > 1]
+    tensors = [_real(t).double().abs() for t in changed]
     floor = _FLOOR * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
     found = [(difference(ours.get(name), theirs.get(name), floor), name) for name in names]
     return max(found, key=lambda pair: pair[0], default=(0.0, ""))
 
 
 def _real(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True)
