@@ -178,7 +178,10 @@ class LayerSpec:
 
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
-    """Raise ModelError if a parameter is complex or has hooks, which its copies in a run's stages would not have."""
+    """Raise ModelError if a parameter is complex, has hooks, which its copies would not have, or sparse gradients."""
+    for name, layer in module.named_modules(prefix=prefix):
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise ModelError(f"embedding {name or type(layer).__name__} has sparse gradients; leave sparse=True out")
     for name, parameter in module.named_parameters(prefix):
         if parameter.is_complex():
             raise ModelError(
