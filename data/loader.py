@@ -70,19 +70,18 @@ def _round_keys(key: tuple[int, ...]) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
-    """Permute range(4**half_bits): each round xors a hash of one half onto the other, which is invertible."""
+    """Permute range(4**half_bits): each round xors a hash of one half onto the other, which is invertible.
+
+    The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit.
+    """
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for round_key in round_keys:
-        left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        x = right ^ round_key
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((x ^ (x >> np.uint64(31))) & mask)
     return (left << shift) | right
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def bucket_widths(longest: int) -> tuple[int, ...]:
