@@ -78,7 +78,8 @@ def mask_secrets(value: Any) -> Any:
 
 def _masked(value: Any, name: str, secrets: list[str], suspect: re.Pattern) -> Any:
     if isinstance(value, dict):
-        masked = {key: item for key, item in value.items() if key != KEY}
+        masked = dict(value)
+        masked.pop(KEY, None)
         for key, item in masked.items():
             if isinstance(item, (dict, list, tuple)) or suspect.search(f"{key}={item}"):
                 masked[key] = _masked(item, str(key), secrets, suspect)
