@@ -45,7 +45,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         """See torch's layer of the same name."""
         super().__init__(num_features, eps, momentum)
-        # Not saved in checkpoints, because it is zero between steps.
+        # Not saved in checkpoints, because every step sets it.
         self.register_buffer("moments", torch.zeros(2, num_features), persistent=False)
         self.normalise: Normalise = normalise
 

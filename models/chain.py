@@ -152,7 +152,10 @@ class LayerSpec:
             )
 
     def made(self) -> nn.Module:
-        """Build the layer on the meta device, with its dropout by sample; raise ModelError if it is no module."""
+        """Build the layer on the meta device, in training mode and with dropout by sample.
+
+        Raises ModelError if it is no module.
+        """
         with torch.device("meta"):
             try:
                 layer = self.build()
@@ -165,7 +168,7 @@ class LayerSpec:
             raise ModelError(f"layer {self.name!r}: build() returned a {kind}; it must return an nn.Module")
         check_parameters(layer, self.name)
         keep_tensors(layer)
-        return by_sample(self.name, layer)
+        return by_sample(self.name, layer).train()
 
     def constructed(self, seed: int) -> nn.Module:
         """Build the layer on the CPU, with the numbers that its constructor draws from ``seed``."""

@@ -44,6 +44,7 @@ class RunningStatistics:
         self._sums = {stage: [*map(torch.zeros_like, moments)] for stage, moments in self._moments.items()}
         self._all_sums = [tensor for some in self._sums.values() for tensor in some]
         self._to_clear = [*self._all_sums, *(norm.moments for norm in norms)]
+        self._parts = [part for norm in norms for part in norm.moments.unbind()]
         self._running = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
         self._weights = [norm.momentum for norm in norms for _ in range(2)]
         self._counts = [norm.num_batches_tracked for norm in norms]
@@ -51,6 +52,10 @@ class RunningStatistics:
         if synchronise and replicas is not None:
             for norm in norms:
                 norm.normalise = partial(normalise_over_replicas, group=replicas)
+
+    def begin(self) -> None:
+        """Begin a step with the running statistics as moments, so that a layer that no forward calls keeps its own."""
+        torch._foreach_copy_(self._parts, self._running)  # pyright: ignore[reportPrivateImportUsage]
 
     def add(self, stage: nn.Module) -> None:
         """Add the moments that a stage's layers computed in the newest micro-batch. Called after its forward."""

@@ -223,6 +223,8 @@ class Strategy(ABC):
         """
         terms = batch.targets.numel()
         self.gradients.clear()
+        if self.statistics is not None:
+            self.statistics.begin()
         # The gradient of the global mean loss, over count targets that are not padding, is put together in this order:
         #     sum over a replica's terms  x  loss scale / (averaged x terms)     here, as the loss's factor
         #     mean over the dp replicas                                          by DistributedDataParallel or Sharding

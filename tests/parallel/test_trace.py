@@ -109,6 +109,7 @@ DRAWS = {
     "a layer left out": (lambda: Draw(lambda x: x if torch.rand(()) < 0.5 else 2 * x), True),
     "nn.MultiheadAttention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True), True),
     "AlphaDropout": (lambda: nn.AlphaDropout(0.1), True),
+    "a module given in evaluation mode": (lambda: nn.AlphaDropout(0.1).eval(), True),
 }
 
 

@@ -56,13 +56,15 @@ class Result:
     def state_dict(self) -> dict[str, Tensor]:
         """Read the trained weights by the names of the whole model, for ``load_state_dict`` of the model given.
 
+        With ``model.lora.rank`` these are the matrices of the adapters.
+
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
         """
         from training.checkpoint.load import read_weights
 
         weights = read_weights(self.run_dir)
-        weights |= {alias: weights[name] for alias, name in self.tied.items()}
+        weights |= {alias: weights[name] for alias, name in self.tied.items() if name in weights}
         return {name.removeprefix(self.prefix): tensor for name, tensor in weights.items()}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from common.errors import PlanError, TrainingError
+from common.errors import ModelError, PlanError, TrainingError
 from data.dataset import Batch
 from data.tensors import TensorData
 from models.batchnorm import BatchNorm1d
@@ -90,6 +90,7 @@ CHANGED = {
     "an average": (partial(Own, average), "kept"),
     "an average that is not saved": (partial(Own, average, persistent=False), "kept"),
     "functional": (partial(Own, functional), "kept"),
+    "given in evaluation mode": (lambda: nn.BatchNorm1d(8).eval(), "running_mean"),
 }
 KEPT = {
     "this project's BatchNorm": partial(BatchNorm1d, 8),
@@ -133,6 +134,35 @@ def test_a_layer_that_reads_numbers_is_named_where_shapes_must_be_known(forward)
 def test_a_layer_that_fails_is_still_named_with_its_error():
     with pytest.raises(TrainingError, match=r"layer 'h.0' \(Linear\): .*9"):
         check_shapes(setup_of(partial(nn.Linear, 9, 9)))
+
+
+class Twins(nn.Module):
+    """Normalises two halves by one BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = BatchNorm1d(4)
+
+    def forward(self, x):
+        return torch.cat([self.norm(half) for half in x.chunk(2, dim=1)], dim=1)
+
+
+def test_a_batchnorm_that_is_called_twice_is_refused_in_every_layout():
+    for changes in ({}, {"dp": 2, "strategy": "ddp"}):
+        with pytest.raises(ModelError, match=r"'h.0' \(Twins\): .* the BatchNorm 'h.0.norm' 2 times, .*one .*for each"):
+            check_shapes(setup_of(Twins, **changes))
+
+
+def in_rows():
+    return nn.Sequential(nn.Unflatten(1, (1, 8)), nn.GRU(8, 8), Own(lambda self, outputs: outputs[0]))
+
+
+@pytest.mark.parametrize("layer", [nn.PReLU, in_rows])
+def test_samples_in_float64_as_numpy_makes_them_pass_a_layer_that_takes_one_dtype(layer):
+    setup = setup_of(layer)
+    setup.chain.layers.pop(0)
+    setup.sample.inputs = setup.sample.inputs.double()
+    check_shapes(setup)
 
 
 def test_a_tensor_that_a_layer_makes_elsewhere_is_said():

@@ -15,6 +15,7 @@ from common.errors import CheckpointError, TrainingError
 from conf.instantiate import to_dict
 from conf.words import quote_values
 from data.tensors import TensorData
+from models.gpt2 import gpt2
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
 from planner.memory import memory_of_ranks
@@ -188,3 +189,12 @@ def test_a_model_of_a_program_is_adapted_and_verified(tmp_path):
     layout = ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.pp=2", "verify.steps=2"]
     report = verify(*words, *layout, f"hydra.run.dir={tmp_path}/v", **given)
     assert report.ok and [one.holds for one in report.compared] == [True], report
+
+
+def test_the_result_of_a_model_whose_words_are_tied_has_the_adapters_alone(tmp_path):
+    chain = gpt2(size="tiny", n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=16)
+    tokens = torch.arange(32 * 8).view(32, 8) % 16
+    words = ["logger=none", "device=cpu", "train.global_batch_size=8", "model.lora.rank=2", "train.eval_every=null"]
+    words += ["train.epochs=null", "train.steps=1", f"hydra.run.dir={tmp_path}"]
+    weights = train(*words, model=chain, data=TensorData(tokens, tokens, vocab_size=16)).state_dict()
+    assert len(weights) == 2 * 4 and all(".lora_" in name for name in weights)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import DataError, PlanError, TrainingError, UserError, add_note
+from common.errors import DataError, ModelError, PlanError, TrainingError, UserError, add_note
 from data.dataset import Batch, DataSet, InMemory, Source
+from models.batchnorm import StepBatchNorm
 from models.chain import Tensors, as_tuple, checked
 from models.losses import IGNORED, check_sums
 from parallel.shape_inference import Accesses, reads_numbers
@@ -141,7 +143,7 @@ def check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: 
         lowest, highest = int(low.min()), int(high.max())
         targets = targets[torch.stack([high.argmax(), low.argmin()]).repeat(size)[:size]]
     else:
-        targets = targets[torch.arange(size) % len(targets)]
+        targets = _as_placed(targets[torch.arange(size) % len(targets)])
     generator = torch.Generator().manual_seed(0)
     made_up = [torch.rand(t.shape, generator=generator).to(t.dtype) for t in as_tuple(output)]
     try:
@@ -164,13 +166,14 @@ def check_shapes(setup: Setup) -> None:
             depend on the layout, or its shapes depend on numbers but must be known in advance. The message names it.
     """
     loss, batch = setup.chain.loss, setup.sample
-    samples, sample = known_samples(setup.data, batch), batch.to("meta")
+    samples, sample = known_samples(setup.data, batch), batch.to("meta").map(_as_placed)
     tensors, at, known = sample.input_tensors, "", True
     needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
         with RealKinds(sample, samples):
             for name, layer in setup.chain.skeleton().items():
                 at = f"layer {name!r} ({type(layer).__name__}): "
+                calls = _calls_of_batchnorm(name, layer)
                 with Accesses(layer) as accesses:
                     try:
                         output = layer(*tensors)
@@ -181,6 +184,12 @@ def check_shapes(setup: Setup) -> None:
                         known = known and not accesses.data_dependent
                         if needs_shapes and not known:
                             raise reads_numbers(name, layer)
+                if twice := next((norm for norm, count in calls.items() if count > 1), None):
+                    raise ModelError(
+                        f"{at}its forward calls the BatchNorm {twice!r} {calls[twice]} times, and the running "
+                        "statistics would be those of the last call: make one BatchNorm for each call, or call it once "
+                        "with all of them (torch.cat)"
+                    )
                 if setup.cfg.mode != "eval" and accesses.changed() is not None:  # or has a cache been filled?
                     with Accesses(layer) as accesses:
                         layer(*tensors)
@@ -207,12 +216,21 @@ def check_shapes(setup: Setup) -> None:
             )
         raise TrainingError(
             f"model={setup.cfg.model.name} cannot take this data: samples "
-            f"{' and '.join(map(_described, sample.input_tensors))} with targets {_described(sample.targets)} "
+            f"{' and '.join(map(_described, batch.input_tensors))} with targets {_described(batch.targets)} "
             f"({at}{said})"
         ) from None
     except Exception as error:
         add_note(error, f"raised in {at.removesuffix(': ') or 'the model'}, tried on a micro-batch without memory")
         raise
+
+
+def _calls_of_batchnorm(name: str, layer: nn.Module) -> Counter[str]:
+    """Return the calls of each BatchNorm in a layer that updates its statistics; they are counted from now on."""
+    calls: Counter[str] = Counter()
+    for path, norm in layer.named_modules(prefix=name):
+        if isinstance(norm, StepBatchNorm) and norm.training:
+            norm.register_forward_pre_hook(lambda *_, path=path: calls.update([path]))
+    return calls
 
 
 def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:
@@ -232,6 +250,11 @@ def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:
             "BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
             "parallel.chunks=1 train.activation_checkpointing=false"
         )
+
+
+def _as_placed(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype of the weights that are tried, as a step places it; whole numbers stay whole."""
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _described(tensor: Any) -> str:
