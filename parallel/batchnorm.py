@@ -43,7 +43,6 @@ class RunningStatistics:
         self._moments = {stage: [norm.moments for norm in some] for stage, some in of_stage.items()}
         self._sums = {stage: [*map(torch.zeros_like, moments)] for stage, moments in self._moments.items()}
         self._all_sums = [tensor for some in self._sums.values() for tensor in some]
-        self._to_clear = [*self._all_sums, *(norm.moments for norm in norms)]
         self._parts = [part for norm in norms for part in norm.moments.unbind()]
         self._running = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
         self._weights = [norm.momentum for norm in norms for _ in range(2)]
@@ -68,7 +67,7 @@ class RunningStatistics:
         All layers are computed together, because launching kernels for each of them takes milliseconds.
         """
         means = torch._foreach_div(self._all_sums, self._microbatches)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_zero_(self._to_clear)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_zero_(self._all_sums)  # pyright: ignore[reportPrivateImportUsage]
         self._means = means  # the sums are clear, so a number that is not finite does not stay in them
 
     def update(self) -> None:

@@ -83,6 +83,7 @@ def test_after_a_step_that_was_not_finite_the_next_ones_statistics_are():
     images = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
     statistics = RunningStatistics([norm], microbatches=1, replicas=None)
     for given in (images / 0, images):
+        statistics.begin()
         norm(given)
         statistics.add(norm)
         statistics.take()
