@@ -15,7 +15,7 @@ from parallel.schedules import SCHEDULES
 from planner.memory import memory_of_ranks
 
 # `pytest -m slow` has the others.
-QUICK = ("pipelined_interleaved_zero_bubble", "pipe_fsdp", "sequence")
+QUICK = ("pipelined_interleaved_zero_bubble", "sequence")  # and shared parameters
 OTHERS = [name for name in STRATEGIES if name not in QUICK]
 
 

@@ -179,7 +179,8 @@ def cut() -> Iterable[Cell]:
         yield cell("perceptrons", Layout("tensor", tp=2, chunks=2, sequence=sequence), **exact)
         yield cell("transformers", Layout("tensor", tp=2, chunks=2, sequence=sequence))
         layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule="1f1b", sequence=sequence)
-        yield cell("transformers", layout, slow=not sequence)
+        yield cell("transformers", layout, slow=True)  # eight ranks are dear
+        yield cell("transformers", replace(layout, strategy="pipelined", dp=1), slow=not sequence)
     yield cell("transformers", Layout("tensor", tp=4))
     yield cell("perceptrons", Layout("pipelined", tp=2, pp=3, chunks=2, sequence=True), **exact)
     yield cell("gpt2", Layout("hsdp", dp=4, tp=2, shard=2, sequence=True), **exact)
@@ -198,7 +199,7 @@ def cut() -> Iterable[Cell]:
         yield cell("gpt2", layout)
         yield cell("gpt2", layout, 5e-2, precision="bf16", reference=Layout("single", chunks=2), slow=not sequence)
         yield cell("gpt2", layout, lora=("c_attn", "c_proj"), **exact)
-        yield cell("llama", layout, lora=("q_proj", "k_proj", "down_proj"), slow=not sequence, **exact)
+        yield cell("llama", layout, lora=("q_proj", "k_proj", "down_proj"), slow=True, **exact)
     for s in ("1f1b", SPLIT[0]):
         layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule=s, sequence=True)
         yield cell("gpt2", layout, lora=("h.0.attn.c_attn",), slow=True, **exact)
@@ -231,8 +232,9 @@ def widths() -> Iterable[Cell]:
     for s in ("1f1b", "interleaved_zero_bubble"):
         wanted = replace(RECIPES["gpt2"], **changing)
         yield cell(
-            "gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, recompute=True, wanted=wanted
-        )
+            "gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, recompute=True, wanted=wanted,
+            slow=s not in SPLIT,
+        )  # fmt: skip
 
 
 def unusual() -> Iterable[Cell]:
@@ -277,8 +279,8 @@ def adapters() -> Iterable[Cell]:
     everywhere, first, last = ("c_attn", "c_proj"), ("h.0.attn.c_attn",), ("h.3.mlp.c_proj",)
     for name, info in COMPARED:
         for targets in (everywhere, first, last):
-            repeated = targets != everywhere and not (info.stages and info.shards)
-            yield cell("gpt2", small_layout(name, info), lora=targets, slow=repeated)
+            # With stages and shards, the schedule whose backward has two parts is quick: below.
+            yield cell("gpt2", small_layout(name, info), lora=targets, slow=targets != everywhere)
         for target in ("net1", "net2"):
             yield cell("toy", small_layout(name, info), lora=(target,), slow=not info.stages)
     for s in SCHEDULES:

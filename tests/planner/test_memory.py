@@ -130,8 +130,8 @@ def parts(memory: Memory, names=PARTS) -> dict[str, int]:
 
 
 def memory_case(model, layout, recompute):
-    """Of the layouts that compute again, the ones with everything in them are quick."""
-    slow = recompute and layout not in ("pipe_fsdp tp", "pipe_fsdp")
+    """Quick are GPT-2's layouts, the one of them that computes again with everything in it, and two of the toy's."""
+    slow = layout != "pipe_fsdp tp" if recompute else model == "toy" and layout not in ("fsdp", "pipelined 1f1b")
     name = f"{model}-{layout}-{'recomputed' if recompute else 'kept'}"
     return pytest.param(model, layout, recompute, marks=[pytest.mark.slow] * slow, id=name)
 

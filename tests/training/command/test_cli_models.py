@@ -31,7 +31,8 @@ RUNS = {
     ),
     "convnet": (["parallel=model_parallel"], [("layer1", "layer2"), ("fc", "fc")]),
     "llama": (
-        ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.pp=2", "data.vocabulary=words"],
+        ["parallel=pipe_fsdp", "parallel.dp=2", "parallel.pp=2", "train.eval_batches=2", "data.vocabulary=words"]
+        + ["model.n_embd=64", "model.head_dim=16", "model.mlp_width=128"],
         [("embedding", "layers.1"), ("layers.2", "head")],
     ),
     "gpt2": (["parallel=pipe_ddp", "parallel.chunks=4"], [("embedding", "h.2"), ("h.3", "head")]),

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 from composed import LAYOUTS, losses, records, run_layout, saved
+from tokenizer_folders import tokenizer_folder
 
 NAMES = list(LAYOUTS)
 RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
@@ -28,6 +29,8 @@ def models(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     (folder / "x.jsonl").write_text("".join(json.dumps({"text": "word " * (i * 7 % 64)}) + "\n" for i in range(200)))
     rows = ["data=jsonl", f"data.root={folder}/x.jsonl", f"data.cache_dir={folder}/cache", "data.bucket_by_length=true"]
+    # A few hundred tokens: with GPT-2's, the last layer took most of the time.
+    rows += [f"data.tokenizer={tokenizer_folder(folder / 'tokenizer')}", "model.vocab_size=384"]
     return {
         "gpt2": [*gpt2, *text, "data.vocabulary=words", "data.seq_len=16"],
         "gpt2 on rows": [*gpt2, *rows, "data.seq_len=64"],

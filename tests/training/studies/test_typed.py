@@ -1,5 +1,6 @@
 """What is typed of a layout beside parallel=auto: refused where it is impossible, before anything is measured; kept."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,13 @@ def test_what_is_impossible_is_refused_before_anything_is_measured(tmp_path, mon
         execute(typed(*words, folder=tmp_path), None)
 
 
+@cache
+def strategies(*words):
+    words = ("cluster.nodes=2", "model=gpt2", "model.size=tiny", "train.global_batch_size=256", *words)
+    found, _ = predict_on_paper(plain(typed(*PAPER, *words)))
+    return {one.layout.strategy for one in found.best}
+
+
 @pytest.mark.parametrize(
     "word, left_out",
     [
@@ -65,12 +73,6 @@ def test_what_is_impossible_is_refused_before_anything_is_measured(tmp_path, mon
     ],
 )
 def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
-    def strategies(*words):
-        found, _ = predict_on_paper(
-            plain(typed(*PAPER, "model=gpt2", "model.size=tiny", "train.global_batch_size=256", *words))
-        )
-        return {one.layout.strategy for one in found.best}
-
     assert strategies() - strategies(word) == left_out
 
 
