@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,7 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
+@cache
 def template(path: Path, html: bool = False, **filters: Callable) -> Any:
     """Return the jinja template in a file, which may use ``filters``. With ``html`` the values are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

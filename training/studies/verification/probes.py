@@ -226,14 +226,17 @@ def _states() -> dict[str, tuple]:
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest number of ``theirs`` or at least to ``floor``."""
+    """Return the largest difference, relative to the largest number of ``theirs`` or at least to ``floor``.
+
+    If both are 0, the difference is absolute.
+    """
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return 0.0 if ours is theirs else torch.inf
     if torch.equal(ours, theirs):
         return 0.0
     ours, theirs = _real(ours.detach()).double(), _real(theirs.detach()).double()
     gap = (ours - theirs).nan_to_num(torch.inf).masked_fill(ours == theirs, 0.0).abs().max().item()
-    return gap / max(theirs.abs().nan_to_num(0.0, 0.0).max().item(), floor, 1e-300)
+    return gap / (max(theirs.abs().nan_to_num(0.0, 0.0).max().item(), floor) or 1.0)
 
 
 def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:

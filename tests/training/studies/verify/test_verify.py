@@ -55,6 +55,11 @@ def test_a_broken_model_is_named_with_its_layer_and_the_reason(broken):
     assert any(broken.reason in one.text and not one.holds for one in named), found
 
 
+def test_a_difference_is_relative_to_the_largest_number_and_absolute_where_all_are_zero():
+    assert probes.difference(torch.tensor([1.0, -3.0]), torch.tensor([1.0, -4.0])) == 0.25
+    assert probes.difference(torch.tensor(0.5), torch.tensor(0.0)) == 0.5  # an accuracy
+
+
 def test_a_sound_model_has_no_findings():
     assert not any(found.text for found in findings(chain()))
 
