@@ -410,7 +410,7 @@ class Chain:
 
 
 def converted(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Return a layer's output with its floating-point tensors in ``dtype``; None leaves them as they are."""
+    """Return tensors, the floating-point ones in ``dtype``; None leaves them as they are."""
     if dtype is None:
         return tensors
 

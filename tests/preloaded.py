@@ -38,9 +38,7 @@ def parsed_once(load):
     known = {}
 
     def load_config(self, config_path):
-        file = Path(
-            self.path, self._normalize_file_name(config_path)
-        )  # of a package: no such file, which never changes
+        file = Path(self.path, self._normalize_file_name(config_path))  # a package has no such file, and never changes
         changed = file.stat().st_mtime_ns if file.exists() else None
         key = type(self), self.path, config_path, changed
         if key not in known:

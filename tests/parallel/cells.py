@@ -179,7 +179,7 @@ def cut() -> Iterable[Cell]:
         yield cell("perceptrons", Layout("tensor", tp=2, chunks=2, sequence=sequence), **exact)
         yield cell("transformers", Layout("tensor", tp=2, chunks=2, sequence=sequence))
         layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule="1f1b", sequence=sequence)
-        yield cell("transformers", layout, slow=True)  # eight ranks are dear
+        yield cell("transformers", layout, slow=True)  # eight ranks take long
         yield cell("transformers", replace(layout, strategy="pipelined", dp=1), slow=not sequence)
     yield cell("transformers", Layout("tensor", tp=4))
     yield cell("perceptrons", Layout("pipelined", tp=2, pp=3, chunks=2, sequence=True), **exact)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import DataError, ModelError, PlanError, TrainingError, UserError, add_note
 from data.dataset import Batch, DataSet, InMemory, Source
 from models.batchnorm import StepBatchNorm
-from models.chain import Tensors, as_tuple, checked
+from models.chain import Tensors, as_tuple, checked, converted
 from models.losses import IGNORED, check_sums
 from parallel.shape_inference import Accesses, reads_numbers
 
@@ -143,7 +143,7 @@ def check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: 
         lowest, highest = int(low.min()), int(high.max())
         targets = targets[torch.stack([high.argmax(), low.argmin()]).repeat(size)[:size]]
     else:
-        targets = _as_placed(targets[torch.arange(size) % len(targets)])
+        targets = targets[torch.arange(size) % len(targets)].float()  # as a step places them
     generator = torch.Generator().manual_seed(0)
     made_up = [torch.rand(t.shape, generator=generator).to(t.dtype) for t in as_tuple(output)]
     try:
@@ -166,7 +166,8 @@ def check_shapes(setup: Setup) -> None:
             depend on the layout, or its shapes depend on numbers but must be known in advance. The message names it.
     """
     loss, batch = setup.chain.loss, setup.sample
-    samples, sample = known_samples(setup.data, batch), batch.to("meta").map(_as_placed)
+    samples = known_samples(setup.data, batch)
+    sample = batch.to("meta").map(lambda t: converted(t, torch.float32))  # that of the layers below
     tensors, at, known = sample.input_tensors, "", True
     needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
@@ -250,11 +251,6 @@ def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:
             "BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
             "parallel.chunks=1 train.activation_checkpointing=false"
         )
-
-
-def _as_placed(tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype of the weights that are tried, as a step places it; whole numbers stay whole."""
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _described(tensor: Any) -> str:

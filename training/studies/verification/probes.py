@@ -23,7 +23,7 @@ from common.machine import available_memory
 from data.dataset import Batch
 from launchers import Interrupted, stopping
 from models.batchnorm import StepBatchNorm
-from models.chain import CPU, LOSS, Chain, as_tuple, is_within
+from models.chain import CPU, LOSS, Chain, as_tuple, converted, is_within
 from models.losses import loss_of
 from parallel.devices import parameter_dtype
 from parallel.shape_inference import drawing_by_microbatch, trace
@@ -417,7 +417,7 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
     drawing = drawing_by_microbatch(chain, setup.sample)
     sizes = sorted({size for size in (step, own) if size > _SAMPLES})
     indices = np.arange(max([_SAMPLES, *sizes]), dtype=np.int64) % len(setup.data.train)
-    samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: converted(t, dtype))
     layers, too_large, inputs = [], [], samples.input_tensors
     for i, name in enumerate(chain.names):
         _check_stopped()
