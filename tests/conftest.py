@@ -36,7 +36,7 @@ multiprocessing.set_forkserver_preload(["tests.preloaded"])
 _SHARED = {"cli": "runs", "toy": "runs", "cluster": "cluster", "local_losses": "cluster", "gpus": "pretend_cuda"}
 # The groups that take longest. pytest-xdist itself would begin with those of most tests, and keep one worker waiting at
 # the end for the other one's minute in a group of one test.
-_FIRST = ("gpt2", "runs", "test_verify", "test_checkpoints", "pretend_cuda")
+_FIRST = ("README.md", "gpt2", "runs", "test_verify", "test_checkpoints", "pretend_cuda")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
@@ -44,10 +44,13 @@ def pytest_collection_modifyitems(items):
     """Has pytest-xdist keep together the tests of a file, and those that share runs; long ones come first."""
     order = {}
     for item in items:
-        groups = [group for name, group in _SHARED.items() if name in item.fixturenames]
-        cell = getattr(item, "callspec", None) and item.callspec.params.get("cell")  # of parity: one group a model
-        group = groups[0] if groups else cell.recipe.model if cell else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+        mark = item.get_closest_marker("xdist_group")
+        if mark is None:
+            groups = [group for name, group in _SHARED.items() if name in item.fixturenames]
+            cell = getattr(item, "callspec", None) and item.callspec.params.get("cell")  # of parity: one group a model
+            mark = pytest.mark.xdist_group(groups[0] if groups else cell.recipe.model if cell else item.path.stem)
+            item.add_marker(mark)
+        (group,) = mark.args
         order[item] = group not in _FIRST, not item.nodeid.startswith("tests/training/")
     items.sort(key=order.get)
 

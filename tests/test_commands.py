@@ -78,11 +78,10 @@ def smaller(words: tuple[str, ...], number: int, folder: Path) -> list[str]:
     return [*words, *few, *small]
 
 
-@pytest.fixture(scope="module", params=[page for page in PAGES if commands(page)])
-def page(request):
-    return request.param
-
-
+# Pages share nothing: workers take them one by one.
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.xdist_group(page)) for page in PAGES if commands(page)]
+)
 def test_every_command_of_a_page_runs(page, tmp_path):
     if page == "docs/serving.md":
         pytest.importorskip("onnxruntime", reason="needs pip install -r requirements-serving.txt")
