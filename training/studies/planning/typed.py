@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from common.errors import PlanError, TrainingError
@@ -97,10 +97,10 @@ def possible_rooms(
         for per_node, devices, whole in some:
             yield from layouts(layers, per_node, batch, devices, tensor, given, least, whole)
 
-    found, problems = [], {}
+    problem_of, found, problems = _problems(cfg, numbers), [], {}
     for room in rooms:
         for layout in having(fixed, [room]):
-            if not (problem := _problem(cfg, layout, numbers)):
+            if not (problem := problem_of(layout)):
                 found.append(room)
                 break
             problems.setdefault(layout.shards > 1, problem)
@@ -151,26 +151,35 @@ def accepted(found: Found, cfg: Any, numbers: Sequence[str] = ()) -> Found:
     Raises:
         PlanError: No layout is left.
     """
-    best = [candidate for candidate in found.best if not _problem(cfg, candidate.layout, numbers)]
+    problem_of = _problems(cfg, numbers)
+    best = [candidate for candidate in found.best if not problem_of(candidate.layout)]
     if not best:
-        raise PlanError(f"of what fits, {_problem(cfg, found.best[0].layout, numbers)}")
+        raise PlanError(f"of what fits, {problem_of(found.best[0].layout)}")
     return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
 
 
-def _problem(cfg: Any, layout: PlannedLayout, numbers: Sequence[str]) -> str:
-    """Return why a layout does not support the model, the optimizer, train.compile or a key of ``_OF_SOME``, if so."""
-    try:
-        if layout.pp > 1 or layout.tp > 1 or layout.shards > 1:
-            check_apart(to_dict(cfg.optim), layout.strategy)
-        if layout.sharded:
-            check_shardable(layout.strategy, numbers)
-        if cfg.train.compile:
-            check_one_backward(layout)
-        if any(cfg.parallel[key] not in (None, "none") for key in _OF_SOME):
-            parallel, keys = copy.deepcopy(cfg.parallel), layout.keys()
-            parallel.update({key: value for key, value in keys.items() if key in parallel})
-            mesh = Layout(layout.strategy, layout.dp, layout.pp, tp=layout.tp).mesh()
-            check_groups(parallel, strategy_info(layout.strategy), mesh, layout.nodes)
-    except (PlanError, TrainingError) as error:
-        return str(error)
-    return ""
+def _problems(cfg: Any, numbers: Sequence[str]) -> Callable[[PlannedLayout], str]:
+    """Return the function that tells why a layout does not support the model, the optimizer or the typed keys.
+
+    It returns an empty string for a layout that supports them.
+    """
+    optimizer, parallel = to_dict(cfg.optim), to_dict(cfg.parallel)
+    of_some = any(parallel[key] not in (None, "none") for key in _OF_SOME)
+
+    def problem(layout: PlannedLayout) -> str:
+        try:
+            if layout.pp > 1 or layout.tp > 1 or layout.shards > 1:
+                check_apart(optimizer, layout.strategy)
+            if layout.sharded:
+                check_shardable(layout.strategy, numbers)
+            if cfg.train.compile:
+                check_one_backward(layout)
+            if of_some:
+                mesh = Layout(layout.strategy, layout.dp, layout.pp, tp=layout.tp).mesh()
+                section = SimpleNamespace(**parallel | layout.keys())
+                check_groups(section, strategy_info(layout.strategy), mesh, layout.nodes)
+        except (PlanError, TrainingError) as error:
+            return str(error)
+        return ""
+
+    return problem
