@@ -15,7 +15,7 @@ from parallel.schedules import SCHEDULES
 from planner.memory import memory_of_ranks
 
 # `pytest -m slow` has the others. Parameters that ranks share have "fsdp parallel.reshard=false".
-QUICK = ("pipelined_interleaved_zero_bubble", "sequence")
+QUICK = ("sequence",)
 OTHERS = [name for name in STRATEGIES if name not in QUICK]
 
 

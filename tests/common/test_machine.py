@@ -16,7 +16,7 @@ TRAIN = Path(__file__).resolve().parents[2] / "train.py"
     "typed, spins",
     [
         ({}, "10000"),
-        ({"GOMP_SPINCOUNT": "77"}, "77"),
+        pytest.param({"GOMP_SPINCOUNT": "77"}, "77", marks=pytest.mark.slow),
         pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, "0", marks=pytest.mark.slow),
     ],
 )

@@ -8,11 +8,12 @@ import gpu_cases
 import pytest
 import torch
 from cells import PUBLISHED, on_gpus
+from slow_cases import with_slow
 
 GPT2 = on_gpus("gpt2")
 
 
-@pytest.mark.parametrize("model", PUBLISHED)
+@pytest.mark.parametrize("model", with_slow(PUBLISHED, {*PUBLISHED} - {"gpt2", "resnet50"}))
 def test_a_trace_for_a_gpu_has_the_shapes_and_dtypes_of_one_for_a_cpu(gpus, model):
     recipe = dataclasses.replace(on_gpus(model), device="cpu", precision="bf16")
     (on_cuda,), on_cpu = gpus.run(1, gpu_cases.traces, recipe, "cuda"), gpu_cases.traces(recipe, "cpu")

@@ -80,7 +80,7 @@ def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_pat
     assert "rank 0 (" in ended[1].stderr and said in ended[1].stderr and ended[1].stderr.count("error:") == 1
 
 
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_rank_that_is_told_to_stop_while_rank_0_prepares_stops_all(tmp_path, told):
     mark = tmp_path / "preparing"
     begun = begin(tmp_path, before=partial(slow_data, 3, mark))
@@ -96,7 +96,7 @@ def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
     assert [ended[rank].code for rank in (0, 1)] == [0, 0] and ended[1].console == ""
 
 
-@pytest.mark.parametrize(("words", "code"), [([], 0), (["optim.lr=-1"], 1)])
+@pytest.mark.parametrize(("words", "code"), [([], 0), pytest.param(["optim.lr=-1"], 1, marks=pytest.mark.slow)])
 def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
     tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=4", *words))
     (tmp_path / "run").mkdir()

@@ -43,7 +43,7 @@ def torchrun(tmp_path):
     "codes, expected",
     [
         pytest.param(["0", "0"], 0, marks=pytest.mark.slow),
-        (["75", "75"], 75),
+        pytest.param(["75", "75"], 75, marks=pytest.mark.slow),
         (["75", "-15"], 75),  # torchrun ends those that have not left yet, wherever they are
         (["-1", "3"], 1),  # here they say 75, as another one has failed
     ],

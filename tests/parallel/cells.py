@@ -108,13 +108,13 @@ COMPARED = [
 def published() -> Iterable[Cell]:
     """Every model under every strategy, whatever the registry has.
 
-    Quick are two models under all of them, all models under two of them, and models that have just been added.
+    Quick are two models under all of them, all models under one of them, and models that have just been added.
     """
     layouts = [small_layout(name, info) for name, info in COMPARED]
     for model in (*PUBLISHED, *ADDED, "whole resnet50"):
         quick = model in ("toy", "gpt2", *ADDED)
         for layout in layouts:
-            rest = not quick and layout.strategy not in ("pipe_ddp", "fsdp")
+            rest = not quick and layout.strategy != "pipe_ddp"
             yield cell(model, layout, slow=rest or model.startswith("whole"))
 
 
@@ -128,12 +128,13 @@ def layouts() -> Iterable[Cell]:
     # Five rows for three ranks.
     yield from (cell("toy", Layout(name, dp=3, pp=pp, chunks=2)) for name, pp in (("fsdp", 1), ("pipe_fsdp", 2)))
     yield cell("gpt2", Layout("model_parallel", pp=4, chunks=4))
-    yield cell("gpt2", Layout("ddp", dp=4, chunks=2))
+    yield cell("gpt2", Layout("ddp", dp=4, chunks=2), slow=True)
     for s in SCHEDULES:
         yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s))
-    for s in ("gpipe", "1f1b"):  # four stages are dear
-        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=4, chunks=4, schedule=s), slow=s != "1f1b")
-    yield from (cell("gpt2", Layout("pipelined", pp=2, chunks=8, schedule=s)) for s in ("interleaved_1f1b", *SPLIT))
+    for s in ("gpipe", "1f1b"):
+        yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=4, chunks=4, schedule=s), slow=True)
+    for s in ("interleaved_1f1b", *SPLIT):
+        yield cell("gpt2", Layout("pipelined", pp=2, chunks=8, schedule=s), slow=s != SPLIT[0])
     # Eight stages: of the language models, one that has as many layers.
     yield cell("llama", Layout("pipelined", pp=4, chunks=8, schedule="interleaved_1f1b"), slow=True)
     yield cell("llama", Layout("pipe_ddp", dp=2, pp=4, chunks=4, schedule="interleaved_1f1b"), slow=True)
@@ -143,20 +144,21 @@ def layouts() -> Iterable[Cell]:
     yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4), precision="fp64", slow=True)
     # Images in channels_last cross the first two borders, what a pooling flattened the third.
     for s in ("interleaved_1f1b", "planned"):
-        yield cell("resnet50", Layout("pipelined", pp=2, chunks=4, schedule=s, balance=(5, 2, 3, 1)))
+        layout = Layout("pipelined", pp=2, chunks=4, schedule=s, balance=(5, 2, 3, 1))
+        yield cell("resnet50", layout, slow=s == "planned")
 
 
 def shared() -> Iterable[Cell]:
     """Parameters, gradients and optimizer state that replicas share."""
-    yield cell("gpt2", Layout("fsdp", dp=4, chunks=2))
+    yield cell("gpt2", Layout("fsdp", dp=4, chunks=2), slow=True)
     yield cell("gpt2", Layout("fsdp", dp=2, chunks=4, reshard=False))
-    yield cell("gpt2", Layout("hsdp", dp=4, chunks=2, shard=2, reshard=False))
+    yield cell("gpt2", Layout("hsdp", dp=4, chunks=2, shard=2, reshard=False), slow=True)
     for s in ("interleaved_1f1b", *SPLIT):
-        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s))
+        yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), slow=s == "planned")
     yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b", reshard=True, order="pp_dp"))
     looped = Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_1f1b")
     for layout in (Layout("fsdp", dp=2, chunks=4), looped):
-        yield cell("gpt2", layout, recompute=True, wanted=RECIPES["gpt2"], slow=layout.strategy == "fsdp")
+        yield cell("gpt2", layout, recompute=True, wanted=RECIPES["gpt2"], slow=layout is looped)
 
 
 def cut() -> Iterable[Cell]:
@@ -172,30 +174,30 @@ def cut() -> Iterable[Cell]:
         yield cell(model, pipelined, **others)
         for s in ("gpipe", "interleaved_1f1b", *SPLIT):
             for name in ("pipe_ddp", "pipe_fsdp"):
-                fast = model == "gpt2" and (name, s) in (("pipe_ddp", SPLIT[0]), ("pipe_fsdp", "interleaved_1f1b"))
+                fast = (model, name, s) == ("gpt2", "pipe_ddp", SPLIT[0])  # eight ranks take long
                 layout = Layout(name, dp=2, tp=2, pp=2, chunks=4, schedule=s, sequence=s != "gpipe")
                 yield cell(model, layout, **{**others, "slow": not fast})
     for sequence in (False, True):
         yield cell("perceptrons", Layout("tensor", tp=2, chunks=2, sequence=sequence), **exact)
         yield cell("transformers", Layout("tensor", tp=2, chunks=2, sequence=sequence))
         layout = Layout("pipe_fsdp", dp=2, tp=2, pp=2, chunks=4, schedule="1f1b", sequence=sequence)
-        yield cell("transformers", layout, slow=True)  # eight ranks take long
+        yield cell("transformers", layout, slow=True)
         yield cell("transformers", replace(layout, strategy="pipelined", dp=1), slow=not sequence)
     yield cell("transformers", Layout("tensor", tp=4))
     yield cell("perceptrons", Layout("pipelined", tp=2, pp=3, chunks=2, sequence=True), **exact)
-    yield cell("gpt2", Layout("hsdp", dp=4, tp=2, shard=2, sequence=True), **exact)
+    yield cell("gpt2", Layout("hsdp", dp=4, tp=2, shard=2, sequence=True), slow=True, **exact)
     yield cell("gpt2", Layout("tensor", tp=4, sequence=True), **exact)
     # Two heads of keys for four ranks.
     yield cell("llama", Layout("tensor", tp=4), slow=True, **exact)
-    yield cell("llama", Layout("tensor", tp=4, sequence=True), lora=("q_proj", "k_proj", "o_proj"), **exact)
-    yield cell("gpt2", Layout("pipelined", tp=2, pp=2, chunks=4, schedule="1f1b"), padded=True, **exact)
+    yield cell("llama", Layout("tensor", tp=4, sequence=True), lora=("q_proj", "k_proj", "o_proj"), slow=True, **exact)
+    yield cell("gpt2", Layout("pipelined", tp=2, pp=2, chunks=4, schedule="1f1b"), padded=True, slow=True, **exact)
     yield cell("gpt2", Layout("pipe_ddp", dp=2, tp=2, pp=2, chunks=2, order="pp_dp"), **exact)
     for sequence in (False, True):
         layout = Layout("tensor", tp=2, chunks=2, sequence=sequence)
         yield cell("gpt2", layout, recompute=True, slow=not sequence, **exact)
         for model in ("gpt2", "llama"):  # without dropout a recomputation ends inside a region
-            yield cell(model, layout, recompute=True, dropout=0.0, slow=model == "llama", **exact)
-        yield cell("gpt2", layout, padded=True, **exact)
+            yield cell(model, layout, recompute=True, dropout=0.0, slow=model == "llama" or sequence, **exact)
+        yield cell("gpt2", layout, padded=True, slow=not sequence, **exact)
         yield cell("gpt2", layout)
         yield cell("gpt2", layout, 5e-2, precision="bf16", reference=Layout("single", chunks=2), slow=not sequence)
         yield cell("gpt2", layout, lora=("c_attn", "c_proj"), **exact)
@@ -213,12 +215,12 @@ def sent() -> Iterable[Cell]:
     grouped = {"comm_hook": "hierarchical"}
     yield cell("gpt2", Layout("ddp", dp=4, shard=2, **grouped))
     yield cell("gpt2", Layout("ddp", dp=2, chunks=2, **grouped))  # one node: there is nothing between nodes
-    yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="planned", **grouped))
+    yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="planned", **grouped), slow=True)
     for group in (2, 1):  # with one replica in a group, all that is sent is sent between groups
         yield cell("gpt2", Layout("ddp", dp=4, shard=group, comm_hook="hierarchical_bf16"), 2e-2, rounded=1e-6)
     for hook, tolerance in (("none", 1e-5), ("bf16", 2e-2)):
         layout = Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="interleaved_zero_bubble", comm_hook=hook)
-        yield cell("gpt2", layout, tolerance, bucket_mb=0.05, wanted=RECIPES["gpt2"])
+        yield cell("gpt2", layout, tolerance, bucket_mb=0.05, wanted=RECIPES["gpt2"], slow=hook != "none")
 
 
 def widths() -> Iterable[Cell]:
@@ -226,14 +228,15 @@ def widths() -> Iterable[Cell]:
     changing = {"widths": (8, 32, 16), "steps": 4, "padded": True, "precision": "fp64"}
     for s in SCHEDULES:
         more = {**changing, "steps": 4 + (s == "planned")}  # planned again after 4 steps
-        yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **more, slow=s not in SPLIT)
+        yield cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), **more, slow=s != "planned")
         for name in ("pipe_ddp", "pipe_fsdp"):
-            yield cell("gpt2", Layout(name, dp=2, pp=2, chunks=2, schedule=s), **more, slow=s != SPLIT[0])
+            slow = (name, s) != ("pipe_fsdp", SPLIT[0])
+            yield cell("gpt2", Layout(name, dp=2, pp=2, chunks=2, schedule=s), **more, slow=slow)
     for s in ("1f1b", "interleaved_zero_bubble"):
         wanted = replace(RECIPES["gpt2"], **changing)
         yield cell(
             "gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule=s), **changing, recompute=True, wanted=wanted,
-            slow=s not in SPLIT,
+            slow=True,
         )  # fmt: skip
 
 
@@ -255,7 +258,8 @@ def unusual() -> Iterable[Cell]:
     for model, schedules in (("unet", ("looped_bfs", *SPLIT)), ("translator", ("gpipe", "interleaved_1f1b"))):
         yield cell(model, Layout("model_parallel", pp=3, chunks=4), slow=model == "unet")
         yield cell(model, Layout("ddp", dp=2, chunks=2), slow=model == "unet")
-        yield from (cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s)) for s in schedules)
+        for s in schedules:
+            yield cell(model, Layout("pipelined", pp=2, chunks=4, schedule=s), slow=s == "gpipe")
         yield cell(model, Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="interleaved_1f1b"))
         for balance in ((1, 5), (5, 1)):
             yield cell(model, Layout("pipelined", pp=2, chunks=4, schedule="1f1b", balance=balance))
@@ -266,7 +270,8 @@ def unusual() -> Iterable[Cell]:
     # The second of four stages embeds the target's tokens, and passes them on beside what the encoder gave: a weight
     # that reaches a border past all inputs.
     for s in SPLIT:
-        yield cell("translator", Layout("pipelined", pp=2, chunks=4, schedule=s, balance=(1, 2, 1, 2)))
+        layout = Layout("pipelined", pp=2, chunks=4, schedule=s, balance=(1, 2, 1, 2))
+        yield cell("translator", layout, slow=s == "planned")
     # Global batch 32: replica 0 works on samples 0-7 while replica 1 works on 16-23, so one process needs the samples
     # in that order.
     interleaved = {"reference": Layout("single", chunks=2), "wanted": replace(RECIPES["convnet"], interleaved=True)}
@@ -279,8 +284,9 @@ def adapters() -> Iterable[Cell]:
     everywhere, first, last = ("c_attn", "c_proj"), ("h.0.attn.c_attn",), ("h.3.mlp.c_proj",)
     for name, info in COMPARED:
         for targets in (everywhere, first, last):
-            # With stages and shards, the schedule whose backward has two parts is quick: below.
-            yield cell("gpt2", small_layout(name, info), lora=targets, slow=targets != everywhere)
+            # With stages and replicas or shards, the schedule whose backward has two parts is quick: below.
+            slow = targets != everywhere or name in ("hsdp", "pipe_ddp", "pipe_fsdp")
+            yield cell("gpt2", small_layout(name, info), lora=targets, slow=slow)
         for target in ("net1", "net2"):
             yield cell("toy", small_layout(name, info), lora=(target,), slow=not info.stages)
     for s in SCHEDULES:
@@ -290,7 +296,7 @@ def adapters() -> Iterable[Cell]:
         yield cell("gpt2", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule=s), lora=last, **rest)
         yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule=s), lora=("h.2.mlp.c_fc",), **rest)
         own = ("decoder1.attention.query",)
-        yield cell("translator", Layout("pipelined", pp=2, chunks=4, schedule=s), lora=own, **rest)
+        yield cell("translator", Layout("pipelined", pp=2, chunks=4, schedule=s), lora=own, slow=True)
     yield cell("gpt2", Layout("fsdp", dp=2, chunks=4, reshard=False), lora=last)
     yield cell("gpt2", Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"), lora=first, recompute=True)
     yield cell("gpt2", Layout("ddp", dp=2, chunks=2, comm_hook="hierarchical"), lora=first)
@@ -340,7 +346,7 @@ def pretended() -> Iterable[Cell]:
         yield gpu_cell("gpt2", layout, 2e-2, **rounded)
     yield gpu_cell("gpt2", layout, 2e-2, **{**rounded, "precision": "fp16"}, loss_scale=1024.0)
     for s in SCHEDULES:
-        yield gpu_cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), steps=5, slow=s != "planned")
+        yield gpu_cell("gpt2", Layout("pipelined", pp=2, chunks=4, schedule=s), steps=5, slow=True)
     for tensor in (Layout("tensor", tp=2, chunks=4), Layout("ddp", dp=2, tp=2, chunks=2, sequence=True)):
         yield gpu_cell("gpt2", tensor, dropout=0.0, slow=tensor.dp == 1)
         yield gpu_cell("llama", tensor, slow=True)

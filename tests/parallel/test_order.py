@@ -124,7 +124,7 @@ def test_a_run_plans_anew_from_what_its_first_steps_took_and_all_ranks_agree(ran
     assert first == second and first != last
 
 
-@pytest.mark.parametrize("model", ["gpt2", "resnet50"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("resnet50", marks=pytest.mark.slow)])
 def test_gradients_are_the_same_bit_for_bit_in_whatever_order(ranks, model):
     """A run that goes on from a checkpoint plans its order anew."""
     layout = Layout("pipelined", pp=2, chunks=4, schedule="planned")

@@ -80,7 +80,7 @@ def test_the_ranks_of_a_replica_hold_every_layer_once_and_one_more_copy_of_the_t
         pytest.param(
             model,
             Layout("pipelined", pp=2, chunks=4, schedule="interleaved_zero_bubble"),
-            marks=[pytest.mark.slow] * (model == "unet"),
+            marks=pytest.mark.slow,
         )
         for model in ("unet", "translator")
     ],
@@ -102,7 +102,12 @@ def test_activation_recomputation_gives_the_same_bits(trained, model, layout):
         # A cast that autocast keeps from the first micro-batch would get its gradient after its layer was reduced.
         pytest.param("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4), marks=pytest.mark.slow),
         ("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4, reshard=False)),
-        ("gpt2", "bf16", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble")),
+        pytest.param(
+            "gpt2",
+            "bf16",
+            Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -124,7 +129,7 @@ def test_the_first_half_precision_step_is_as_exact_as_in_float32(trained, model,
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"),
+        pytest.param(Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"), marks=pytest.mark.slow),
         pytest.param(Layout("fsdp", dp=2, chunks=4), marks=pytest.mark.slow),
         Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble"),
     ],
@@ -195,7 +200,7 @@ def test_an_overflow_on_one_stage_halves_the_loss_scale_and_skips_the_step_on_ev
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout("pipe_ddp", dp=2, pp=2, chunks=4),
+        pytest.param(Layout("pipe_ddp", dp=2, pp=2, chunks=4), marks=pytest.mark.slow),
         pytest.param(Layout("ddp", dp=4, chunks=1), marks=pytest.mark.slow),
         Layout("fsdp", dp=2, chunks=2),
     ],

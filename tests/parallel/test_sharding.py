@@ -46,7 +46,12 @@ def test_every_optimizer_of_torch_updates_shares_as_it_updates_whole_parameters(
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout("fsdp", dp=2, chunks=4, reshard=False), Layout("pipe_fsdp", dp=2, pp=2, chunks=4)], ids=str
+    "layout",
+    [
+        Layout("fsdp", dp=2, chunks=4, reshard=False),
+        pytest.param(Layout("pipe_fsdp", dp=2, pp=2, chunks=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_the_gradients_of_the_step_after_an_evaluation_are_those_of_a_step_without_one(ranks, layout):
     plain = ranks.run(layout.processes, gradients_after_an_evaluation, GPT2, layout, False)
@@ -60,7 +65,7 @@ def test_parameters_that_stay_whole_are_gathered_once_per_step(ranks):
     assert counts == [{"train": 2, "evaluate": 2}] * 2
 
 
-@pytest.mark.parametrize("dp, shard", [(4, None), (4, 2)])
+@pytest.mark.parametrize("dp, shard", [(4, None), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(ranks, dp, shard):
     (whole,) = ranks.run(1, bytes_of_state, GPT2, Layout("single", chunks=4))
     layout = Layout("hsdp" if shard else "fsdp", dp=dp, chunks=1, shard=shard)

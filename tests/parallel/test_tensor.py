@@ -83,7 +83,7 @@ MISTAKES = {
     "dropout of a part of the sequence": (each_rank_draws_the_masks_of_the_first, "gpt2", SEQUENCE, "loss"),
     "queries, keys and values": (a_group_of_matrices_is_cut_as_one, "gpt2", TWO, "loss"),
 }
-QUICK = ("partial gradients", "vocabulary", "tied embeddings", "dropout of a part of the sequence")
+QUICK = ("partial gradients", "vocabulary", "dropout of a part of the sequence")
 
 
 def train_wrongly(mistake, layout, recipe):

@@ -47,6 +47,12 @@ CASES = [
     for layout in LAYOUTS
     if model != "toy" or not ("interleaved" in layout or "tp" in LAYOUTS[layout])  # whose layers are not cut
 ]
+# Some of GPT-2's layouts, the one of them that computes again with everything in it, and one of the toy's.
+QUICK = [
+    ("toy", "fsdp", False),
+    *(("gpt2", layout, False) for layout in ("ddp", "fsdp", "pipelined gpipe", "pipelined 1f1b", "pipe_ddp")),
+    ("gpt2", "pipe_fsdp tp", True),
+]
 CHUNKS = 4
 STATE = ("weights", "gradients", "optimizer")
 PARTS = (*STATE, "gathered", "cast", "activations", "recomputed")
@@ -130,8 +136,7 @@ def parts(memory: Memory, names=PARTS) -> dict[str, int]:
 
 
 def memory_case(model, layout, recompute):
-    """Quick are GPT-2's layouts, the one of them that computes again with everything in it, and two of the toy's."""
-    slow = layout != "pipe_fsdp tp" if recompute else model == "toy" and layout not in ("fsdp", "pipelined 1f1b")
+    slow = (model, layout, recompute) not in QUICK
     name = f"{model}-{layout}-{'recomputed' if recompute else 'kept'}"
     return pytest.param(model, layout, recompute, marks=[pytest.mark.slow] * slow, id=name)
 

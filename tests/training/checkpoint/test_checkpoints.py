@@ -25,6 +25,7 @@ from composed import QUIET, compose, losses, records, run, run_on_rank, saved, s
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from slow_cases import with_slow
 
 from common.errors import CheckpointError, LaunchError, TrainingError, UserError
 from conf.instantiate import to_dict
@@ -311,7 +312,7 @@ def run_and_count_writers(tree, folder, meeting, hosts):
     [
         ("fsdp", ["a", "a"], [{2}, {2}]),
         ("fsdp", ["a", "b"], [{1}, {1}]),
-        ("pipelined", ["a", "b"], [{1}, {1}]),
+        pytest.param("pipelined", ["a", "b"], [{1}, {1}], marks=pytest.mark.slow),
         ("ddp", ["a", "a"], [{1}, {1}]),  # one of them writes
     ],
 )
@@ -340,7 +341,7 @@ def run_in_own_folder(tree, folder, meeting, checked=True):
         run_module.check_run_directory = real
 
 
-@pytest.mark.parametrize("layout", ["pipelined", "fsdp"])
+@pytest.mark.parametrize("layout", [pytest.param("pipelined", marks=pytest.mark.slow), "fsdp"])
 def test_ranks_that_write_checkpoints_to_other_directories_are_named_before_the_first_step(ranks, tmp_path, layout):
     tree = to_dict(compose(*QUIET, *EVERY_2, f"parallel={layout}", "parallel.dp=null"))
     for said in ranks.run(2, run_in_own_folder, tree, str(tmp_path / "run"), str(tmp_path / "meeting")):
@@ -356,7 +357,13 @@ def test_ranks_that_only_read_checkpoints_are_warned_about(ranks, tmp_path):
     assert "is another one on rank 1" in said and "the run cannot be resumed or restarted" in said
 
 
-@pytest.mark.parametrize("layout, says", [("pipelined", "that rank 1 has written"), ("fsdp", "is not what its ranks")])
+@pytest.mark.parametrize(
+    "layout, says",
+    [
+        pytest.param("pipelined", "that rank 1 has written", marks=pytest.mark.slow),
+        ("fsdp", "is not what its ranks"),
+    ],
+)
 def test_a_directory_that_is_no_longer_shared_costs_no_older_checkpoint(ranks, tmp_path, layout, says):
     for rank in (0, 1):
         run(tmp_path / f"run-of-rank-{rank}", *EVERY_2, "train.steps=2")
@@ -531,7 +538,9 @@ def run_and_be_killed(tree, folder, meeting, name):
     run_on_rank(tree, folder, meeting)
 
 
-@pytest.mark.parametrize("moment", ["_test", "Recorder.close", "Loggers.finish"])
+@pytest.mark.parametrize(
+    "moment", with_slow(["_test", "Recorder.close", "Loggers.finish"], {"_test", "Loggers.finish"})
+)
 def test_killed_anywhere_between_its_last_checkpoint_and_its_end_a_run_is_completed_by_the_same_command(
     ranks, tmp_path, moment
 ):

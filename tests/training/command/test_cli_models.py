@@ -3,6 +3,7 @@
 import pytest
 from commandline import ROOT, Started, free_port, train
 from composed import QUIET, compose, config, execute, for_rank, losses, records, run, run_on_rank
+from slow_cases import with_slow
 
 from training.reporting.console import number
 
@@ -43,7 +44,7 @@ METRIC = dict.fromkeys(("transformer", "gpt2", "llama"), "perplexity") | dict.fr
 )
 
 
-@pytest.mark.parametrize("model", [pytest.param(n, marks=[pytest.mark.slow] * (n == "resnet50")) for n in RUNS])
+@pytest.mark.parametrize("model", with_slow(RUNS, ("resnet50", "transformer", "llama")))
 def test_every_model_trains_under_ranks_of_its_own_and_says_how_good_it_is(model, cli, text, tmp_path):
     (words, spans), metric = RUNS[model], METRIC.get(model)
     data = text if model in ("transformer", "llama") else []
@@ -187,7 +188,7 @@ EXPERIMENTS = {
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gpt2_524k")) for n in NAMES])
+@pytest.mark.parametrize("name", with_slow(NAMES, ("gpt2_524k",)))
 def test_every_experiment_has_a_plan(name, tmp_path, capsys):
     parameters, folder, otherwise = EXPERIMENTS[name]
     overrides = [f"experiment={name}", "mode=plan"]

@@ -33,7 +33,7 @@ def words(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("name", ["parquet", "image_folder"])
+@pytest.mark.parametrize("name", [pytest.param("parquet", marks=pytest.mark.slow), "image_folder"])
 def test_two_replicas_and_stages_learn_from_them_what_one_process_learns(ranks, words, tmp_path, name):
     layouts = ["single", "pipelined", "ddp"] if name == "image_folder" else ["single", "pipe_ddp"]
     # BatchNorm's statistics are those of a replica's micro-batch: the same where micro-batches are as large.

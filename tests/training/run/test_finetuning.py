@@ -15,6 +15,7 @@ from commandline import ROOT, train
 from composed import config, execute, losses, run, run_layout
 from hugging_face import EXPERTS, make_folder, words, write_rows
 from safetensors.torch import load_file, save_file
+from slow_cases import with_slow
 from tokenizers import Tokenizer
 
 from common.errors import UserError
@@ -74,7 +75,10 @@ def exported(run_dir, place, *more):
     return place / "export"
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *OF_TRANSFORMERS])
+SLOW = ("qwen2", "qwen3", "mistral", "mixtral")  # whose parts the others have
+
+
+@pytest.mark.parametrize("kind", with_slow([*KINDS, *OF_TRANSFORMERS], SLOW))
 def test_a_folder_comes_out_as_it_went_in_bit_for_bit(folders, rows, tmp_path, kind):
     folder, model = folders(kind), "transformers" if kind in OF_TRANSFORMERS else "llama"
     run(tmp_path / "run", *words(folder, rows, *KEPT, model=model))
@@ -92,7 +96,7 @@ def test_a_folder_comes_out_as_it_went_in_bit_for_bit(folders, rows, tmp_path, k
     assert before["architectures"] == after["architectures"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, SLOW))
 def test_a_grown_tokenizer_grows_the_words_by_rows_that_are_the_mean_of_the_others(folders, rows, tmp_path, kind):
     folder = shutil.copytree(folders(kind), tmp_path / "grown")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

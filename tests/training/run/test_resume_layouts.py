@@ -65,7 +65,7 @@ def start(train):
     return get
 
 
-FAST = ("single", "pipe_ddp", "tensor")  # what these saved; `pytest -m slow` has the rest
+FAST = ("pipe_ddp", "tensor")  # what these saved; `pytest -m slow` has the rest
 CUT = [name for name, (_, words) in LAYOUTS.items() if any("tensor" in word or "tp=" in word for word in words)]
 
 

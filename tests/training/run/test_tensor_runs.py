@@ -44,7 +44,7 @@ def test_the_file_of_a_shared_layer_has_the_numbers_of_the_whole_one(train):
         assert all(torch.equal(cut[name], alone[name]) for name in alone), layout
 
 
-SLOW = ("tensor", "fsdp tp")  # of which the others have each part
+SLOW = ("tensor", "pipelined tp", "fsdp tp")
 
 
 @pytest.mark.parametrize("layout", with_slow(SHARED, SLOW))

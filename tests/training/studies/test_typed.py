@@ -67,7 +67,7 @@ def strategies(*words):
 @pytest.mark.parametrize(
     "word, left_out",
     [
-        ("parallel.shard=4", {"single", "tensor", "pipelined", "ddp", "pipe_ddp"}),
+        pytest.param("parallel.shard=4", {"single", "tensor", "pipelined", "ddp", "pipe_ddp"}, marks=pytest.mark.slow),
         ("parallel.comm_hook=bf16", {"fsdp", "hsdp", "pipe_fsdp"}),
         ("parallel.schedule=1f1b", {"single", "tensor", "ddp", "fsdp", "hsdp"}),
     ],
