@@ -36,7 +36,7 @@ multiprocessing.set_forkserver_preload(["tests.preloaded"])
 _SHARED = {"cli": "runs", "toy": "runs", "cluster": "cluster", "local_losses": "cluster", "gpus": "pretend_cuda"}
 # The groups that take longest. pytest-xdist itself would begin with those of most tests, and keep one worker waiting at
 # the end for the other one's minute in a group of one test.
-_FIRST = ("README.md", "gpt2", "runs", "test_verify", "test_checkpoints", "pretend_cuda")
+_FIRST = ("README.md", "docs/verify.md", "gpt2", "runs", "test_verify", "test_checkpoints", "pretend_cuda")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
