@@ -83,6 +83,8 @@ class Ranks:
             self._stop()
             silent = [rank for rank, pipe in enumerate(pipes) if pipe not in answers]
             raise TimeoutError(f"ranks {silent} of {world} gave no answer in {CASE_TIMEOUT_S} s")
+        for pipe in pipes:
+            pipe.send(None)  # every rank has finished, and none needs the group any more
         return [answers[pipe] for pipe in pipes]
 
     def close(self) -> None:
@@ -125,11 +127,13 @@ def _serve(port: int, pipe, backend: str) -> None:
             case = pipe.recv()
         except EOFError:
             return  # the tests are over, however they ended
-        if dist.is_initialized():
-            # Only now: by this message every rank has finished the case before. A group that a forgotten strategy still
-            # refers to would keep gloo's thread, which wakes up 130 times a second.
+        if case is None:
+            # A group that a forgotten strategy still refers to would keep gloo's thread, which wakes up 130 times a
+            # second.
             gc.collect(0)
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            continue
         pipe.send_bytes(_answer(backend, store, *case))
         _give_memory_back()  # that of the answer
 

@@ -19,9 +19,9 @@ from commandline import ROOT, free_port, train
 from benchmarks import readme
 from common.packages import load_transformers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # mode=verify alone takes 12 minutes on slow cores
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # mode=verify takes minutes on slow cores
 
-# What makes a command small; one with a mode does not know the steps.
+# What makes a command small.
 EVERY = ["train.eval_batches=1", "data.cache_dir=cache", "device=cpu"]
 SMALL = {
     "gpt2": ["model.size=tiny", "data.seq_len=32"],
@@ -73,9 +73,9 @@ def smaller(words: tuple[str, ...], number: int, folder: Path) -> list[str]:
     if "-m" in words:
         words = tuple(re.sub(r"^([^,\[]+,[^,]+),.*", r"\1", word) for word in words)
     steps = 2 + 2 * number if "train.resume" in said else 2
-    few = EVERY if "mode" in said else [*EVERY, f"train.steps={steps}", "train.epochs=null"]
+    few = {None: [f"train.steps={steps}", "train.epochs=null"], "verify": ["verify.steps=2"]}.get(said.get("mode"), [])
     small = [] if {"checkpoint", "train.resume"} & set(said) else SMALL.get(said.get("model", ""), [])
-    return [*words, *few, *small]
+    return [*words, *EVERY, *few, *small]
 
 
 # Pages share nothing: workers take them one by one.

@@ -327,6 +327,7 @@ def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
         assert all(getattr(seconds_of(tied, one, COSTS), part.name) > -1e-12 for part in fields(Seconds))
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_take_seconds():
     """Counted in calls, of which a core makes millions a second, as seconds depend on what else the machine does."""
     large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
