@@ -14,16 +14,15 @@ from benchmarks.trainer import configured
 from parallel.schedules import SCHEDULES
 from planner.memory import memory_of_ranks
 
-# `pytest -m slow` has the others. Parameters that ranks share have "fsdp parallel.reshard=false".
-QUICK = ("sequence",)
-OTHERS = [name for name in STRATEGIES if name not in QUICK]
+# `pytest -m slow` has the others.
+QUICK = "fsdp parallel.reshard=false"
 
 
 def measured(words: list[str]) -> list:
     return strategies.measured(dist.get_rank() if dist.is_initialized() else 0, configured(words))
 
 
-@pytest.mark.parametrize("name", with_slow([*STRATEGIES, "fsdp parallel.reshard=false"], OTHERS))
+@pytest.mark.parametrize("name", with_slow([*STRATEGIES, QUICK], STRATEGIES))
 def test_a_rank_holds_and_sends_what_the_formulas_say(name, ranks, tmp_path):
     name, *more = name.split()
     words = [*TOY, *STRATEGIES[name], *more]

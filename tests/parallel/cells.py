@@ -165,7 +165,7 @@ def cut() -> Iterable[Cell]:
     """Layers that ranks share, with and without the sequence divided, alone and under every other strategy."""
     exact = {"precision": "fp64"}
     for model in ("gpt2", "llama", "transformer"):
-        yield cell(model, Layout("tensor", tp=2, chunks=2), **exact)
+        yield cell(model, Layout("tensor", tp=2, chunks=2), slow=model == "llama", **exact)
         yield cell(model, Layout("tensor", tp=2, chunks=2, sequence=True), **exact)
         others = {"slow": model != "gpt2", **exact}
         yield cell(model, Layout("ddp", dp=2, tp=2, chunks=2, sequence=True), **others)

@@ -50,7 +50,7 @@ CASES = [
 # Some of GPT-2's layouts, the one of them that computes again with everything in it, and one of the toy's.
 QUICK = [
     ("toy", "fsdp", False),
-    *(("gpt2", layout, False) for layout in ("ddp", "fsdp", "pipelined gpipe", "pipelined 1f1b", "pipe_ddp")),
+    *(("gpt2", layout, False) for layout in ("fsdp", "pipelined 1f1b", "pipe_ddp")),
     ("gpt2", "pipe_fsdp tp", True),
 ]
 CHUNKS = 4

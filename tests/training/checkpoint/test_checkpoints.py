@@ -223,8 +223,8 @@ FULL = "of step {step} could not be written: rank 1: [Errno 28] No space left"
         pytest.param("fsdp", 2, "full", FULL, ["best", "latest", "step-00000004", "step-00000006"],
                      marks=pytest.mark.slow),
         ("pipelined", 6, "full", FULL, ["latest", "step-00000002", "step-00000004"]),
-        ("pipelined", 4, 6.0, "it waited until all ranks had written their files (parallel.timeout_s)",
-         ["best", "latest", "step-00000002", "step-00000006"]),
+        pytest.param("pipelined", 4, 6.0, "it waited until all ranks had written their files (parallel.timeout_s)",
+                     ["best", "latest", "step-00000002", "step-00000006"], marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_rank_that_cannot_write_is_named_by_all(ranks, tmp_path, layout, step, fault, says, left):

@@ -173,7 +173,7 @@ def test_a_sweep_in_which_nothing_has_trained_has_a_page_too(tmp_path):
     assert "failed: no" in text and "waiting: not started" in text and "<img" not in text
 
 
-@pytest.mark.parametrize("width, scheme", [(1200, "light"), (500, "dark")])
+@pytest.mark.parametrize("width, scheme", [pytest.param(1200, "light", marks=pytest.mark.slow), (500, "dark")])
 def test_a_browser_shows_them_without_complaint_and_without_sideways_scrolling(pages, width, scheme, tmp_path):
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)

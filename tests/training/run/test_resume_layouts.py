@@ -65,12 +65,11 @@ def start(train):
     return get
 
 
-FAST = ("pipe_ddp", "tensor")  # what these saved; `pytest -m slow` has the rest
 CUT = [name for name, (_, words) in LAYOUTS.items() if any("tensor" in word or "tp=" in word for word in words)]
 
 
 def marks(model, before, after):
-    fast = model == "gpt2" and before in FAST and (before, after) in RING
+    fast = model == "gpt2" and before == "pipe_ddp" and (before, after) in RING  # `pytest -m slow` has the rest
     return () if fast else (pytest.mark.slow,)
 
 

@@ -27,7 +27,7 @@ KINDS = {
     "Qwen3Moe": {"head_dim": 12, **EXPERTS},  # in the file each expert has matrices of its own
     "Mixtral": {"sliding_window": None, **EXPERTS},
 }
-SLOW = ("Qwen3", "Phi3", "Mixtral", "Mistral", "GPTNeoX")
+SLOW = ("Qwen3", "Phi3", "Mixtral", "Mistral", "GPTNeoX", "Gemma2")
 EPSILON = 1e-5  # the biases of keys have no gradient but rounding, which AdamW's own 1e-8 magnifies
 STEPS, PROMPT, DRAWN = 20, "Ann has 3 apples and 4 pears.", 12
 RECIPE = [
