@@ -7,6 +7,7 @@ import torch
 from cases import Layout, Recipe
 from orders import interleaved, span
 from probes import gradients_of_a_planned_step, operators_of_a_planned_step, orders_of_a_planned_run
+from slow_cases import with_slow
 
 from parallel.orders import UNMEASURED, StageSeconds, stage_seconds
 from parallel.schedules import ideal_bubble, in_flight
@@ -124,7 +125,7 @@ def test_a_run_plans_anew_from_what_its_first_steps_took_and_all_ranks_agree(ran
     assert first == second and first != last
 
 
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("resnet50", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", with_slow(["gpt2", "resnet50"], ["resnet50"]))
 def test_gradients_are_the_same_bit_for_bit_in_whatever_order(ranks, model):
     """A run that goes on from a checkpoint plans its order anew."""
     layout = Layout("pipelined", pp=2, chunks=4, schedule="planned")

@@ -341,7 +341,7 @@ def run_in_own_folder(tree, folder, meeting, checked=True):
         run_module.check_run_directory = real
 
 
-@pytest.mark.parametrize("layout", [pytest.param("pipelined", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("layout", with_slow(["pipelined", "fsdp"], ["pipelined"]))
 def test_ranks_that_write_checkpoints_to_other_directories_are_named_before_the_first_step(ranks, tmp_path, layout):
     tree = to_dict(compose(*QUIET, *EVERY_2, f"parallel={layout}", "parallel.dp=null"))
     for said in ranks.run(2, run_in_own_folder, tree, str(tmp_path / "run"), str(tmp_path / "meeting")):

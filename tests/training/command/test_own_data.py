@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from composed import config, execute, losses, run, run_layout
 from PIL import Image
+from slow_cases import with_slow
 
 from common.errors import UserError
 from training.run.prepare import prepare
@@ -33,7 +34,7 @@ def words(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("name", [pytest.param("parquet", marks=pytest.mark.slow), "image_folder"])
+@pytest.mark.parametrize("name", with_slow(["parquet", "image_folder"], ["parquet"]))
 def test_two_replicas_and_stages_learn_from_them_what_one_process_learns(ranks, words, tmp_path, name):
     layouts = ["single", "pipelined", "ddp"] if name == "image_folder" else ["single", "pipe_ddp"]
     # BatchNorm's statistics are those of a replica's micro-batch: the same where micro-batches are as large.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from commandline import Started, train, wait_until
 from composed import plain
+from slow_cases import with_slow
 from zoo import DDP, PIPE, SMALLER, WHOLE, ZOO, Coin, Last, RoundsLargeBatches, chain, elsewhere, tied
 
 from common.errors import UserError
@@ -222,20 +223,19 @@ def only(tmp_path, model, *words):
     return report, next(layout for layout in report.layouts if layout.holds is False)
 
 
-QUICK = ("numpy noise", "half above four")
+WRONG_IN_A_LAYOUT = {broken.name: broken for broken in ZOO if broken.wrong}
+QUICK = ("numpy noise", "half above four")  # wrong with several ranks, and with other micro-batches
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.name not in QUICK)) for one in ZOO if one.wrong],
-)
-def test_a_broken_model_is_wrong_in_a_layout_and_the_probe_explains_it(broken, tmp_path):
+@pytest.mark.parametrize("name", with_slow(WRONG_IN_A_LAYOUT, WRONG_IN_A_LAYOUT.keys() - QUICK))
+def test_a_broken_model_is_wrong_in_a_layout_and_the_probe_explains_it(name, tmp_path):
+    broken = WRONG_IN_A_LAYOUT[name]
     _, failed = only(tmp_path, broken.chain(), *broken.wrong)
     if broken.wrong in (SMALLER, WHOLE):
         assert failed.reason == "micro-batches of another size change what is learned"
     else:
         assert failed.reason.startswith("first in ") and "Probe: " in failed.reason, failed.reason
-    if broken.name == "numpy noise":
+    if name == "numpy noise":
         assert "first in the forward of b on rank" in failed.reason and "its inputs are equal" in failed.reason
         assert "Probe: draws from numpy's generator in training" in failed.reason
 
