@@ -37,7 +37,8 @@ _MOST_LAYERS = 10_000  # each layer is several Python objects
 CPU = torch.device("cpu")
 ONE_LAYER = (
     "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
-    "an nn.Sequential or as a Chain (docs/own_model.md, 'A model')"
+    "an nn.Sequential or as a Chain (docs/own_model.md, 'A model'). An nn.Sequential with hooks or parameters of its "
+    "own is one layer, too"
 )
 LOSS = ""  # the name of the chain's loss among the names of layers; no layer has this name
 
@@ -181,10 +182,22 @@ class LayerSpec:
 
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
-    """Raise ModelError if a parameter is complex, has hooks, which its copies would not have, or sparse gradients."""
+    """Raise ModelError for parameters that are complex or have hooks, which copies would not have, and the like."""
     for name, layer in module.named_modules(prefix=prefix):
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise ModelError(f"embedding {name or type(layer).__name__} has sparse gradients; leave sparse=True out")
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            which = f"embedding {name or type(layer).__name__}"
+            if layer.sparse:
+                raise ModelError(f"{which} has sparse gradients; leave sparse=True out")
+            if layer.scale_grad_by_freq:
+                raise ModelError(
+                    f"{which} divides gradients by how often a word occurs in a micro-batch, which depends on the "
+                    "layout; leave scale_grad_by_freq=True out"
+                )
+        if hidden := _hidden(layer):
+            raise ModelError(
+                f"{type(layer).__name__} {name!r} keeps parameters in the container {hidden!r}, where torch does not "
+                "see them: use nn.ModuleList, nn.ModuleDict or nn.ParameterList, or an attribute for each"
+            )
     for name, parameter in module.named_parameters(prefix):
         if parameter.is_complex():
             raise ModelError(
@@ -198,6 +211,22 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                 "Freeze the parameter (requires_grad_(False)), or change the gradient in the layer's forward: "
                 "torch.where(mask, weight, weight.detach()) trains a part of a weight"
             )
+
+
+def _hidden(module: nn.Module) -> str | None:
+    """Return the name of a list, tuple or dict of a module that has parameters, of which copies would be stale."""
+    if isinstance(module, nn.RNNBase):  # it keeps such a list of its own, and renews it
+        return None
+    for key, value in vars(module).items():
+        if key in vars(_PLAIN_MODULE) or not isinstance(value, list | tuple | dict):
+            continue
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, nn.Parameter) or isinstance(item, nn.Module) and any(True for _ in item.parameters()):
+                return key
+    return None
+
+
+_PLAIN_MODULE = nn.Module()
 
 
 def keep_tensors(layer: nn.Module) -> None:

@@ -61,7 +61,10 @@ def pack_given() -> bytes | None:
     try:
         return cloudpickle.dumps(objects)
     except (TypeError, RuntimeError, pickle.PicklingError) as error:
-        raise UserError(f"{' and '.join(objects)} cannot be sent to the run's processes: {error}") from error
+        raise UserError(
+            f"{' and '.join(objects)} cannot be sent to the run's processes: {error}. Of a models.chain.Chain only the "
+            "functions are sent that build its layers (docs/own_model.md, 'A model')"
+        ) from error
 
 
 def unpack_given(packed: bytes | None) -> None:

@@ -80,11 +80,12 @@ def check_loss(loss: Any) -> None:
             f"{', '.join(f'nn.{kind.__name__}()' for kind in _OF_TORCH)} are turned into that; docs/own_model.md, "
             "'A loss', shows how to write another"
         )
-    if isinstance(loss, nn.Module) and (own := [name for name, p in loss.named_parameters() if p.requires_grad]):
+    modules = [m for m in (loss, *getattr(loss, "__dict__", {}).values()) if isinstance(m, nn.Module)]
+    if own := [name for module in modules for name, p in module.named_parameters() if p.requires_grad]:
         raise ModelError(
             f"the loss {type(loss).__name__} has parameters ({', '.join(own)}), which no run would train. Keep them in "
             "the last layer: either it passes them on with its output, or it computes the loss itself, in a method "
-            "loss(*tensors, targets, weights)"
+            "loss(*tensors, targets, weights). Parameters that are not trained need requires_grad_(False)"
         )
     if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
         raise ModelError(f"{type(loss).__name__}.metrics={metrics!r} must be names, such as ('accuracy',)")

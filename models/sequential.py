@@ -21,6 +21,7 @@ from models.losses import loss_of
 # torch's layers update their running statistics with every micro-batch, and differently in each replica.
 _OURS = {nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d}
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_CHANGES = ("_modules", "training")  # attributes that are not the same in every nn.Sequential
 
 
 MODULE = "module"  # the name of a module that is the only layer
@@ -30,7 +31,8 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
     """Make a chain that starts from the weights of ``net``; ``net`` itself is not changed by training.
 
     The children of an ``nn.Sequential`` are the layers. A module with a forward of its own is one layer, ``module``,
-    which is computed as a whole: strategies with stages cannot run it.
+    which is computed as a whole: strategies with stages cannot run it. So is an ``nn.Sequential`` that has hooks,
+    parameters or buffers of its own.
 
     Every process of a run holds all these weights once, in addition to those of its layers. Parameters that layers
     share are tied, frozen parameters stay frozen, and torch's BatchNorm becomes that of ``models.batchnorm``.
@@ -52,7 +54,11 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
     try:
         source = copy.deepcopy(given).cpu()
     except (TypeError, RuntimeError) as error:
-        raise ModelError(f"this model cannot be copied: {error}") from error
+        raise ModelError(
+            f"this model cannot be copied: {error}. If torch.nn.utils has pruned it or added weight_norm or "
+            "spectral_norm, make that permanent first (prune.remove, remove_weight_norm), or use "
+            "torch.nn.utils.parametrizations"
+        ) from error
     for name, module in list(source.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):
             raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
@@ -88,13 +94,23 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
             f"chain_of takes an nn.Module, not {given}. Write nn.Sequential(*layers), or a Chain of layers "
             "(docs/own_model.md, 'A model'). parallel=ddp and train.compile=true wrap the model by themselves"
         )
-    if type(net).forward is nn.Sequential.forward and not whole:
+    if _is_plain_sequential(net) and not whole:
         return net
     if loss_of(net) is not None:
         raise ModelError(
             f"{type(net).__name__}.loss would be called in the place of the loss that is given: rename this method"
         )
     return nn.Sequential(OrderedDict({MODULE: net}))
+
+
+def _is_plain_sequential(net: nn.Module) -> bool:
+    """Return whether ``net`` does nothing but compute its children: it has no hook or parameter of its own, for one."""
+    own = vars(net)
+    inherits = all(
+        getattr(type(net), name) is getattr(nn.Sequential, name) for name in ("forward", "__call__", "train")
+    )
+    unchanged = all(own.get(name) == value for name, value in vars(nn.Sequential()).items() if name not in _CHANGES)
+    return inherits and unchanged and "forward" not in own
 
 
 def _use_our_batchnorm(net: nn.Module) -> nn.Module:

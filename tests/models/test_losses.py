@@ -179,3 +179,13 @@ def test_a_loss_with_parameters_is_refused_because_no_run_would_train_them():
     loss = Temperature()
     loss.requires_grad_(False)
     check_loss(loss)
+
+
+def test_a_loss_that_keeps_the_model_is_refused_because_the_layers_that_are_trained_are_copies():
+    class Penalty(ClassCrossEntropy):
+        def __init__(self, net: nn.Module) -> None:
+            self.net = net
+
+    with pytest.raises(ModelError, match=r"Penalty has parameters \(weight, bias\), which no run would train"):
+        check_loss(Penalty(nn.Linear(2, 2)))
+    check_loss(Penalty(nn.Linear(2, 2).requires_grad_(False)))

@@ -28,6 +28,49 @@ def network() -> nn.Sequential:
     return net.eval()
 
 
+class _Listed(nn.Module):
+    """Keeps modules or parameters where torch does not see them."""
+
+    def __init__(self, parts: list | dict) -> None:
+        super().__init__()
+        self.parts = parts
+
+
+class _Called(nn.Sequential):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(x)
+
+
+class _Scaled(nn.Sequential):
+    """Has a parameter beside its children, which a hook uses."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor([3.0]))
+        self.register_forward_hook(_times_scale)
+
+
+def _times_scale(net, inputs, output):
+    return net.scale * output
+
+
+class _Evaluating(nn.Sequential):
+    """Leaves its second child in evaluation mode."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+class _Named(nn.Sequential):
+    """Has an attribute of its own, which changes nothing."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.width = 4
+
+
 def test_a_chain_computes_what_the_network_computes_and_shares_no_memory_with_it():
     net, images = network(), torch.randn(3, 1, 4, 4)
     chain = chain_of(net, ClassCrossEntropy())
@@ -81,9 +124,25 @@ def test_parameters_that_a_copy_would_train_otherwise_are_refused():
         hooked: ".weight has a hook for its gradient",
         complex_one: ".weight is complex",
         nn.Embedding(4, 4, sparse=True): " has sparse gradients",
+        nn.Embedding(4, 4, scale_grad_by_freq=True): " divides gradients by how often a word occurs",
+        _Listed([nn.Linear(4, 4)]): "' keeps parameters in the container 'parts'",
+        _Listed({"weight": nn.Parameter(torch.ones(4))}): "' keeps parameters in the container 'parts'",
     }
     for layer, words in refused.items():
         with pytest.raises(ModelError, match=words):
             chain_of(nn.Sequential(layer), ClassCrossEntropy())
         with pytest.raises(ModelError, match=f"a{words}"):
             Chain([LayerSpec("a", lambda layer=layer: layer)], ClassCrossEntropy()).skeleton()
+
+
+@pytest.mark.parametrize("kind", [_Called, _Scaled, _Evaluating])
+def test_a_sequential_that_does_more_than_its_children_is_one_layer(kind):
+    net, x = kind(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)), torch.randn(3, 4)
+    chain = chain_of(net, ClassCrossEntropy())
+    layers = chain.build(chain.names, 1, CPU)
+    layers.train(kind is _Evaluating)
+    assert chain.names == ["module"] and torch.equal(layers(x), net.train(kind is _Evaluating)(x))
+
+
+def test_a_sequential_with_attributes_of_its_own_is_cut_into_its_children():
+    assert chain_of(_Named(nn.Linear(4, 4), nn.Linear(4, 2)), ClassCrossEntropy()).names == ["0", "1"]

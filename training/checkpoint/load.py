@@ -79,7 +79,7 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
     if optimizer is not None and checkpoint.optimizer != optimizer.kind:
         raise CheckpointError(
             f"{checkpoint.folder} was saved with optim {checkpoint.optimizer}, this run has {optimizer.kind}: continue "
-            "with the same optimizer, or start a new run"
+            "with the same optimizer, or start a new run; mode=export writes these weights for its model.init_from="
         )
     try:
         tensors = CheckpointTensors(checkpoint)

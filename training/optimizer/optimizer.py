@@ -37,7 +37,7 @@ class Optimizer:
 
     Attributes:
         base_lr: The learning rate that a schedule's factor applies to.
-        kind: The optimizer's ``_target_``, and that of ``others`` if it differs.
+        kind: The optimizer's ``_target_``, and that of ``others`` if there is one.
     """
 
     def __init__(self, config: Mapping[str, Any], strategy: Strategy) -> None:
@@ -231,8 +231,8 @@ def _is_like(value: Any, own: Tensor) -> bool:
 
 
 def _kind(config: Mapping[str, Any]) -> str:
-    kind, others = config["_target_"], (config.get("others") or config)["_target_"]
-    return kind if others == kind else f"{kind} for the matrices of hidden layers and {others} for the others"
+    kind, others = config["_target_"], config.get("others")
+    return f"{kind} for the matrices of hidden layers and {others['_target_']} for the others" if others else kind
 
 
 def _placed_as(piece: Piece, parameter: torch.nn.Parameter, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:

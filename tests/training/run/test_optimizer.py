@@ -147,8 +147,10 @@ def test_numbers_that_an_optimizer_keeps_outside_of_tensors_are_resumed(own_opti
          "saved with optim .*AdamW for the others, this run has .*NAdam for the others"),
         ("optim=sgd", "optim=sgd optim.others={_target_:torch.optim.AdamW,lr:0.1}",
          "saved with optim torch.optim.SGD, this run has torch.optim.SGD for the matrices of hidden layers and"),
+        ("optim=sgd", "optim=sgd optim.others={_target_:torch.optim.SGD,lr:0.1}",
+         "saved with optim torch.optim.SGD, this run has torch.optim.SGD for the matrices of hidden layers and"),
     ],
-    ids=["another", "one more"],
+    ids=["another", "one more", "one more of the same class"],
 )  # fmt: skip
 def test_another_optimizer_for_the_others_is_no_silent_loss_of_its_state(tmp_path, before, after, said):
     short = ["train.epochs=null", "train.steps=2", "train.checkpoint_every=1"]
