@@ -28,7 +28,7 @@ from common.machine import changed_environment
 from conf import CHOSEN, COMMAND, FOLDER, ON_TOP, TRAINED, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
-from conf.schema import Root, register
+from conf.schema import Parallel, Root, register
 from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of, parse
 from launchers.world import launcher_start
 
@@ -278,9 +278,11 @@ def _directory(arguments: Sequence[str], began: float, run_id: str) -> list[str]
 def with_schema(cfg: DictConfig) -> DictConfig:
     """Return the configuration with the types of its sections, so that ``train.steps=abc`` is an error.
 
-    A configuration that was composed before (``--config-name config``) has none.
+    A configuration that was composed before (``--config-name config``) has none, and lacks the keys that are newer.
     """
-    typed = cfg if OmegaConf.get_type(cfg) is Root else OmegaConf.merge(OmegaConf.structured(Root), cfg)
+    if OmegaConf.get_type(cfg) is Root:
+        return cfg
+    typed = OmegaConf.merge(OmegaConf.structured(Root(parallel=Parallel())), cfg)
     assert isinstance(typed, DictConfig)
     return typed
 
