@@ -56,10 +56,10 @@ def pack_given() -> bytes | None:
     objects = given_objects()
     if objects is None:
         return None
-    import cloudpickle
+    from models.module_pickling import dumps  # here, because it imports torch and cloudpickle
 
     try:
-        return cloudpickle.dumps(objects)
+        return dumps(objects)
     except (TypeError, RuntimeError, pickle.PicklingError) as error:
         raise UserError(
             f"{' and '.join(objects)} cannot be sent to the run's processes: {error}. Of a models.chain.Chain only the "

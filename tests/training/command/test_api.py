@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from common.errors import CheckpointError, UserError
 from data.tensors import TensorData
@@ -31,7 +32,7 @@ def own():
     torch.manual_seed(3)
     inputs = torch.randn(400, 2, 4)
     data = TensorData(inputs, (inputs.sum(dim=(1, 2)) > 0).long())
-    return nn.Sequential(Squeeze(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), data
+    return nn.Sequential(Squeeze(), weight_norm(nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 2)), data
 
 
 def test_the_words_of_the_command_line_give_a_summary_and_a_directory(tmp_path, capsys):
