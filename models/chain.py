@@ -35,6 +35,7 @@ from models.seeds import by_sample, derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each layer is several Python objects
 CPU = torch.device("cpu")
+_OF_EVERY_MODULE = vars(nn.Module()).keys()  # torch's own attributes, which have its parameters and children
 ONE_LAYER = (
     "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
     "an nn.Sequential or as a Chain (docs/own_model.md, 'A model'). An nn.Sequential with hooks or parameters of its "
@@ -193,7 +194,7 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                     f"{which} divides gradients by how often a word occurs in a micro-batch, which depends on the "
                     "layout; leave scale_grad_by_freq=True out"
                 )
-        if hidden := _hidden(layer):
+        if hidden := _hidden_parameters(layer):
             raise ModelError(
                 f"{type(layer).__name__} {name!r} keeps parameters in the container {hidden!r}, where torch does not "
                 "see them: use nn.ModuleList, nn.ModuleDict or nn.ParameterList, or an attribute for each"
@@ -213,20 +214,16 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
             )
 
 
-def _hidden(module: nn.Module) -> str | None:
+def _hidden_parameters(module: nn.Module) -> str | None:
     """Return the name of a list, tuple or dict of a module that has parameters, of which copies would be stale."""
     if isinstance(module, nn.RNNBase):  # it keeps such a list of its own, and renews it
         return None
     for key, value in vars(module).items():
-        if key in vars(_PLAIN_MODULE) or not isinstance(value, list | tuple | dict):
-            continue
-        for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, nn.Parameter) or isinstance(item, nn.Module) and any(True for _ in item.parameters()):
-                return key
+        if key not in _OF_EVERY_MODULE and isinstance(value, list | tuple | dict):
+            for item in value.values() if isinstance(value, dict) else value:
+                if isinstance(item, nn.Parameter) or (isinstance(item, nn.Module) and [*item.parameters()]):
+                    return key
     return None
-
-
-_PLAIN_MODULE = nn.Module()
 
 
 def keep_tensors(layer: nn.Module) -> None:

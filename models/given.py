@@ -62,8 +62,8 @@ def pack_given() -> bytes | None:
         return dumps(objects)
     except (TypeError, RuntimeError, pickle.PicklingError) as error:
         raise UserError(
-            f"{' and '.join(objects)} cannot be sent to the run's processes: {error}. Of a models.chain.Chain only the "
-            "functions are sent that build its layers (docs/own_model.md, 'A model')"
+            f"{' and '.join(objects)} cannot be sent to the run's processes: {error}. A model can be sent as a "
+            "models.chain.Chain of functions that build its layers (docs/own_model.md, 'A model')"
         ) from error
 
 
