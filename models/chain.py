@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError, TrainingError
 from models.cut import CutOf
@@ -35,7 +36,6 @@ from models.seeds import by_sample, derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each layer is several Python objects
 CPU = torch.device("cpu")
-_OF_EVERY_MODULE = vars(nn.Module()).keys()  # torch's own attributes, which have its parameters and children
 ONE_LAYER = (
     "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
     "an nn.Sequential or as a Chain (docs/own_model.md, 'A model'). An nn.Sequential with hooks or parameters of its "
@@ -194,12 +194,16 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                     f"{which} divides gradients by how often a word occurs in a micro-batch, which depends on the "
                     "layout; leave scale_grad_by_freq=True out"
                 )
-        if hidden := _hidden_parameters(layer):
-            raise ModelError(
-                f"{type(layer).__name__} {name!r} keeps parameters in the container {hidden!r}, where torch does not "
-                "see them: use nn.ModuleList, nn.ModuleDict or nn.ParameterList, or an attribute for each"
-            )
+    at: dict[tuple[int, int], str] = {}  # the name of the first parameter at each place in memory
     for name, parameter in module.named_parameters(prefix):
+        if is_lazy(parameter):
+            continue
+        other = at.setdefault((parameter.untyped_storage()._cdata, int(parameter.storage_offset())), name)
+        if other != name and parameter.numel():
+            raise ModelError(
+                f"parameters {other} and {name} are two in one memory, and copies of them would not be; make them one "
+                "parameter: to tie modules, assign a.weight = b.weight, not a.weight.data = b.weight.data"
+            )
         if parameter.is_complex():
             raise ModelError(
                 f"parameter {name} is complex, and optimizers and norms take real ones: make it "
@@ -212,18 +216,6 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                 "Freeze the parameter (requires_grad_(False)), or change the gradient in the layer's forward: "
                 "torch.where(mask, weight, weight.detach()) trains a part of a weight"
             )
-
-
-def _hidden_parameters(module: nn.Module) -> str | None:
-    """Return the name of a list, tuple or dict of a module that has parameters, of which copies would be stale."""
-    if isinstance(module, nn.RNNBase):  # it keeps such a list of its own, and renews it
-        return None
-    for key, value in vars(module).items():
-        if key not in _OF_EVERY_MODULE and isinstance(value, list | tuple | dict):
-            for item in value.values() if isinstance(value, dict) else value:
-                if isinstance(item, nn.Parameter) or (isinstance(item, nn.Module) and [*item.parameters()]):
-                    return key
-    return None
 
 
 def keep_tensors(layer: nn.Module) -> None:

@@ -237,13 +237,15 @@ def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: T
 class Accesses(TorchDispatchMode):
     """Records which tensors of a module are read and written by operators, also on the meta device.
 
-    ``data_dependent`` is whether a result or a shape depended on numbers, as that of ``.item()`` does.
+    ``data_dependent`` is whether a result or a shape depended on numbers, as that of ``.item()`` does. ``others`` is
+    whether a parameter was used that is none of the module's.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.data_dependent = False
+        self.data_dependent = self.others = False
         self._module, self._before = module, _tensors_of(module)
+        self._parameters = {id(parameter) for parameter in module.parameters()}
         self._read: set[int] = set()
         self._written: set[int] = set()
 
@@ -268,6 +270,7 @@ class Accesses(TorchDispatchMode):
             value = given.get(argument.name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, Tensor):
+                    self.others |= isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters
                     self._note(schema, argument, tensor.untyped_storage()._cdata, given)
         return operator(*args, **kwargs)
 

@@ -5,7 +5,7 @@ Each of these packages imports only those below it:
 command/     from the command line to processes: the modes, jobs of sweeps, ranks that exist already, SLURM
 studies/     questions that need many runs: planning, verification, the results of a sweep
 run/         one run: its objects, its checks, and the work of each rank from the first step to the summary
-callbacks/, optimizer.py, export/     the user's code in a run; optimizer and schedules; models for other programs
+callbacks/, optimizer/, export/       the user's code in a run; optimizer and schedules; models for other programs
 checkpoint/, reporting/               the files that a run writes
 """
 

@@ -153,6 +153,54 @@ def test_a_batchnorm_that_is_called_twice_is_refused_in_every_layout():
             check_shapes(setup_of(Twins, **changes))
 
 
+class Holding(nn.Module):
+    """Uses its weight by way of what ``hold`` makes of the module."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.held = hold(self)
+
+    def forward(self, x):
+        return self.held(x)
+
+
+class Holder:
+    """Holds a parameter, and is no module."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __call__(self, x):
+        return nn.functional.linear(x, self.held[0] if isinstance(self.held, list) else self.held)
+
+
+WEIGHT, ELSEWHERE = nn.Parameter(torch.ones(8, 8)), nn.Linear(8, 8)
+HIDDEN = {
+    "a functools.partial": lambda module: partial(nn.functional.linear, weight=module.linear.weight),
+    "a lambda": lambda module: lambda x: x @ WEIGHT,
+    "an object": lambda module: Holder(module.linear.weight),
+    "a list in an object": lambda module: Holder([module.linear.weight]),
+    "a global module": lambda module: lambda x: ELSEWHERE(x),
+}
+REACHED = {
+    "a method of a child": lambda module: module.linear.forward,
+    "an object that holds a child": lambda module: partial(nn.Module.__call__, module.linear),
+}
+
+
+@pytest.mark.parametrize("hold", REACHED.values(), ids=REACHED)
+def test_a_parameter_may_be_used_by_way_of_its_module(hold):
+    check_shapes(setup_of(partial(Holding, hold)))
+
+
+@pytest.mark.parametrize("hold", HIDDEN.values(), ids=HIDDEN)
+def test_a_parameter_that_is_not_reached_by_modules_is_refused_in_every_layout(hold):
+    for changes in ({}, {"dp": 2, "strategy": "ddp"}):
+        with pytest.raises(ModelError, match=r"'h.0' \(Holding\): .*a parameter that is not an attribute"):
+            check_shapes(setup_of(partial(Holding, hold), **changes))
+
+
 def in_rows():
     return nn.Sequential(nn.Unflatten(1, (1, 8)), nn.GRU(8, 8), Own(lambda self, outputs: outputs[0]))
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import DataError, ModelError, PlanError, TrainingError, UserError, add_note
 from data.dataset import Batch, DataSet, InMemory, Source
 from models.batchnorm import StepBatchNorm
-from models.chain import Tensors, as_tuple, checked, converted
+from models.chain import Layers, Tensors, as_tuple, checked, converted
 from models.losses import IGNORED, check_sums
 from parallel.shape_inference import Accesses, reads_numbers
 
@@ -28,6 +28,12 @@ _PRODUCTS = {
     _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm,
 }  # fmt: skip
 _MOST_OUTPUTS = 10**7  # elements of the model's output above which the loss is not tried on labels
+_OTHERS = (
+    "its forward uses a parameter that is not an attribute of the module or of a module in it: a list, a dict, a "
+    "functools.partial, a lambda or another object holds it, which would not notice that a run makes parameters of its "
+    "own, as it builds the layer and divides it among ranks. Use self.weight, or nn.ModuleList, nn.ModuleDict or "
+    "nn.ParameterList"
+)
 
 
 def check_splits(setup: Setup) -> None:
@@ -172,7 +178,7 @@ def check_shapes(setup: Setup) -> None:
     needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
         with RealKinds(sample, samples):
-            for name, layer in setup.chain.skeleton().items():
+            for name, layer in _with_new_parameters(setup.chain.skeleton()).items():
                 at = f"layer {name!r} ({type(layer).__name__}): "
                 calls = _calls_of_batchnorm(name, layer)
                 with Accesses(layer) as accesses:
@@ -183,6 +189,8 @@ def check_shapes(setup: Setup) -> None:
                         raise
                     finally:
                         known = known and not accesses.data_dependent
+                        if accesses.others:
+                            raise ModelError(f"{at}{_OTHERS}")
                         if needs_shapes and not known:
                             raise reads_numbers(name, layer)
                 if twice := next((norm for norm, count in calls.items() if count > 1), None):
@@ -223,6 +231,17 @@ def check_shapes(setup: Setup) -> None:
     except Exception as error:
         add_note(error, f"raised in {at.removesuffix(': ') or 'the model'}, tried on a micro-batch without memory")
         raise
+
+
+def _with_new_parameters(layers: Layers) -> Layers:
+    """Replace the parameters of layers on the meta device, as a run does, so that a use of the first ones shows."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # several names may share a parameter
+    for module in layers.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            setattr(module, name, made[parameter])
+    return layers
 
 
 def _calls_of_batchnorm(name: str, layer: nn.Module) -> Counter[str]:
