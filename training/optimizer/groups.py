@@ -27,7 +27,7 @@ def build_optimizer(
     """
     arguments = {key: value for key, value in config.items() if key not in OWN_KEYS["optim"]}
     known = inspect.signature(resolve(config["_target_"])).parameters
-    spared = "weight_decay" in known and not config["decay_vectors"]
+    spared = ("weight_decay" in known or "weight_decay" in arguments) and not config["decay_vectors"]
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
         key = factor, decays = _factor(name, config["rates"] or {}), parameter.dim() >= 2 or not spared
@@ -50,5 +50,8 @@ def _factor(name: str, rates: Mapping[str, float]) -> float:
 
 
 def is_within(name: str, module: str) -> bool:
-    """Return whether a parameter is in a module: ``h.0.attn.weight`` is in ``h.0`` and in ``attn``."""
-    return f".{module}." in f".{name}."
+    """Return whether a parameter is in a module: ``h.0.attn.weight`` is in ``h.0`` and in ``attn``.
+
+    A module that is only a number, a child of an ``nn.Sequential``, is looked for at the beginning of the name.
+    """
+    return name.startswith(f"{module}.") if str(module).isdecimal() else f".{module}." in f".{name}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from training.optimizer.groups import build_optimizer
 from training.optimizer.kinds import PER_PARAMETER, update_of
 from training.optimizer.muon import ExactMuon, hidden_matrices
 
+log = logging.getLogger("training")
 _FUSED = ("cpu", "cuda", "mps")
 
 
@@ -112,8 +114,8 @@ class _Part:
         )
         if exact and type(self.optimizer) is torch.optim.Muon:
             self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
-        self._at_first = [_numbers(one) for one in self.optimizer.param_groups]
-        self._resumed = False
+        self._at_first = [_own_values(group) for group in self.optimizer.param_groups]
+        self._resumed = self._warned = False
         if gathers:
             self._scatter()
 
@@ -174,13 +176,21 @@ class _Part:
         if own is None:
             return {}
         state = dict(self.optimizer.state.get(own, {}))
-        if not state:
-            return {}
         group, at_first = self._group_of(own)
-        changed = {f"{_GROUP}{key}": value for key, value in _numbers(group).items() if value != at_first.get(key)}
-        numbers = _numbers(state | changed).items()
-        plain = {_named(key, value): torch.tensor(value, dtype=torch.float64) for key, value in numbers}
+        now = _own_values(group).items()
+        changed = {f"{_GROUP}{key}": value for key, value in now if not _equal(value, at_first.get(key))}
+        numbers = _numbers(state | changed)
+        plain = {_named(key, value): torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
         tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+        lost = [key for key, value in (state | changed).items() if value is not None and key not in numbers | tensors]
+        if lost and not self._warned:
+            self._warned = True
+            log.warning(
+                "optim: %s keeps %s as neither a number nor a tensor of a parameter: checkpoints do not have that, and "
+                "a resumed run begins with its first value",
+                type(self.optimizer).__name__,
+                ", ".join(lost),
+            )
         if own is not parameter and not self._gathers:
             tensors = {key: shared_like(parameter, t) if _is_like(t, own) else t for key, t in tensors.items()}
         return tensors | plain
@@ -195,7 +205,7 @@ class _Part:
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
             if plain:
-                number = {"int": int, "float": float}[kind](value[...].item())
+                number = {"int": int, "float": float, "bool": bool}[kind](value[...].item())
                 if name.startswith(_GROUP):
                     group[name.removeprefix(_GROUP)] = number
                 else:
@@ -204,8 +214,8 @@ class _Part:
             placed = _placed_as(self._strategy.piece(self._names[parameter], parameter), parameter, key, value, group)
             loaded[key] = placed if self._gathers else local(placed)
 
-    def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, float]]:
-        """Return the group of a parameter, and the group's numbers when it was made."""
+    def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the group of a parameter, and the group's values when it was made."""
         groups = zip(self.optimizer.param_groups, self._at_first, strict=True)
         return next(pair for pair in groups if any(own is one for one in pair[0]["params"]))
 
@@ -215,11 +225,20 @@ _PLAIN, _GROUP = "#", "group."
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a parameter's state or of a group that an optimizer may change.
+    """Return the numbers of a parameter's state or of a group, which are not tensors."""
+    return {key: value for key, value in values.items() if type(value) in (int, float, bool)}
 
-    The learning rate is not among them, because the schedule sets it.
-    """
-    return {k: v for k, v in values.items() if type(v) in (int, float) and k not in ("lr", "ratio")}
+
+def _own_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer may change in a group. The learning rate is the schedule's."""
+    own = {key: value for key, value in group.items() if key not in ("params", "lr", "ratio")}
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in own.items()}
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if torch.is_tensor(value) or torch.is_tensor(other):
+        return torch.is_tensor(value) and torch.is_tensor(other) and torch.equal(value, other)
+    return value == other
 
 
 def _named(key: str, value: float) -> str:

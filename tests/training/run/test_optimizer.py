@@ -13,6 +13,7 @@ from parallel.strategy import Options, build_strategy
 from planner.memory import memory_of_ranks
 from training.optimizer import Constant, CosineWarmup, Optimizer, Step
 from training.optimizer.checks import check_optimizer
+from training.optimizer.groups import is_within
 from training.optimizer.kinds import mean_states
 from training.optimizer.muon import hidden_matrices
 from training.run.prepare import build_chain, prepare
@@ -104,7 +105,8 @@ class Normalised(torch.optim.SGD):
         for parameter in parameters:
             own = self.state[parameter]
             own["steps"], own["mean"] = own.get("steps", 0) + 1, 0.5 * own.get("mean", 0.0) + 1.0
-            parameter.grad /= own["steps"] + own["mean"]
+            own["odd"] = not own.get("odd", False)
+            parameter.grad /= own["steps"] + own["mean"] + own["odd"]
         return super().step(closure)
 """
 
@@ -166,6 +168,49 @@ def test_an_option_that_needs_a_state_which_the_checkpoint_lacks_is_an_error_tha
     resume = f"train.resume='{tmp_path}/whole/checkpoints/step-00000001'"
     with pytest.raises(TrainingError, match="Adam needs the state 'max_exp_avg_sq' of each parameter, and the check"):
         run(tmp_path / "other", *words, "optim.amsgrad=true", resume)
+
+
+class Restless(torch.optim.SGD):
+    """Changes what checkpoints have no place for, and takes its options as they come."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, **options)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["betas"], group["done"] = (0.9, group.get("done", 0)), group.get("done", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(parameter.grad)
+        return super().step(closure)
+
+
+@pytest.fixture
+def restless(toy):
+    return toy("optim=sgd", "optim.weight_decay=0.5", f"optim._target_={__name__}.Restless")
+
+
+def test_what_a_checkpoint_cannot_keep_of_an_optimizer_is_said_once(restless, caplog):
+    strategy, optimizer = restless
+    assert all(optimizer.state_of(parameter) == {} for parameter in strategy.parameters()) and not caplog.text
+    step_without_gradient(strategy, optimizer, lr=0.1)
+    kept = [optimizer.state_of(parameter) for parameter in strategy.parameters()]
+    assert all("group.done#int" in state for state in kept)
+    assert len(caplog.records) == 1
+    assert "Restless keeps history, group.betas as neither a number nor a tensor" in caplog.text
+
+
+def test_vectors_do_not_decay_by_an_optimizer_that_passes_its_options_on(restless):
+    before, after = step_without_gradient(*restless, lr=0.1)
+    assert {name for name, old in before.items() if not torch.equal(old, after[name].detach())} == {
+        "net1.weight",
+        "net2.weight",
+    }
+
+
+def test_a_child_of_a_sequential_is_not_every_child_of_its_number():
+    names = ["0.0.weight", "1.0.weight", "2.1.weight", "a.0.weight"]
+    assert [name for name in names if is_within(name, "0")] == ["0.0.weight"]
+    assert [name for name in names if is_within(name, "a.0")] == ["a.0.weight"]
 
 
 MODELS = {
