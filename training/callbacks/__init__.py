@@ -6,12 +6,14 @@ sections with a ``_target_``. ``early_stop`` and ``gradient_histogram`` are exam
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import TrainingError
 from conf.instantiate import build as build_role
 from conf.instantiate import to_dict
 
@@ -40,7 +42,11 @@ class Callback:
         """Called when a run has reached its end, with the content of summary.json."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that checkpoints keep and a resumed run continues from. JSON must be able to express it."""
+        """Return the state that checkpoints keep and a resumed run continues from.
+
+        JSON must be able to express it: texts as keys, and numbers, texts, lists and dicts. A checkpoint has the state
+        of rank 0, which every rank gets back.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,10 +113,22 @@ class Callbacks:
                 getattr(callback, method)(self.run, deepcopy(argument))  # it may change what it is given
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the callbacks that have ``load_state_dict``, by name; empty states are left out."""
+        """Return the states of the callbacks that have ``load_state_dict``, by name; empty states are left out.
+
+        Raises:
+            TrainingError: JSON cannot express a state, so that a resumed run would not get it back.
+        """
         states = {
             name: callback.state_dict() for name, callback in self.all.items() if hasattr(callback, "load_state_dict")
         }
+        for name, state in states.items():
+            try:
+                json.dumps(state, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise TrainingError(
+                    f"callbacks.{name}: state_dict() returned what JSON cannot express: {error}. Return numbers, "
+                    "texts, lists and dicts; tensors belong in a file of their own, which on_checkpoint can write"
+                ) from None
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:

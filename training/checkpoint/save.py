@@ -147,7 +147,8 @@ class Checkpointer:
     def ensure_saved(self, counted: int, progress: Callable[[], dict]) -> Path | None:
         """Save the weights and wait until they are on disk. Arguments, result and errors: see ``after_step``."""
         self.wait_pending()
-        return None if counted == self._newest else self.save(counted, progress(), wait=True)
+        # A checkpoint that was resumed from may be in another run's directory, where train.resume=auto does not look.
+        return None if counted in (0, self._saved) else self.save(counted, progress(), wait=True)
 
     def save(self, step: int, progress: dict | None = None, wait: bool = False) -> Path:
         """Start to write the checkpoint of a step. If it is written already, only its progress is updated.

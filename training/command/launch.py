@@ -68,9 +68,13 @@ def launch(command: Command) -> float | None:
             del setup  # workers build their own
             _start_workers(cfg, run_dir, processes)
     except Stopped as stopped:
+        from training.checkpoint.files import step_folders
+
         where = shlex.quote(f"hydra.run.dir={hydra_word(str(run_dir))}")
         resume = f"continue with the same command and train.resume=auto {where}"
-        raise Stopped(f"{stopped}; {resume if cfg.mode == 'train' else _AGAIN}") from None
+        starts = cfg.train.resume in (None, "auto")  # otherwise train.resume=auto would not start where this run does
+        again = cfg.mode != "train" or not (starts or step_folders(run_dir / "checkpoints"))
+        raise Stopped(f"{stopped}; {_AGAIN if again else resume}") from None
     return entropy
 
 

@@ -23,11 +23,13 @@ _WIDTH = 120
 _FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # how far a bubble is above the ideal, and how many times it, to print the reason
 
 
-def number(name: str, value: float) -> str:
+def number(name: str, value: float | None) -> str:
     """Return a result as the console shows it everywhere: losses with 3 decimals, or 4 digits if they are below 1.
 
-    The name determines the kind of number: "loss", "val_accuracy", "test_perplexity".
+    The name determines the kind of number: "loss", "val_accuracy", "test_perplexity". None, as files have it, is NaN.
     """
+    if value is None:
+        return "nan"
     if name.endswith("accuracy"):
         return f"{value:.2%}"
     if name.endswith(("perplexity", "_per_s")):
@@ -161,7 +163,7 @@ def describe_results(
     """
     lines = []
     if summary["first_loss"] is not None:
-        first, final = number("loss", summary["first_loss"]), number("loss", summary["final_loss"])
+        first, final = (number("loss", summary[key]) for key in ("first_loss", "final_loss"))
         skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
         lines.append(f"trained {summary['steps']} steps{skipped}: loss {first} -> {final}")
     for key, words in _RESULTS.items():

@@ -89,7 +89,8 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
             "files or the packages that set them have changed since: type the values that you want"
         )
     listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
-    rate = "; the scheduler follows the length of the run, so the learning rate jumps here" if _TOTAL in names else ""
+    jumps = _TOTAL in names and now.get(_TOTAL) is not None
+    rate = "; the scheduler follows the length of the run, so the learning rate jumps here" if jumps else ""
     return f"this run continues with settings that differ from those before: {', '.join(listed)}{rate}"
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,6 +72,7 @@ class Loop:
         self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()
         self._begun = 0
+        self._called: dict[str, Any] | None = None  # the callbacks' state after the last step that counted, if not now
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
         """Train from ``first_step`` to the last step.
@@ -131,10 +133,10 @@ class Loop:
     def progress(self) -> dict:
         """Return the state that a checkpoint keeps, so that a resumed run continues as this one would."""
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
-        called = self.callbacks.state_dict() if self.callbacks.all else {}
+        called = self.callbacks.state_dict() if self._called is None else self._called
         kept = {**numbers, "recipe": self.recipe, "skipping": self.skipping.state_dict(), "callbacks": called}
         if (reason := self.callbacks.run.stop_reason) is not None:
-            kept |= {"ended_of": self.setup.total_steps, "stop_reason": reason}
+            kept |= {"ended_of": self.setup.total_steps, "ended_at": self.callbacks.run.step, "stop_reason": reason}
         return jsonable(kept)
 
     def restore(self, progress: dict, path: Path | None, ended: bool = False) -> None:
@@ -165,7 +167,7 @@ class Loop:
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Stop, evaluate or save if that is still due after step ``done``, whose checkpoint is written."""
-        self.outcome.steps = self.skipping.counted = self._begun = done
+        self.outcome.steps = self.skipping.counted = self._begun = self.callbacks.run.step = done
         heartbeat.note(done, "meeting the other ranks")
         stops, lacks = self.strategy.sum_of(stopping.wanted(), unevaluated)
         due = lacks > 0 and done > 0 and is_due(self.config.eval_every, done, self._is_last(done))
@@ -227,6 +229,11 @@ class Loop:
         self.recorder.step(record, note=skipped)
         self.callbacks.run.step = step
         if self.callbacks.all:
+            # A run that is resumed repeats the steps that were skipped last, and their evaluation.
+            if not skipped:
+                self._called = None
+            elif self._called is None:
+                self._called = deepcopy(self.callbacks.state_dict())
             self.callbacks.call("on_step", record)
 
     def _evaluate(self, step: int) -> bool:

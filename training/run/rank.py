@@ -108,6 +108,8 @@ def run(
         if resumed is not None:
             done, own = resumed.step, checkpoints.resumed_from(resumed)
             ended = _has_ended(setup, resumed, own)
+            if ended:  # maybe by a step that was skipped, which has no checkpoint
+                done = max(done, resumed.progress.get("ended_at") or 0)
         if cfg.train.resume is not None and world.rank == 0:
             make_newest(cfg.train.resume, checkpoints.folder, resumed)
         starts = cfg.model.init_from is not None or cfg.model.get("extra_tokens")
@@ -156,8 +158,9 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
         for split in ("val", "test"):
             results[split] = evaluate_split(setup, strategy, split, recorder.say)
             if results[split]:
-                recorder.record({"step": step, **results[split]})
                 recorder.say(numbers(results[split], setup.extents.get(split)))
+        for result in filter(None, results.values()):  # only now: what was stopped before is done again
+            recorder.record({"step": step, **result})
         outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
         summary = summarise(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
         return summary
@@ -188,8 +191,9 @@ def _strategy(setup: Setup, world: World, store: Store | None) -> Iterator[Strat
         keep_freed_memory(_weight_bytes(setup.plan, world.rank))
     with _process_group(world, setup, store):
         mesh = setup.plan.mesh(world.rank).connect(setup.cfg.parallel.timeout_s)
-        if store is not None:  # the ranks were started one by one, maybe on several machines
-            _warn(mesh, check_ranks(mesh, setup))
+        if mesh.size > 1:
+            # With a store, they were started one by one, maybe on several machines.
+            _warn(mesh, check_ranks(mesh, setup, alike=store is None))
         options, model, chain = strategy_options(setup.cfg), setup.cfg.model, setup.chain
         anew = setup.cfg.mode == "train" and setup.cfg.train.resume is None
         if model.init_from is not None and (anew or chain.base is not None):
@@ -326,8 +330,9 @@ def _report(
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
     headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world, ranks)).split("\n")
-    if outcome.checkpoint is not None and setup.cfg.model._target_ != GIVEN:
-        link = hydra_word(str(outcome.checkpoint.parents[1]))
+    saved = None if outcome.checkpoint is None else outcome.checkpoint.parents[1]  # or another run's, resumed from
+    if saved is not None and saved.resolve() == run_dir.resolve() and setup.cfg.model._target_ != GIVEN:
+        link = hydra_word(str(saved))
         length = [f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
         length += _rate_at_end(setup, summary["steps"])
         where = setup.cfg.get(COMMAND, {}).get("where", [])

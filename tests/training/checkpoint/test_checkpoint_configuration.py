@@ -6,7 +6,7 @@ import shlex
 import shutil
 
 import pytest
-from composed import QUIET, config, execute, losses, run, saved, steps, typed
+from composed import QUIET, config, execute, losses, records, run, saved, steps, typed
 from omegaconf import OmegaConf
 
 from common.errors import CheckpointError, TrainingError
@@ -14,9 +14,12 @@ from conf import CHOSEN, TRAINED, options
 from conf.composition import compose
 from conf.instantiate import to_config, to_dict
 from conf.words import quote_values
+from launchers import stopping
+from launchers.stopping import Stopped
 from train import main
 from training.checkpoint.configuration import saved_config
 from training.checkpoint.files import with_checksum
+from training.run import rank
 from training.run.rank import kept
 
 
@@ -285,6 +288,9 @@ RUN += "train.global_batch_size=4 train.precision=fp32 train.eval_every=null sam
 RUN += "parallel.threads=1 train.keep_checkpoints=9"
 
 
+HERE = ["logger=none", "device=cpu", "parallel.threads=1"]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """An undisturbed run, and a copy of it as it was after the third step."""
@@ -312,6 +318,45 @@ def test_a_run_in_another_directory_goes_on_bit_for_bit(whole, tmp_path, capsys,
     assert chained == first, "what is resumed can be resumed"
 
 
+@pytest.mark.parametrize("asked", [1, 2], ids=["before the loop", "before its first step"])
+def test_a_run_that_is_stopped_at_once_says_what_goes_on_from_the_other_run(
+    whole, tmp_path, capsys, monkeypatch, asked
+):
+    typed = [f"train.resume='{whole}/killed'", *HERE, f"hydra.run.dir={tmp_path}/on"]
+    calls = iter(range(1, 100))
+    with monkeypatch.context() as patch:
+        patch.setattr(stopping, "wanted", lambda: next(calls) >= asked)
+        assert main(typed) == stopping.EXIT_CODE
+    said = capsys.readouterr().err
+    again = "start it again with the same command" if asked == 1 else "the same command and train.resume=auto"
+    assert again in said and (tmp_path / "on" / "checkpoints" / "step-00000003").exists() == (asked == 2)
+    assert main([*typed, *["train.resume=auto"] * (asked == 2)]) == 0
+    assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_end(tmp_path / "on", whole / "whole")
+
+
+def test_an_evaluation_that_is_stopped_is_started_again_with_its_command(whole, tmp_path, monkeypatch):
+    typed = ["mode=eval", f"checkpoint='{whole}/whole'", *HERE, f"hydra.run.dir={tmp_path}/on"]
+    evaluated = rank.evaluate_split
+
+    def stopped(setup, strategy, split, say):
+        if split == "test":
+            raise Stopped("stopped in an evaluation")
+        return evaluated(setup, strategy, split, say)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank, "evaluate_split", stopped)
+        assert main(typed) == stopping.EXIT_CODE
+    assert main(typed) == 0
+    assert len(records(tmp_path / "on")) == 2
+
+
+def test_a_run_that_has_saved_nothing_prints_no_command_for_the_checkpoint_of_another(whole, tmp_path, capsys):
+    typed = [f"train.resume='{whole}/killed'", "train.checkpoint_every=null", *HERE]
+    assert main([*typed, f"hydra.run.dir={tmp_path}/on"]) == 0
+    said = capsys.readouterr().out
+    assert f"files: {tmp_path}/on" in said and "evaluate:" not in said and "continue:" not in said
+
+
 # -- longer than it was ----------------------------------------------------------------------------------------------
 
 SHORT = ["model=toy", "train.epochs=null", "train.steps=4", "logger=none", "device=cpu", "parallel.threads=1"]
@@ -323,7 +368,8 @@ def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule
     assert main([*shlex.split(printed)[3:], f"hydra.run.dir={tmp_path}/b"]) == 0
     rates = [step["lr"] for step in steps(tmp_path / "a") + steps(tmp_path / "b")]
     assert rates[4:] == pytest.approx(rates[3:4] * 4, rel=1e-5) and len(rates) == 8
-    assert "scheduler._target_ training.optimizer.CosineWarmup -> " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "scheduler._target_ training.optimizer.CosineWarmup -> " in said and "the learning rate jumps" not in said
     longer = [f"train.resume={tmp_path}/a", "train.steps=8", "logger=none", f"hydra.run.dir={tmp_path}/c"]
     assert main(longer) == 0
     said = capsys.readouterr().err

@@ -14,7 +14,7 @@ from training.command.sweep_jobs import Entry, _begin, batches, open_folders
 from training.reporting.job_record import Job, write_job
 from training.studies.sweep.figure import loss_figure, score_figure
 from training.studies.sweep.report import SweepReport, results
-from training.studies.sweep.table import read_table, value_for_sweeper, write_csv
+from training.studies.sweep.table import Objective, read_table, value_for_sweeper, write_csv
 
 
 def test_the_csv_has_a_row_per_job_in_order_with_overrides_and_results(tmp_path):
@@ -224,3 +224,10 @@ def test_a_launcher_is_given_jobs_whose_numbers_have_no_gaps(tmp_path):
     todo = [entry for entry in entries(tmp_path, *range(8)) if entry.job.num not in (0, 3)]
     assert [numbers(run) for run in batches(todo, None)] == [[1, 2], [4, 5, 6, 7]]
     assert [numbers(run) for run in batches(todo, 3)] == [[1, 2], [4, 5, 6], [7]]
+
+
+def test_jobs_that_continue_one_run_are_compared_by_their_own_validation():
+    objective = Objective("val_loss", larger_is_better=False)
+    summary = {"best_val_loss": 0.05}  # of the run that they continue
+    assert objective.of(summary, [{"step": 9, "loss": 1.0}, {"step": 9, "val_loss": 0.4}]) == 0.4
+    assert objective.of(summary, [{"step": 9, "loss": 1.0}]) == 0.05

@@ -34,12 +34,13 @@ _SHOWN = 3
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype of so many bytes
 
 
-def check_ranks(mesh: Mesh, setup: Any) -> str | None:
+def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
     """Compare code, versions, data and starting weights of all ranks. All ranks call this together.
 
     Args:
         mesh: The connected ranks.
         setup: The setup that this rank has prepared.
+        alike: Whether one process has started all ranks, so that only what each of them prepares can differ: the data.
 
     Returns:
         A warning about differences if ``launcher.allow_mixed`` is set; None if there are none.
@@ -47,7 +48,8 @@ def check_ranks(mesh: Mesh, setup: Any) -> str | None:
     Raises:
         LaunchError: On every rank: ranks differ. The message names the ranks and both values.
     """
-    answers = mesh.gather({"node": socket.gethostname(), **describe_rank(setup)})
+    described = {"data": data_digest(setup.data)} if alike else describe_rank(setup)
+    answers = mesh.gather({"node": socket.gethostname(), **described})
     problems = []
     for name in answers[0]:
         ranks: dict[str, list[int]] = {}
@@ -59,6 +61,11 @@ def check_ranks(mesh: Mesh, setup: Any) -> str | None:
     if not problems:
         return None
     differs = f"the ranks do not run the same: {'; '.join(problems)}"
+    if alike:
+        raise LaunchError(
+            f"{differs}. Each rank prepares the data itself: prepare() and read() must give the same samples in every "
+            "process. If they draw, give them a generator with a fixed seed, such as random.Random(0)"
+        )
     if setup.cfg.launcher.allow_mixed:
         return f"{differs} (launcher.allow_mixed=true)"
     raise LaunchError(

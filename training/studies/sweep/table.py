@@ -51,12 +51,14 @@ class Objective(NamedTuple):
 
     def of(self, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
         """Return the number of a run with this summary.json and metrics.jsonl; None where it has none."""
-        value = summary.get("best_val_loss" if self.name == LOSS else self.name)
-        if isinstance(value, list):  # one number per rank
-            value = sum(value)
-        if value is None and self.name.startswith("val_"):
+        value = None
+        if self.name.startswith("val_"):  # its own: the best of a run that was resumed may be from before
             found = (record[self.name] for record in records if record.get(self.name) is not None)
             value = (max if self.larger_is_better else min)(found, default=None)
+        if value is None:
+            value = summary.get("best_val_loss" if self.name == LOSS else self.name)
+        if isinstance(value, list):  # one number per rank
+            value = sum(value)
         return float(value) if isinstance(value, int | float) else None
 
 
