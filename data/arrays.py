@@ -75,7 +75,11 @@ class Arrays(DataSet):
         if not self.root.exists():
             raise DataError(f"data.root={self.root} does not exist; give a folder of .npy files, or an .npz file")
         inside = sorted(self.root.iterdir()) if self.root.is_dir() else []
-        found = {SPLITS[p.stem]: p for p in inside if p.stem in SPLITS and (p.is_dir() or p.suffix == ".npz")}
+        found: dict[str, Path] = {}
+        for path in inside:
+            if path.stem in SPLITS and (path.is_dir() or path.suffix == ".npz"):
+                if (other := found.setdefault(SPLITS[path.stem], path)) is not path:
+                    raise DataError(f"data.root={self.root} has {other.name} and {path.name} for one split; keep one")
         if found and "train" not in found:
             names = ", ".join(path.name for path in found.values())
             raise DataError(f"data.root={self.root} has {names} and no train: put the arrays to train on into train")

@@ -208,7 +208,7 @@ class RowSelection:
     def row(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows of some samples, int64 of the shape of ``indices``, which are in [0, len)."""
         period, number = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
-        return period * PERIOD + np.asarray(self.kept)[number]
+        return period * PERIOD + np.asarray(self.kept, dtype=np.int64)[number]
 
 
 def select_rows(sizes: dict[str, int]) -> dict[str, RowSelection]:

@@ -15,6 +15,7 @@ import signal
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +191,11 @@ class TrainBatches(Dataset):
         mine = _slice(self.global_batch_size, self.dp_rank, self.dp_size)
         if self.buckets is not None:
             indices, width = self.buckets.batch(epoch, step_of_epoch)
-            return Batch(*self.buckets.source.read(indices[mine], epoch, width))
+            return _read(self.buckets.source, indices[mine], epoch, width)
         positions = step_of_epoch * self.global_batch_size + mine
         ordered = self.source.ordered
         indices = positions if ordered else permute(positions, len(self.source), key=(self.seed, epoch))
-        return Batch(*self.source.read(indices, epoch))
+        return _read(self.source, indices, epoch)
 
 
 class EvalBatches:
@@ -244,8 +245,19 @@ class EvalBatches:
             real = positions < self._samples
             # Each sample represents an equal part of the source, and is in the middle of that part.
             spread = (2 * positions + 1) * len(self.source) // (2 * self._samples)
-            inputs, targets = self.source.read(np.where(real, spread, 0), epoch=0)
-            yield Batch(inputs, targets, torch.from_numpy(real.astype(np.float32)))
+            batch = _read(self.source, np.where(real, spread, 0), 0)
+            yield replace(batch, weights=torch.from_numpy(real.astype(np.float32)))
+
+
+def _read(source: Source, indices: np.ndarray, *how: Any) -> Batch:
+    """Read samples. Raises DataError if there is not one row for each index."""
+    batch = Batch(*source.read(indices, *how))
+    if uneven := [len(tensor) for tensor in (*batch.input_tensors, batch.targets) if len(tensor) != len(indices)]:
+        raise DataError(
+            f"{type(source).__name__}.read() returned {uneven[0]} rows for {len(indices)} indices; it must return one "
+            "for each. Leave damaged samples out of len(), or give them targets that do not count (-100)"
+        )
+    return batch
 
 
 def _check_replicas(global_batch_size: int, dp_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,14 @@ class TensorData(DataSet):
         """
         super().__init__()
         whole = _samples(inputs, targets, vocab_size)
-        given = {split: part for split, part in (("valid", valid), ("test", test)) if isinstance(part, tuple)}
-        fractions = {split: part for split, part in (("valid", valid), ("test", test)) if not isinstance(part, tuple)}
+        others = {"valid": valid, "test": test}
+        for split, part in others.items():
+            if not isinstance(part, Real) and not (isinstance(part, tuple) and len(part) == 2):
+                raise DataError(
+                    f"{split} is a {type(part).__name__}; give a fraction, such as 0.1 or 0, or a tuple of two"
+                )
+        given = {split: part for split, part in others.items() if isinstance(part, tuple)}
+        fractions = {split: part for split, part in others.items() if not isinstance(part, tuple)}
         check_fractions(fractions)
         sizes = {split: int(fraction * len(whole)) for split, fraction in fractions.items()}
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))

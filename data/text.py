@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import DataError
 from common.files import expand_home
-from data.documents import Document, files_of, only_text, split_documents, whole_file
+from data.documents import SPLITS, Document, files_of, only_text, split_documents, whole_file
 from data.language import LanguageData
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,12 @@ class Text(LanguageData):
             )
         if bad:
             logger.warning("left out %d of %d files, which are not text%s", len(bad), len(files), _first(bad))
+        named = [document.path for document in documents if document.path.stem in SPLITS]
+        if len({SPLITS[path.stem] for path in named}) > 1:
+            logger.warning(
+                "data=text divides every file, also %s; data=jsonl keeps files for training and for testing apart",
+                " and ".join(path.name for path in named[:3]),
+            )
         return split_documents(documents)
 
 

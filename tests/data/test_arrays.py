@@ -79,3 +79,10 @@ def test_a_mistake_is_an_error_that_says_what_is_there_and_what_to_type(name, fo
     mistake(folder)
     with pytest.raises(DataError, match=message):
         prepared(Arrays, folder, **options)
+
+
+def test_two_places_for_one_split_are_an_error_that_names_both(folder, prepared):
+    for name in ("train", "val", "valid"):
+        (folder / name).mkdir()
+    with pytest.raises(DataError, match="has val and valid for one split; keep one"):
+        prepared(Arrays, folder)

@@ -189,3 +189,10 @@ def test_what_holds_no_images_is_an_error_that_says_what_to_give(tmp_path, image
         make()
         with pytest.raises(DataError, match=rf"data\.root={tmp_path} .*CLASS/\*\.jpg.* holds 0 images"):
             images_of()
+
+
+def test_training_and_validation_images_alone_leave_no_test(tmp_path, images_of):
+    for i, name in enumerate(["train/a", "val/a"]):
+        grey(tmp_path / name / "1.png", 50 * i)
+    data = images_of()
+    assert content(data.train) == [(0, 0)] and content(data.valid) == [(50, 0)] and data.test is None

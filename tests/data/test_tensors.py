@@ -28,3 +28,9 @@ def test_a_split_of_ones_own_takes_no_row_and_is_part_of_what_is_compared_betwee
         TensorData(X, Y, test=(X[:, :2], Y))
     with pytest.raises(DataError, match="valid=0.6 and test=0.4 must be 0 or more, and less than 1 together"):
         TensorData(X, Y, valid=0.6, test=0.4)
+
+
+@pytest.mark.parametrize("valid", [None, [X, Y], (X,)])
+def test_what_is_no_split_is_an_error_that_says_what_is(valid):
+    with pytest.raises(DataError, match=r"valid is a (NoneType|list|tuple); give a fraction.*or a tuple of two"):
+        TensorData(X, Y, valid=valid)

@@ -156,3 +156,10 @@ def test_the_real_wikitext2_has_its_published_size_and_survives_encoding(prepare
         assert len(source) == (len(tokens) - 1) // 256
         inputs, targets = source.read(np.array([3]), 0)
         assert inputs[0].tolist() == tokens[768:1024] and targets[0].tolist() == tokens[769:1025]
+
+
+def test_files_that_are_named_like_splits_and_divided_all_the_same_are_named(tmp_path, caplog):
+    for name in ("train.txt", "valid.txt"):
+        (tmp_path / name).write_text("some text\n" * 100)
+    Text(str(tmp_path)).documents()
+    assert "data=text divides every file, also train.txt and valid.txt; data=jsonl keeps" in caplog.text

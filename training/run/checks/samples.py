@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,19 +54,32 @@ def check_splits(setup: Setup) -> None:
 
 def check_read(setup: Setup) -> None:
     """Check the result of reading one sample. Raises DataError."""
-    source = setup.data.train
-    given = source.read(np.zeros(1, dtype=np.int64), 0)
+    source, first = setup.data.train, np.zeros(1, dtype=np.int64)
+    given = source.read(first, 0)
     if isinstance(given, (tuple, list)) and len(given) == 2:
         inputs = given[0] if isinstance(given[0], tuple) else (given[0],)
         if inputs and all(
             isinstance(tensor, Tensor) and tensor.dim() > 0 and len(tensor) == 1 for tensor in (*inputs, given[1])
         ):
+            again = Batch(*source.read(first, 0))
+            if any(map(_differ, (*inputs, given[1]), (*again.input_tensors, again.targets))):
+                raise DataError(
+                    f"{type(source).__name__}.read() returned another sample for the same index the second time; it "
+                    "must depend on its arguments only, so that a run can be repeated, resumed and divided. Draw from "
+                    "a generator that is seeded by (epoch, index)"
+                )
             return
     kinds = ", ".join(_kind(part) for part in given) if isinstance(given, (tuple, list)) else _kind(given)
     raise DataError(
         f"{type(source).__name__}.read() returned {kinds} for one index; it must return (inputs, targets): tensors "
         "with one row for each index, or a tuple of them as inputs"
     )
+
+
+def _differ(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors differ in shape or in any bit, that of a NaN included."""
+    bits, others = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, other))
+    return tensor.shape != other.shape or not torch.equal(bits, others)
 
 
 def _kind(given: Any) -> str:
@@ -153,7 +167,7 @@ def check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: 
     generator = torch.Generator().manual_seed(0)
     made_up = [torch.rand(t.shape, generator=generator).to(t.dtype) for t in as_tuple(output)]
     try:
-        loss(tuple(made_up) if isinstance(output, tuple) else made_up[0], targets, None)
+        deepcopy(loss)(tuple(made_up) if isinstance(output, tuple) else made_up[0], targets, None)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         span = f" from {lowest} to {highest}" if whole else ""
         shapes = " and ".join(str(list(t.shape)) for t in as_tuple(output))
@@ -206,9 +220,9 @@ def check_shapes(setup: Setup) -> None:
                 at = ""
                 tensors = checked(name, layer, output)
         at = f"loss {type(loss).__name__}: "
-        check_loss_value(loss, loss(output, sample.targets, None), setup.plan.parameters > 0)
+        check_loss_value(loss, deepcopy(loss)(output, sample.targets, None), setup.plan.parameters > 0)
         whole = samples[0] is not batch  # otherwise only one sample is known, which says nothing about the others
-        if whole and (samples[0].targets == IGNORED).all():
+        if whole and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
         for sample in samples:
             check_labels(loss, output, len(batch), sample.targets, "this data" if whole else "the first sample")
