@@ -19,7 +19,7 @@ from common.errors import ModelError
 
 IGNORED = -100  # torch's own ignore_index
 # Names of the other numbers in a step's record of metrics.jsonl.
-_RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped"}
+_RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped", "perplexity"}
 
 
 class Sums(NamedTuple):

@@ -6,6 +6,7 @@ not cast, and a stage border declared float32 corrupts data silently if the run 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -202,7 +203,7 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
 
 def _loss_draws(chain: Chain, output: Tensors, batch: Batch) -> bool:
     with torch.no_grad(), _Draws(len(batch), []) as draws, suppress(Exception):  # a user's code
-        chain.loss(output, batch.targets, None)
+        copy.deepcopy(chain.loss)(output, batch.targets, None)
     return draws.seen
 
 
@@ -231,7 +232,7 @@ def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: T
     """Return the loss of the last layer, whose output never leaves the stage."""
     if (head_loss := loss_of(module)) is not None:
         return head_loss(*tensors, targets, None).loss
-    return chain.loss(module(*tensors), targets, None).loss
+    return copy.deepcopy(chain.loss)(module(*tensors), targets, None).loss  # it may count its calls
 
 
 class Accesses(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -176,6 +177,7 @@ def _chain_of(model: Any, loss: Any) -> Any:
     from models.chain import Chain
     from models.sequential import chain_of
 
+    loss = copy.deepcopy(loss)  # a run does not change the caller's objects
     if isinstance(model, Chain) and loss is not None:
         return model.with_loss(loss)
     if isinstance(model, nn.Module):
@@ -203,11 +205,15 @@ def _run_words(
         raise TrainingError("with config=, change the configuration itself; only hydra.… may be given as words")
     if config is not None and (resume := OmegaConf.select(config, "train.resume")) is not None:
         overrides = [*overrides, f"train.resume={hydra_word(resume)}"]  # for the check of the run directory
+    import torch
+
     objects = _checked(overrides, model, data)
     replaced = partial(_replaced, config, objects) if config is not None or objects else None
     set_given(objects)
     try:
-        with _user_errors():
+        # Models that the caller draws after a run must not depend on it.
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with _user_errors(), torch.random.fork_rng(gpus):
             return run_words(overrides, act, replaced)
     finally:
         set_given(None)

@@ -152,3 +152,30 @@ def test_the_tokens_per_second_of_a_run_are_those_of_its_steps_which_count_no_pa
     result = train(*words, f"hydra.run.dir={tmp_path}/run", model=chain, data=data)
     assert [r["tokens_per_s"] * r["step_time_s"] for r in result.metrics] == pytest.approx([8] * 4)
     assert result.summary["tokens_per_s"] * result.summary["step_time_s"] == pytest.approx(8)
+
+
+def test_what_is_drawn_after_a_run_does_not_depend_on_it(tmp_path):
+    torch.manual_seed(7)
+    expected = torch.rand(2)
+    torch.manual_seed(7)
+    train(*QUICK, f"hydra.run.dir={tmp_path}/run")
+    assert torch.equal(torch.rand(2), expected)
+
+
+class Annealed(ClassCrossEntropy):
+    """Counts its calls."""
+
+    calls = 0
+
+    def __call__(self, output, targets, weights):
+        self.calls += weights is None
+        sums = super().__call__(output, targets, weights)
+        return sums._replace(loss=self.calls * sums.loss)
+
+
+def test_a_loss_is_not_called_before_the_first_step_and_is_left_as_it_was(tmp_path, own):
+    (net, data), loss = own, Annealed()
+    first, again = (train(*QUICK, f"hydra.run.dir={tmp_path}/{i}", model=net, loss=loss, data=data) for i in range(2))
+    plain = train(*QUICK, f"hydra.run.dir={tmp_path}/plain", model=net, loss=ClassCrossEntropy(), data=data)
+    assert first.summary["first_loss"] == again.summary["first_loss"] == plain.summary["first_loss"]
+    assert loss.calls == 0
