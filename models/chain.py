@@ -194,15 +194,17 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                     f"{which} divides gradients by how often a word occurs in a micro-batch, which depends on the "
                     "layout; leave scale_grad_by_freq=True out"
                 )
-    at: dict[tuple[int, int], str] = {}  # the name of the first parameter at each place in memory
+    at: dict[tuple[int, int], tuple[str, bool]] = {}  # the first parameter at each place in memory
     for name, parameter in module.named_parameters(prefix):
-        if is_lazy(parameter):
+        if is_lazy(parameter) or parameter.numel() == 0:
             continue
-        other = at.setdefault((parameter.untyped_storage()._cdata, int(parameter.storage_offset())), name)
-        if other != name and parameter.numel():
+        place, trained = (parameter.untyped_storage()._cdata, int(parameter.storage_offset())), parameter.requires_grad
+        other, other_trained = at.setdefault(place, (name, trained))
+        if other != name and (trained or other_trained):
             raise ModelError(
-                f"parameters {other} and {name} are two in one memory, and copies of them would not be; make them one "
-                "parameter: to tie modules, assign a.weight = b.weight, not a.weight.data = b.weight.data"
+                f"the parameters {other} and {name} share their memory, but a run makes a copy of each. Make them one "
+                "parameter: to tie modules, assign a.weight = b.weight, not a.weight.data = b.weight.data; after "
+                "load_state_dict(assign=True), tie them again"
             )
         if parameter.is_complex():
             raise ModelError(

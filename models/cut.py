@@ -116,6 +116,8 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
             if isinstance(cut, Columns) and not list(module.parameters(recurse=False)):
                 inner = [f"{name}.{key}" for key, part in module.named_modules() if isinstance(part, nn.Linear)]
                 raise ModelError(f"cut: {name} has no parameters itself; name those inside it: {', '.join(inner)}")
+            if isinstance(cut, Columns) and all(p.dim() < 2 for p in module.parameters(recurse=False)):
+                raise ModelError(f"cut: {name} has no matrix whose outputs Columns() could divide; leave it out of cut")
             if isinstance(cut, Vocabulary) and isinstance(module, nn.Linear) and module not in heads:
                 raise ModelError(f"cut: {name} is not the projection of a FusedHead, which Vocabulary() cuts")
             own = own_computation(module) if isinstance(cut, (Rows, Vocabulary)) and module not in heads else ""

@@ -19,7 +19,7 @@ from common.errors import ModelError
 
 IGNORED = -100  # torch's own ignore_index
 # Names of the other numbers in a step's record of metrics.jsonl.
-_RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped", "perplexity"}
+_RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped"}
 
 
 class Sums(NamedTuple):
@@ -64,6 +64,14 @@ class Loss(Protocol):
             Sums over the terms that count.
         """
         ...
+
+
+def copy_to_try(loss: Any) -> Any:
+    """Return a copy of a loss for a check to call, so that the loss may count its calls; itself if that fails."""
+    try:
+        return copy.deepcopy(loss)
+    except Exception:  # a user's code
+        return loss
 
 
 def check_loss(loss: Any) -> None:

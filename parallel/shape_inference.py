@@ -6,7 +6,6 @@ not cast, and a stage border declared float32 corrupts data silently if the run 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from common.errors import PlanError
 from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
 from models.chain import LOSS, Chain, Tensors, as_tuple, checked, converted, without_weights
-from models.losses import loss_of
+from models.losses import Loss, copy_to_try, loss_of
 from models.seeds import Samples, computing
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.plan import Plan
@@ -102,7 +101,7 @@ def trace(
     for layer in chain.layers:
         if layer.build not in blank:
             blank[layer.build] = layer.made()
-    traces = []
+    traces, loss = [], copy_to_try(chain.loss)
     with FakeTensorMode(allow_non_fake_inputs=True), autocast(precision, device_type):
 
         def fake(real: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ def trace(
                     try:
                         with (counted := counting()):
                             if layer is chain.layers[-1]:
-                                output = _loss(chain, module, inputs, targets.clone())
+                                output = _loss(loss, module, inputs, targets.clone())
                             else:
                                 output = module(*inputs)
                     except (DataDependentOutputException, DynamicOutputShapeException):
@@ -184,7 +183,7 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
                 try:
                     with torch.no_grad(), _Draws(len(batch), notes[-1]) as draws:
                         if last and loss_of(module) is not None:
-                            _loss(chain, module, tensors, batch.targets)
+                            _loss(chain.loss, module, tensors, batch.targets)
                         else:
                             outputs.append(module(*tensors))
                 except Exception:  # a user's code
@@ -203,7 +202,7 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
 
 def _loss_draws(chain: Chain, output: Tensors, batch: Batch) -> bool:
     with torch.no_grad(), _Draws(len(batch), []) as draws, suppress(Exception):  # a user's code
-        copy.deepcopy(chain.loss)(output, batch.targets, None)
+        copy_to_try(chain.loss)(output, batch.targets, None)
     return draws.seen
 
 
@@ -228,23 +227,24 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _loss(chain: Chain, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
+def _loss(loss: Loss, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
     """Return the loss of the last layer, whose output never leaves the stage."""
     if (head_loss := loss_of(module)) is not None:
         return head_loss(*tensors, targets, None).loss
-    return copy.deepcopy(chain.loss)(module(*tensors), targets, None).loss  # it may count its calls
+    return loss(module(*tensors), targets, None).loss
 
 
 class Accesses(TorchDispatchMode):
     """Records which tensors of a module are read and written by operators, also on the meta device.
 
-    ``data_dependent`` is whether a result or a shape depended on numbers, as that of ``.item()`` does. ``others`` is
-    whether a parameter was used that is none of the module's.
+    ``data_dependent`` is whether a result or a shape depended on numbers, as that of ``.item()`` does. ``others``
+    are the parameters that were used and are none of the module's.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.data_dependent = self.others = False
+        self.data_dependent = False
+        self.others: list[nn.Parameter] = []
         self._module, self._before = module, _tensors_of(module)
         self._parameters = {id(parameter) for parameter in module.parameters()}
         self._read: set[int] = set()
@@ -271,7 +271,8 @@ class Accesses(TorchDispatchMode):
             value = given.get(argument.name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, Tensor):
-                    self.others |= isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters
+                    if isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters:
+                        self.others.append(tensor)
                     self._note(schema, argument, tensor.untyped_storage()._cdata, given)
         return operator(*args, **kwargs)
 

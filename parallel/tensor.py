@@ -65,6 +65,9 @@ class Cutting:
         self._inside = False
         self._given: Tensor | None = None
         self._entered: Tensor | None = None
+        # Whether all that enters this region has a gradient; which modules that are called inside get what it computed.
+        self._traced = True
+        self._of_region: dict[nn.Module, bool] = {}
 
     # -- regions -----------------------------------------------------------------------------------------------------
 
@@ -77,13 +80,14 @@ class Cutting:
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             self._given, self._entered = given, _enter(x, self.line, divided)
+            self._traced &= given.requires_grad
         self._inside = True
         assert self._entered is not None  # it was just set
         return self._entered
 
     def end(self) -> None:
         """End a region."""
-        self._inside, self._given, self._entered = False, None, None
+        self._inside, self._given, self._entered, self._traced = False, None, None, True
 
     def leave(self, y: Tensor, divided: bool) -> Tensor:
         """End a region with this rank's summand, [b, t, ...]. Return the sum, or a part of it as ``enter`` got one."""
@@ -121,7 +125,8 @@ class Cutting:
         of_whole = {adapter.lora_dropout for adapter in adapted}
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, BySample):
-                module.part = partial(self._part_of, module.spread, module in of_whole, divided)
+                module.part = partial(self._part_of, module, module in of_whole, divided)
+                module.register_forward_pre_hook(self._is_of_region)
             own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
             uncut = [key for key in own if self._chain.canonical(key) not in self.cuts]
             if divided:
@@ -199,8 +204,19 @@ class Cutting:
         return given, {**named, key: self.enter(named[key], divided)}
 
     def _note(self, names: list[str], module: nn.Module, given: tuple) -> None:
-        if self._inside:
+        self._is_of_region(module, given)
+        if self._inside and self._of_region.get(module, True):
             self.partial.update(names)
+
+    def _is_of_region(self, module: nn.Module, given: tuple) -> None:
+        """Find out, once, whether a module called inside a region gets what was computed there.
+
+        It may get a whole tensor, as the norm of the keys' input does if queries are computed first. Where there are no
+        gradients to follow, it is assumed to get a part.
+        """
+        known = module in self._of_region or torch.compiler.is_compiling() or not given
+        if self._inside and not known and self._traced and isinstance(given[0], Tensor):
+            self._of_region[module] = given[0].requires_grad and _follows_enter(given[0])
 
     def _rows(self, name: str, module: nn.Linear, divided: bool, x: Tensor) -> Tensor:
         """Compute a linear layer of which each rank has some inputs, which ends the region."""
@@ -235,11 +251,10 @@ class Cutting:
         # All ranks compute the same with the whole.
         return _Sent.apply(given[0], _all_gather, _own, self.line), *given[1:]
 
-    def _part_of(
-        self, spread: int | None, whole: bool, divided: bool, shape: Sequence[int], samples: int
-    ) -> Part | None:
+    def _part_of(self, module: BySample, whole: bool, divided: bool, shape: Sequence[int], samples: int) -> Part | None:
         """Return which part of a whole mask this rank has: heads, columns or positions; None for all of it."""
-        if self._inside:
+        spread = module.spread
+        if self._inside and self._of_region.get(module, True):
             dim = 1 if len(shape) == 4 else len(shape) - 1
             if whole or (spread is not None and spread <= dim):  # all columns share a number
                 return None
@@ -333,6 +348,22 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         return ctx.back(gradient, ctx.line), None, None, None
+
+
+def _follows_enter(x: Tensor) -> bool:
+    """Return whether a tensor was computed from what a region was entered with, and not from its result alone."""
+    seen, nodes = set(), [x.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        back = getattr(node, "back", None)  # of ``_Sent``
+        if back in (_all_reduce, _reduce_scatter):
+            return True
+        if back is None:
+            nodes += [function for function, _ in node.next_functions]
+    return False
 
 
 def _enter(x: Tensor, line: Axis, divided: bool) -> Tensor:

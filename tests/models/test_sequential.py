@@ -123,7 +123,7 @@ def test_parameters_that_a_copy_would_train_otherwise_are_refused():
         complex_one: ".weight is complex",
         nn.Embedding(4, 4, sparse=True): " has sparse gradients",
         nn.Embedding(4, 4, scale_grad_by_freq=True): " divides gradients by how often a word occurs",
-        _tied_by_data(): ".*weight and .*weight are two in one memory.*assign a.weight = b.weight",
+        _tied_by_data(): ".*weight and .*weight share their memory.*assign a.weight = b.weight",
     }
     for layer, words in refused.items():
         with pytest.raises(ModelError, match=words):

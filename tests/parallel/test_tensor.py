@@ -146,6 +146,35 @@ def test_rows_whose_region_has_ended_are_refused(ranks):
         ranks.run(2, compute_two_regions_at_once)
 
 
+class Branches(nn.Module):
+    """Two branches of one region, [b, t, 8] -> same. The second has its norm when the first is inside already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other_norm, self.norm_of_part = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(4)
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.norm_of_part(self.a(self.norm(x)).unflatten(-1, (-1, 4))).flatten(-2)
+        second = self.b(self.dropout(self.other_norm(x)))
+        return x + self.c(first * second)
+
+
+def train_branches(layout):
+    table = {"*.a": Columns(unit=4), "*.b": Columns(), "*.c": Rows()}
+    chain = Chain([LayerSpec(name, Branches) for name in "xy"], SquaredError(), cut=table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "chain_and_batches", lambda recipe: (chain, chain_and_batches(recipe)[1]))
+        return train(layout, replace(RECIPES["perceptrons"], **EXACT))
+
+
+@pytest.mark.parametrize("layout", [TWO, SEQUENCE], ids=str)
+def test_what_is_called_inside_a_region_and_computes_with_a_whole_tensor_is_whole(ranks, layout):
+    reference, *_ = ranks.run(1, train_branches, Layout("single"))
+    assert_same_training(ranks.run(2, train_branches, layout), reference, 1e-10)
+
+
 def train_with_an_overflow_on_one_rank(layout, recipe):
     """The last rank along ``tensor`` has a gradient that is not finite."""
     with pytest.MonkeyPatch.context() as patch:
@@ -321,6 +350,7 @@ def test_what_cannot_be_cut_is_refused_with_its_numbers(chain, keys, words):
             {"h.*.mlp": Columns()},
             "h.0.mlp has no parameters itself; .* inside it: h.0.mlp.c_fc, h.0.mlp.c_proj",
         ),
+        ({"h.*.ln_1": Columns()}, r"h.0.ln_1 has no matrix whose outputs Columns\(\) could divide"),
         ({"h.*.mlp.c_fc": Columns()}, r"h.0.mlp.c_fc have Columns\(\), and nothing in h.0 has Rows\(\)"),
         ({"h.*.mlp.c_fc": Vocabulary()}, r"h.0.mlp.c_fc is not the projection of a FusedHead"),
         ({"h.*.attn": Rows()}, r"h.0.attn is of the class Attention, and Rows\(\) cuts an nn.Linear"),
@@ -391,7 +421,7 @@ def test_the_masks_of_the_ranks_are_parts_of_the_whole_one(case):
             gpt2("tiny"), SimpleNamespace(axis=lambda name, i=index: tensor.Axis([0, 1], i)), sequence=True
         )
         cutting._inside = not divided
-        layer[0].part = partial(cutting._part_of, layer[0].spread, False, divided)
+        layer[0].part = partial(cutting._part_of, layer[0], False, divided)
         with computing(Samples(2, seed=1, step=1)):
             parts.append(layer(torch.ones(part)))
     joined = [p.unflatten(0, (2, -1)) for p in parts] if dim == 0 else parts  # rows of each sample

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -175,9 +174,10 @@ def _chain_of(model: Any, loss: Any) -> Any:
     from torch import nn
 
     from models.chain import Chain
+    from models.losses import copy_to_try
     from models.sequential import chain_of
 
-    loss = copy.deepcopy(loss)  # a run does not change the caller's objects
+    loss = copy_to_try(loss)  # a run does not change the caller's objects
     if isinstance(model, Chain) and loss is not None:
         return model.with_loss(loss)
     if isinstance(model, nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.errors import TrainingError
 from conf import OWN_KEYS
 from conf.instantiate import build, resolve
+from models.sequential import MODULE
 
 
 def build_optimizer(
@@ -54,4 +55,6 @@ def is_within(name: str, module: str) -> bool:
 
     A module that is only a number, a child of an ``nn.Sequential``, is looked for at the beginning of the name.
     """
-    return name.startswith(f"{module}.") if str(module).isdecimal() else f".{module}." in f".{name}."
+    if str(module).isdecimal():
+        return name.removeprefix(f"{MODULE}.").startswith(f"{module}.")
+    return f".{module}." in f".{name}."

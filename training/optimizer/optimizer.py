@@ -236,9 +236,12 @@ def _own_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    if torch.is_tensor(value) or torch.is_tensor(other):
-        return torch.is_tensor(value) and torch.is_tensor(other) and torch.equal(value, other)
-    return value == other
+    if torch.is_tensor(value) and torch.is_tensor(other):
+        return torch.equal(value, other)
+    try:
+        return bool(value == other)
+    except (RuntimeError, TypeError, ValueError):  # arrays
+        return value is other
 
 
 def _named(key: str, value: float) -> str:

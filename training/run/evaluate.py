@@ -94,5 +94,6 @@ def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str
     """
     record = {f"{prefix}_{name}": value for name, value in result.items()}
     if language and result:
-        record[f"{prefix}_perplexity"] = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
+        perplexity = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
+        record.setdefault(f"{prefix}_perplexity", perplexity)  # the loss may have such a metric
     return record

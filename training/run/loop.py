@@ -139,12 +139,14 @@ class Loop:
             kept |= {"ended_of": self.setup.total_steps, "ended_at": self.callbacks.run.step, "stop_reason": reason}
         return jsonable(kept)
 
-    def restore(self, progress: dict, path: Path | None, ended: bool = False) -> None:
+    def restore(self, progress: dict, path: Path | None, step: int, done: int, ended: bool = False) -> None:
         """Continue an earlier run.
 
         Args:
             progress: The result of its ``progress()``.
             path: The checkpoint that contains it.
+            step: The step whose weights that has.
+            done: The last step that is not repeated. After ``step`` come only steps that were skipped.
             ended: Whether no step is left to train, or a callback has ended the run before its last step.
 
         Raises:
@@ -157,17 +159,19 @@ class Loop:
                 setattr(self.outcome, key, value if value is None or isinstance(value, int) else float(value))
             if "skipping" in progress:
                 self.skipping.load_state_dict(progress["skipping"])
+                self.skipping.skipped += done - step
                 self.outcome.skipped = self.skipping.skipped
             called = dict(progress.get("callbacks", {}))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"progress in the manifest of {path} is damaged: {error!r}") from error
+        self.skipping.counted = step
         self.callbacks.load_state_dict(called)
         if ended:
             self.callbacks.run.stop_reason = progress.get("stop_reason")
 
     def _begin(self, done: int, unevaluated: bool) -> None:
         """Stop, evaluate or save if that is still due after step ``done``, whose checkpoint is written."""
-        self.outcome.steps = self.skipping.counted = self._begun = self.callbacks.run.step = done
+        self.outcome.steps = self._begun = self.callbacks.run.step = done
         heartbeat.note(done, "meeting the other ranks")
         stops, lacks = self.strategy.sum_of(stopping.wanted(), unevaluated)
         due = lacks > 0 and done > 0 and is_due(self.config.eval_every, done, self._is_last(done))

@@ -108,7 +108,8 @@ def run(
         if resumed is not None:
             done, own = resumed.step, checkpoints.resumed_from(resumed)
             ended = _has_ended(setup, resumed, own)
-            if ended:  # maybe by a step that was skipped, which has no checkpoint
+            if ended:
+                # A step that was skipped has no checkpoint, and may have been the last one.
                 done = max(done, resumed.progress.get("ended_at") or 0)
         if cfg.train.resume is not None and world.rank == 0:
             make_newest(cfg.train.resume, checkpoints.folder, resumed)
@@ -121,7 +122,7 @@ def run(
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
         if resumed is not None:
-            loop.restore(resumed.progress, resumed.folder, ended)
+            loop.restore(resumed.progress, resumed.folder, resumed.step, done, ended)
             if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
                 recorder.say(f"warning: {changed}")
         if world.rank == 0 and not ended:
@@ -132,6 +133,8 @@ def run(
             if summary is None:
                 collect_as_usual()  # everything is imported
                 outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
+                if cfg.train.checkpoint_every is None:  # otherwise each checkpoint was checked
+                    _warn(strategy.mesh, checkpoints.check())
                 test = _test(setup, strategy, loop)
                 ranks = gather_results(strategy, outcome, optimizer.state_of)
                 summary = summarise(setup, strategy, outcome, test, ranks)

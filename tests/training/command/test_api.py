@@ -165,17 +165,24 @@ def test_what_is_drawn_after_a_run_does_not_depend_on_it(tmp_path):
 class Annealed(ClassCrossEntropy):
     """Counts its calls."""
 
-    calls = 0
+    calls, weights = 0, torch.ones(2)
+
+    def __init__(self):
+        self.seen = torch.zeros(2)
 
     def __call__(self, output, targets, weights):
         self.calls += weights is None
+        self.seen = output.detach()
         sums = super().__call__(output, targets, weights)
         return sums._replace(loss=self.calls * sums.loss)
 
 
 def test_a_loss_is_not_called_before_the_first_step_and_is_left_as_it_was(tmp_path, own):
     (net, data), loss = own, Annealed()
-    first, again = (train(*QUICK, f"hydra.run.dir={tmp_path}/{i}", model=net, loss=loss, data=data) for i in range(2))
+    runs = [QUICK, QUICK, [*QUICK, "parallel=pipelined"]]
+    first, again, cut = (
+        train(*words, f"hydra.run.dir={tmp_path}/{i}", model=net, loss=loss, data=data) for i, words in enumerate(runs)
+    )
     plain = train(*QUICK, f"hydra.run.dir={tmp_path}/plain", model=net, loss=ClassCrossEntropy(), data=data)
     assert first.summary["first_loss"] == again.summary["first_loss"] == plain.summary["first_loss"]
-    assert loss.calls == 0
+    assert cut.summary["steps"] == 4 and loss.calls == 0

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from commandline import ROOT
 from composed import config, records, run_layout, saved
 from composed import run as train
@@ -16,7 +15,6 @@ from composed import run as train
 from common.errors import TrainingError
 from conf.instantiate import add_to_path
 from launchers.stopping import Stopped
-from training.callbacks import Callbacks
 from training.callbacks.early_stop import EarlyStop
 from training.callbacks.gradient_histogram import GradientHistogram
 from training.run import loop
@@ -132,28 +130,13 @@ def test_an_evaluation_after_a_skipped_step_counts_once_though_it_is_repeated(tm
 def test_a_run_that_early_stop_has_ended_at_a_skipped_step_stays_as_it_is(tmp_path, monkeypatch):
     skip(monkeypatch, 4)
     ended, written = run_config(early_stop(), tmp_path), records(tmp_path)
+    assert (ended["steps"], ended["skipped_steps"]) == (4, 1)
     for _ in range(2):
         assert run_config(early_stop("train.resume=auto"), tmp_path) == ended and records(tmp_path) == written
-    assert ended["steps"] == 4
-
-
-class Averages:
-    """Keeps tensors, which the manifest of a checkpoint cannot hold."""
-
-    def on_step(self, run, record):
-        pass
-
-    def state_dict(self):
-        return {"mean": torch.zeros(3)}
-
-    def load_state_dict(self, state):
-        pass
-
-
-def test_a_state_that_json_cannot_express_is_refused():
-    section = {"averages": {"_target_": f"{__name__}.Averages"}}
-    with pytest.raises(TrainingError, match=r"callbacks.averages: state_dict\(\) .* Tensor .*a file of their own"):
-        Callbacks(section, SimpleNamespace()).state_dict()
+    (tmp_path / "summary.json").unlink()
+    again = run_config(early_stop("train.resume=auto"), tmp_path)
+    assert (again["steps"], again["skipped_steps"]) == (4, 1) and records(tmp_path) == written
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000003"
 
 
 def test_a_run_that_the_evaluation_owed_at_its_resumption_has_ended_stays_ended(tmp_path, monkeypatch):

@@ -176,6 +176,7 @@ class Holder:
 
 
 WEIGHT, ELSEWHERE = nn.Parameter(torch.ones(8, 8)), nn.Linear(8, 8)
+FROZEN = nn.Parameter(torch.ones(8), requires_grad=False)
 HIDDEN = {
     "a functools.partial": lambda module: partial(nn.functional.linear, weight=module.linear.weight),
     "a lambda": lambda module: lambda x: x @ WEIGHT,
@@ -183,9 +184,37 @@ HIDDEN = {
     "a list in an object": lambda module: Holder([module.linear.weight]),
     "a global module": lambda module: lambda x: ELSEWHERE(x),
 }
+
+
+class Passing(nn.Module):
+    """Returns its parameter beside its output, for the next layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x, self.scale
+
+
+class Scaled(nn.Module):
+    """Multiplies by what the layer before has passed on."""
+
+    def forward(self, x, scale):
+        return x * scale
+
+
+def test_a_parameter_may_be_passed_on_to_the_next_layer():
+    setup = setup_of(Passing)
+    setup.chain.layers.insert(2, LayerSpec("scaled", Scaled))
+    check_shapes(setup)
+
+
 REACHED = {
     "a method of a child": lambda module: module.linear.forward,
     "an object that holds a child": lambda module: partial(nn.Module.__call__, module.linear),
+    "one that is made in the forward": lambda module: lambda x: nn.LayerNorm(8, device=x.device)(x),
+    "a frozen one that is global": lambda module: lambda x: x * FROZEN.to(x.device),
 }
 
 

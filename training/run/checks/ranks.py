@@ -61,13 +61,13 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
     if not problems:
         return None
     differs = f"the ranks do not run the same: {'; '.join(problems)}"
+    if setup.cfg.launcher.allow_mixed:
+        return f"{differs} (launcher.allow_mixed=true)"
     if alike:
         raise LaunchError(
             f"{differs}. Each rank prepares the data itself: prepare() and read() must give the same samples in every "
             "process. If they draw, give them a generator with a fixed seed, such as random.Random(0)"
         )
-    if setup.cfg.launcher.allow_mixed:
-        return f"{differs} (launcher.allow_mixed=true)"
     raise LaunchError(
         f"{differs}. Give every machine the same working copy, packages, data and weights; launcher.allow_mixed=true "
         "makes this a warning"
@@ -165,6 +165,8 @@ def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
     differs = f"ranks do not hold the same weights: {'; '.join(problems[:_SHOWN])}{more}"
     if allow_mixed:
         return f"{differs} (launcher.allow_mixed=true)"
+    if strategy.plan.tp > 1:
+        differs += ". The table of Columns() and Rows() may be wrong, which mode=verify shows"
     raise TrainingError(
         f"{differs}. Gradients are averaged and weights are not, so they would stay different. Give every machine the "
         "same files (model.init_from, train.resume), and keep no numbers in a layer that an evaluation changes; if "

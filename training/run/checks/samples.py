@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from common.errors import DataError, ModelError, PlanError, TrainingError, UserE
 from data.dataset import Batch, DataSet, InMemory, Source
 from models.batchnorm import StepBatchNorm
 from models.chain import Layers, Tensors, as_tuple, checked, converted
-from models.losses import IGNORED, check_sums
+from models.losses import IGNORED, check_sums, copy_to_try
 from parallel.shape_inference import Accesses, reads_numbers
 
 if TYPE_CHECKING:
@@ -29,11 +28,10 @@ _PRODUCTS = {
     _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm,
 }  # fmt: skip
 _MOST_OUTPUTS = 10**7  # elements of the model's output above which the loss is not tried on labels
-_OTHERS = (
-    "its forward uses a parameter that is not an attribute of the module or of a module in it: a list, a dict, a "
-    "functools.partial, a lambda or another object holds it, which would not notice that a run makes parameters of its "
-    "own, as it builds the layer and divides it among ranks. Use self.weight, or nn.ModuleList, nn.ModuleDict or "
-    "nn.ParameterList"
+_STALE = (
+    "its forward uses a parameter that is not an attribute of the module or of a module in it. A list, a dict, a "
+    "functools.partial, a lambda or another object holds it, and keeps the first one when a run makes others, to build "
+    "the layer and to divide it among ranks. Use self.weight, nn.ModuleList, nn.ModuleDict or nn.ParameterList"
 )
 
 
@@ -78,7 +76,7 @@ def check_read(setup: Setup) -> None:
 
 def _differ(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors differ in shape or in any bit, that of a NaN included."""
-    bits, others = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, other))
+    bits, others = (t.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for t in (tensor, other))
     return tensor.shape != other.shape or not torch.equal(bits, others)
 
 
@@ -167,7 +165,7 @@ def check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: 
     generator = torch.Generator().manual_seed(0)
     made_up = [torch.rand(t.shape, generator=generator).to(t.dtype) for t in as_tuple(output)]
     try:
-        deepcopy(loss)(tuple(made_up) if isinstance(output, tuple) else made_up[0], targets, None)
+        copy_to_try(loss)(tuple(made_up) if isinstance(output, tuple) else made_up[0], targets, None)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         span = f" from {lowest} to {highest}" if whole else ""
         shapes = " and ".join(str(list(t.shape)) for t in as_tuple(output))
@@ -192,7 +190,9 @@ def check_shapes(setup: Setup) -> None:
     needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
         with RealKinds(sample, samples):
-            for name, layer in _with_new_parameters(setup.chain.skeleton()).items():
+            layers = setup.chain.skeleton()
+            first = _replace_parameters(layers)
+            for name, layer in layers.items():
                 at = f"layer {name!r} ({type(layer).__name__}): "
                 calls = _calls_of_batchnorm(name, layer)
                 with Accesses(layer) as accesses:
@@ -203,8 +203,8 @@ def check_shapes(setup: Setup) -> None:
                         raise
                     finally:
                         known = known and not accesses.data_dependent
-                        if accesses.others:
-                            raise ModelError(f"{at}{_OTHERS}")
+                        if any(_is_stale(parameter, first) for parameter in accesses.others):
+                            raise ModelError(f"{at}{_STALE}")
                         if needs_shapes and not known:
                             raise reads_numbers(name, layer)
                 if twice := next((norm for norm, count in calls.items() if count > 1), None):
@@ -220,7 +220,7 @@ def check_shapes(setup: Setup) -> None:
                 at = ""
                 tensors = checked(name, layer, output)
         at = f"loss {type(loss).__name__}: "
-        check_loss_value(loss, deepcopy(loss)(output, sample.targets, None), setup.plan.parameters > 0)
+        check_loss_value(loss, copy_to_try(loss)(output, sample.targets, None), setup.plan.parameters > 0)
         whole = samples[0] is not batch  # otherwise only one sample is known, which says nothing about the others
         if whole and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
@@ -247,15 +247,20 @@ def check_shapes(setup: Setup) -> None:
         raise
 
 
-def _with_new_parameters(layers: Layers) -> Layers:
-    """Replace the parameters of layers on the meta device, as a run does, so that a use of the first ones shows."""
+def _replace_parameters(layers: Layers) -> Collection[nn.Parameter]:
+    """Replace the parameters of layers on the meta device, as a run does. Returns the first ones."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # several names may share a parameter
     for module in layers.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
                 made[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
             setattr(module, name, made[parameter])
-    return layers
+    return made.keys()
+
+
+def _is_stale(parameter: nn.Parameter, first: Collection[nn.Parameter]) -> bool:
+    """Return whether a run would compute with this parameter and train another one in its place."""
+    return parameter in first or (parameter.requires_grad and parameter.device.type != "meta")
 
 
 def _calls_of_batchnorm(name: str, layer: nn.Module) -> Counter[str]:
