@@ -126,7 +126,7 @@ class Cutting:
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, BySample):
                 module.part = partial(self._part_of, module, module in of_whole, divided)
-                module.register_forward_pre_hook(self._is_of_region)
+                module.register_forward_pre_hook(self._follow)
             own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
             uncut = [key for key in own if self._chain.canonical(key) not in self.cuts]
             if divided:
@@ -204,12 +204,16 @@ class Cutting:
         return given, {**named, key: self.enter(named[key], divided)}
 
     def _note(self, names: list[str], module: nn.Module, given: tuple) -> None:
-        self._is_of_region(module, given)
-        if self._inside and self._of_region.get(module, True):
+        self._follow(module, given)
+        if self._gets_part(module):
             self.partial.update(names)
 
-    def _is_of_region(self, module: nn.Module, given: tuple) -> None:
-        """Find out, once, whether a module called inside a region gets what was computed there.
+    def _gets_part(self, module: nn.Module) -> bool:
+        """Return whether a module is called inside a region and gets what was computed there."""
+        return self._inside and self._of_region.get(module, True)
+
+    def _follow(self, module: nn.Module, given: tuple) -> None:
+        """Find out, once, where the input of a module that is called inside a region comes from.
 
         It may get a whole tensor, as the norm of the keys' input does if queries are computed first. Where there are no
         gradients to follow, it is assumed to get a part.
@@ -254,7 +258,7 @@ class Cutting:
     def _part_of(self, module: BySample, whole: bool, divided: bool, shape: Sequence[int], samples: int) -> Part | None:
         """Return which part of a whole mask this rank has: heads, columns or positions; None for all of it."""
         spread = module.spread
-        if self._inside and self._of_region.get(module, True):
+        if self._gets_part(module):
             dim = 1 if len(shape) == 4 else len(shape) - 1
             if whole or (spread is not None and spread <= dim):  # all columns share a number
                 return None

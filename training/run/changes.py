@@ -11,7 +11,6 @@ from common.errors import TrainingError
 from conf import COMMAND, ON_TOP, TRAINED
 from conf.instantiate import to_dict
 from training.reporting.metrics import flat
-from training.run.checks.ranks import data_digest
 
 _SAMPLES_KEY = "samples"
 # Keys of the section train that change what is learned. The chosen precision is added to them.
@@ -39,7 +38,7 @@ def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
     size, _ = setup.by_microbatch
     if size is not None:
         tree[_MICROBATCH] = size
-    return {**flat(tree), _SAMPLES_KEY: data_digest(setup.data)}
+    return {**flat(tree), _SAMPLES_KEY: setup.data_digest}
 
 
 def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:

@@ -139,20 +139,19 @@ class Loop:
             kept |= {"ended_of": self.setup.total_steps, "ended_at": self.callbacks.run.step, "stop_reason": reason}
         return jsonable(kept)
 
-    def restore(self, progress: dict, path: Path | None, step: int, done: int, ended: bool = False) -> None:
+    def restore(self, checkpoint: Checkpoint, done: int, ended: bool) -> None:
         """Continue an earlier run.
 
         Args:
-            progress: The result of its ``progress()``.
-            path: The checkpoint that contains it.
-            step: The step whose weights that has.
-            done: The last step that is not repeated. After ``step`` come only steps that were skipped.
+            checkpoint: Its checkpoint, which contains the result of its ``progress()``.
+            done: The last step that is not repeated. After that of the checkpoint come only steps that were skipped.
             ended: Whether no step is left to train, or a callback has ended the run before its last step.
 
         Raises:
-            CheckpointError: ``progress`` was not written by a loop.
+            CheckpointError: The progress was not written by a loop.
         """
-        self.outcome.checkpoint = path
+        progress, step = checkpoint.progress, checkpoint.step
+        self.outcome.checkpoint = checkpoint.folder
         try:
             for key in _RESUMED:
                 value = progress.get(key)
@@ -163,7 +162,7 @@ class Loop:
                 self.outcome.skipped = self.skipping.skipped
             called = dict(progress.get("callbacks", {}))
         except (LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"progress in the manifest of {path} is damaged: {error!r}") from error
+            raise CheckpointError(f"progress in the manifest of {checkpoint.folder} is damaged: {error!r}") from error
         self.skipping.counted = step
         self.callbacks.load_state_dict(called)
         if ended:

@@ -122,7 +122,7 @@ def run(
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
         if resumed is not None:
-            loop.restore(resumed.progress, resumed.folder, resumed.step, done, ended)
+            loop.restore(resumed, done, ended)
             if (changed := changes(resumed.progress.get("recipe"), loop.recipe, cfg.get(COMMAND))) is not None:
                 recorder.say(f"warning: {changed}")
         if world.rank == 0 and not ended:

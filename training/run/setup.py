@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from common.errors import DataError
 from conf import COMMAND
 from conf.instantiate import to_dict
 from conf.masking import mask_secrets
-from data.dataset import Batch, DataSet
+from data.dataset import Batch, DataSet, Source
 from data.loader import EvalBatches, TrainBatches
 from models.chain import LOSS, Chain
 from parallel.plan import Plan
 from parallel.shape_inference import drawing_by_microbatch
 from parallel.strategies import strategy_info
 from planner.work import Works, work_of
+
+_DIGITS = 12  # of a digest
+_SAMPLES = 8  # of each split, of which the digest is
 
 
 @dataclass
@@ -46,6 +53,11 @@ class Setup:
     def shown(self) -> dict[str, Any]:
         """The configuration as plain data, with secrets masked."""
         return {key: value for key, value in mask_secrets(to_dict(self.cfg)).items() if key != COMMAND}
+
+    @cached_property
+    def data_digest(self) -> str:
+        """A digest of the data. Ranks compare it, and a resumed run compares it with that of its checkpoint."""
+        return data_digest(self.data)
 
     @cached_property
     def per_epoch(self) -> int:
@@ -112,3 +124,31 @@ def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
     """Return the number of optimizer steps of a run, the smaller limit of ``steps`` and ``epochs`` (None: no limit)."""
     by_epochs = math.ceil(round(epochs * per_epoch, 6)) if epochs is not None else math.inf
     return int(min(steps if steps is not None else math.inf, by_epochs))
+
+
+def data_digest(data: DataSet) -> str:
+    """Return a digest of the data: of the text, or of each split's number of samples and some of its samples."""
+    digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len} {data.fingerprint}".encode())
+    for source in (data.train, data.valid, data.test):
+        digest.update(f"|{0 if source is None else len(source)}".encode())
+        with suppress(DataError):  # a sample that cannot be read is an error when its turn comes
+            for tensor in _some_samples(source):
+                digest.update(_content(tensor))
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _some_samples(source: Source | None) -> list[Tensor]:
+    if source is None or len(source) == 0:
+        return []
+    indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(np.int64))
+    # One by one, so that samples of variable length are not padded to the longest.
+    batches = [Batch(*source.read(np.array([index]), 0)) for index in indices]
+    return [tensor for batch in batches for tensor in (*batch.input_tensors, batch.targets)]
+
+
+def _content(tensor: Tensor) -> bytes:
+    """Return a tensor's content; for floating-point numbers, whose last bits differ by processor, rounded means."""
+    if not tensor.is_floating_point():
+        return tensor.numpy().tobytes()
+    numbers = tensor.double()
+    return f"{tuple(tensor.shape)} {numbers.mean():.3g} {numbers.square().mean():.3g}".encode()

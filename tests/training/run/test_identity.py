@@ -11,8 +11,9 @@ from data.text import Text
 from parallel.mesh import COPIES, Mesh
 from training.run.changes import changes
 from training.run.checks import ranks
-from training.run.checks.ranks import check_ranks, data_digest, describe_rank
+from training.run.checks.ranks import check_ranks, describe_rank
 from training.run.prepare import prepare
+from training.run.setup import data_digest
 
 FEW = ["train.epochs=null", "train.steps=2", "train.eval_every=null", "data.samples=200"]
 

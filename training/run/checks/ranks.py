@@ -12,12 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import DataError, LaunchError, TrainingError
-from data.dataset import Batch, DataSet, Source
+from common.errors import LaunchError, TrainingError
 from parallel.mesh import Mesh
 from parallel.strategy import Strategy
 from training.checkpoint.init_from import digest_read
@@ -28,7 +26,6 @@ _PACKAGES = (
 )  # fmt: skip
 _APPEARS_S = 10.0  # seconds that a file may take until another machine sees it
 _POLL_S = 0.1
-_SAMPLES = 8  # of each split
 _DIGITS = 12
 _SHOWN = 3
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype of so many bytes
@@ -48,7 +45,7 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
     Raises:
         LaunchError: On every rank: ranks differ. The message names the ranks and both values.
     """
-    described = {"data": data_digest(setup.data)} if alike else describe_rank(setup)
+    described = {"data": setup.data_digest} if alike else describe_rank(setup)
     answers = mesh.gather({"node": socket.gethostname(), **described})
     problems = []
     for name in answers[0]:
@@ -129,7 +126,7 @@ def describe_rank(setup: Any) -> dict[str, str | None]:
         "project files": _project_digest(),
         "torch": torch.__version__,
         "Python": platform.python_version(),
-        "data": data_digest(setup.data),
+        "data": setup.data_digest,
         "model.init_from": digest_read(setup.cfg, setup.chain),
     }
 
@@ -212,31 +209,3 @@ def _project_digest() -> str:
     for path in sorted([_ROOT / "train.py", *files]):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:_DIGITS]
-
-
-def data_digest(data: DataSet) -> str:
-    """Return a digest of the data: of the text, or of each split's number of samples and some of its samples."""
-    digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len} {data.fingerprint}".encode())
-    for source in (data.train, data.valid, data.test):
-        digest.update(f"|{0 if source is None else len(source)}".encode())
-        with suppress(DataError):  # a sample that cannot be read is an error when its turn comes
-            for tensor in _some_samples(source):
-                digest.update(_content(tensor))
-    return digest.hexdigest()[:_DIGITS]
-
-
-def _some_samples(source: Source | None) -> list[Tensor]:
-    if source is None or len(source) == 0:
-        return []
-    indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(np.int64))
-    # One by one, so that samples of variable length are not padded to the longest.
-    batches = [Batch(*source.read(np.array([index]), 0)) for index in indices]
-    return [tensor for batch in batches for tensor in (*batch.input_tensors, batch.targets)]
-
-
-def _content(tensor: Tensor) -> bytes:
-    """Return a tensor's content; for floating-point numbers, whose last bits differ by processor, rounded means."""
-    if not tensor.is_floating_point():
-        return tensor.numpy().tobytes()
-    numbers = tensor.double()
-    return f"{tuple(tensor.shape)} {numbers.mean():.3g} {numbers.square().mean():.3g}".encode()
