@@ -14,7 +14,10 @@ _LONGEST_VALUE = 500  # characters of a parameter that every server accepts
 
 
 class MlflowRun:
-    """One MLflow run; a resumed training continues the same."""
+    """One MLflow run; a resumed training continues the same.
+
+    MLflow cannot take points back: of a step that is logged again, the first values are kept.
+    """
 
     requires = "mlflow-skinny"
 
@@ -35,9 +38,12 @@ class MlflowRun:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (self._run_dir / "mlruns").as_uri()
         self._client = mlflow.MlflowClient(uri)
+        self._last: dict[str, int] = {}  # the last step of each metric of the resumed run
         known = self._run_dir / ID_FILE
         if known.exists():
             self._id = known.read_text().strip()
+            for name in self._client.get_run(self._id).data.metrics:
+                self._last[name] = max(point.step for point in self._client.get_metric_history(self._id, name))
             return
         found = self._client.get_experiment_by_name(experiment)
         number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
@@ -49,11 +55,16 @@ class MlflowRun:
     def log(self, record: dict, step: int) -> None:
         """Add the numbers of a record."""
         for name, value in scalars(record).items():
-            self._client.log_metric(self._id, name, value, step=step)
+            self._log(name, value, step)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
         """Add the summary and mark the run as finished or failed."""
-        for name, value in (summary or {}).items():
+        summary = summary or {}
+        for name, value in summary.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                self._client.log_metric(self._id, f"summary/{name}", float(value))
+                self._log(f"summary/{name}", float(value), summary["steps"])
         self._client.set_terminated(self._id, "FINISHED" if exit_code == 0 else "FAILED")
+
+    def _log(self, name: str, value: float, step: int) -> None:
+        if step > self._last.get(name, -1):
+            self._client.log_metric(self._id, name, value, step=step)

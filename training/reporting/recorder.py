@@ -23,19 +23,13 @@ class Recorder:
         logger: Loggers | None,
         total_steps: int,
         first_step: int = 1,
-        resumed: bool = False,
     ) -> None:
-        """Describe the environment and open the files. A resumed run drops the records from ``first_step`` on.
-
-        ``logger`` is None on ranks other than 0.
-        """
+        """Describe the environment and open the files. ``logger`` is None on ranks other than 0."""
         self._logger, self._run_dir = logger, run_dir
         if logger is None:
             return
         write_json(run_dir / "environment.json", describe())
         self._metrics = MetricsFile(run_dir / METRICS)
-        if resumed:
-            self._metrics.truncate_after(first_step - 1)
         self._progress = Progress(total_steps, first_step)
 
     def lacks_evaluation(self, step: int) -> bool:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import secrets
 import shlex
+import shutil
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +18,13 @@ from common.machine import changed_environment
 from conf.masking import mask_secrets
 from training.reporting.environment import git_state
 from training.reporting.loggers import grouped
+from training.reporting.metrics import METRICS, read_records
 
 log = logging.getLogger("training")
 
 ID_FILE = "wandb_id.txt"
+# wandb's files (tried with 0.31): LevelDB's log, in blocks. A piece of a record has a head of CRC, length and kind.
+_BEGINS, _BLOCK, _PIECE, _ENDS_RECORD = b":W&B\xe1\xbe\x00", 1 << 15, struct.Struct("<IHB"), (1, 4)
 
 
 class WandbRun:
@@ -27,7 +34,9 @@ class WandbRun:
     the environment and the command line are not. wandb itself does not notice a full disk.
 
     The run's id is kept in ``run_dir/wandb_id.txt``: a resumed training continues the same online run, and
-    ``wandb sync`` merges its offline parts.
+    ``wandb sync`` merges its offline parts. If a resumed run is offline, earlier parts are cut off where it continues,
+    and it begins with the records of metrics.jsonl that they lack, because a killed process loses those of up to 15 s.
+    What is uploaded cannot be cut off: steps that a part in the cloud has are not logged again.
     """
 
     def __init__(
@@ -60,11 +69,22 @@ class WandbRun:
                 "config": run_config,
             }
         )
+        self._logged = -1  # the last step of earlier parts
         with _service_ended_on_error():
-            self._run = (self._start_online() if mode == "online" else None) or self._start("offline")
+            self._run = self._start_online() if mode == "online" else None
+            if self._run is None:
+                records = read_records(metrics := self._run_dir / METRICS)
+                before = records[-1]["step"] if records else 0 if metrics.exists() else math.inf
+                self._logged = _last_step_kept(self._run_dir / "wandb", before)
+                self._run = self._start("offline")
+                for record in records:
+                    if record["step"] > self._logged:
+                        self.log(record, record["step"])
 
     def log(self, record: dict, step: int) -> None:
         """Log the values of a record as train/loss, val/loss and so on; records of the same step are merged."""
+        if step < self._logged or (step == self._logged and "loss" in record):
+            return
         with _service_ended_on_error():
             self._run.log(grouped(record), step=step)
 
@@ -154,6 +174,45 @@ def _end_service() -> None:
         import wandb
 
         wandb.teardown()
+
+
+def _last_step_kept(folder: Path, before: float) -> int:
+    """Cut off what the offline parts of a run have from a step on, and return the last step that a part has then.
+
+    A part without steps is removed, as ``wandb sync`` stops at a file that a killed process has hardly begun.
+    """
+    last = -1
+    for path in folder.glob("*run-*/run-*.wandb"):
+        uploaded = path.parent.name.startswith("run-") or path.with_name(f"{path.name}.synced").exists()
+        step, end = _last_record(path, math.inf if uploaded else before)
+        last = max(last, step)
+        if not uploaded and step < 0:
+            shutil.rmtree(path.parent)
+        elif not uploaded:
+            os.truncate(path, end)
+    return last
+
+
+def _last_record(path: Path, before: float) -> tuple[int, int]:
+    """Return the last step before ``before`` in a file of wandb's, and where the last whole record up to it ends."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, record, step, end = path.read_bytes(), len(_BEGINS), b"", -1, 0
+    if not content.startswith(_BEGINS):
+        raise ValueError(f"{path} is of an unknown version of wandb")
+    while True:
+        left = -at % _BLOCK
+        start = at + _PIECE.size + (left if left < _PIECE.size else 0)
+        _, length, kind = _PIECE.unpack_from(content, start - _PIECE.size) if start <= len(content) else (0, 1, 0)
+        at = start + length
+        if at > len(content):
+            return step, end
+        record += content[start:at]
+        if kind in _ENDS_RECORD:
+            whole, record = Record.FromString(record), b""
+            if whole.HasField("history") and whole.history.step.num >= before:
+                return step, end
+            step, end = whole.history.step.num if whole.HasField("history") else step, at
 
 
 def _run_id(run_dir: Path) -> str:

@@ -40,7 +40,7 @@ from training.checkpoint.save import Checkpointer, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.loggers import Loggers, sections
-from training.reporting.metrics import SUMMARY, flat, read_object
+from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, flat, read_object
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.run.changes import changes, follows_total
@@ -295,13 +295,14 @@ def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] 
 
 def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> Recorder:
     cfg, logger = setup.cfg, None
+    evaluates = cfg.mode == "eval"  # one that is started again begins anew
     if strategy.mesh.rank == 0:
+        if evaluates or cfg.train.resume is not None:  # before loggers read it
+            MetricsFile(run_dir / METRICS).truncate_after(first_step - 1)
         name = f"{cfg.model.name}-{cfg.parallel.name}"
         supplied = {"run_dir": run_dir, "run_config": setup.shown, "run_name": name}
         logger = Loggers(sections(cfg), partial(build, **supplied))
-    evaluates = cfg.mode == "eval"  # one that is started again begins anew
-    again, steps = evaluates or cfg.train.resume is not None, 0 if evaluates else setup.total_steps
-    recorder = Recorder(run_dir, logger, steps, first_step, resumed=again)
+    recorder = Recorder(run_dir, logger, 0 if evaluates else setup.total_steps, first_step)
     if cfg.mode == "train" and cfg.train.trace and not setup.plan.pipelined:
         recorder.say(
             f"train.trace=true draws pipelines, and parallel={setup.plan.strategy} has none: no timeline.png will be "

@@ -116,14 +116,22 @@ def test_tensorboard_shows_each_number_once_after_a_resumption_that_begins_with_
     assert shown == {"train/loss": [1, 2, 3], "val/loss": [2, 3]}
 
 
-def test_mlflow_has_parameters_metrics_and_one_run_for_a_resumed_training(tmp_path):
+def test_mlflow_has_parameters_and_one_run_with_each_number_once_for_a_resumed_training(tmp_path, monkeypatch):
+    def fail():
+        raise OSError("lost")
+
     mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow-skinny")
-    words = [*SHORT, "logger=mlflow", "train.checkpoint_every=1"]
-    train(tmp_path, *words, "train.steps=2")
-    train(tmp_path, *words, "train.resume=auto")
+    words = [*SHORT, "logger=mlflow", "train.checkpoint_every=2", "train.eval_every=1"]
+    with monkeypatch.context() as patch, pytest.raises(OSError):  # logs step 3 and loses it
+        patch.setattr(loop.Loop, "_is_best", lambda loop: loop.outcome.steps == 3 and fail())
+        train(tmp_path, *words)
+    train(tmp_path, *words, "train.resume=auto", "train.steps=4")
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())  # which the logger has allowed
     (experiment,) = [one for one in client.search_experiments() if one.name == "one-word-parallel"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.data.params["model.name"], run.info.status) == ("toy", "FINISHED")
     shown = sorted((m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss"))
     assert shown == [(r["step"], pytest.approx(r["loss"])) for r in records(tmp_path) if "loss" in r]
+    for name in run.data.metrics:
+        steps = [point.step for point in client.get_metric_history(run.info.run_id, name)]
+        assert len(steps) == len(set(steps)), name
