@@ -18,8 +18,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf, ValidationError, nodes
 
 from common.errors import PlanError, TrainingError, UserError
+from common.namesakes import is_here, theirs
 from conf import masking
 from conf.messages import unknown_key
+from parallel.strategies import OWN, STRATEGIES, StrategyInfo
 
 # A section from elsewhere (a checkpoint, a peer) may only name public classes of these packages ...
 PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
@@ -80,6 +82,7 @@ ROLES = {
         methods=("log", "finish"),
         least=2,
     ),
+    "parallel": Role("a strategy", "see docs/extending.md, 'A strategy'", kinds=("parallel.strategy:Strategy",)),
     "callbacks": Role(
         f"a callback: it has none of the methods {', '.join(CALLBACK_METHODS)}",
         "write callbacks=[early_stop] (an option of conf/callback/) or 'callbacks=[{_target_: mypackage.MyCallback}]'",
@@ -91,6 +94,22 @@ ROLES = {
 def add_to_path(folders: Sequence[str]) -> None:
     """Let Python look for modules in the working directory and in these folders too, after all others."""
     sys.path.extend(folder for folder in (os.getcwd(), *folders) if folder not in sys.path)
+
+
+def use_code_of(cfg: Any) -> None:
+    """Let this process import the user's code, and know the strategy ``parallel.strategy``.
+
+    Raises:
+        UserError: The section does not name a strategy, has unknown keys, or its name is taken.
+    """
+    add_to_path(cfg.import_from or ())
+    if (section := cfg.parallel.strategy) is not None:
+        item, keys, name = target_of("parallel.strategy", section), to_dict(section), cfg.parallel.name
+        keys["class_path"] = f"{item.__module__}:{item.__qualname__}"
+        del keys["_target_"]
+        if name in STRATEGIES:
+            raise PlanError(f"parallel.strategy needs another parallel.name than {name}, which is not yours")
+        OWN[name] = StrategyInfo(**checked_arguments("parallel.strategies.StrategyInfo", keys, "parallel.strategy."))
 
 
 def literal(node: Any) -> Any:
@@ -334,13 +353,18 @@ def resolve(target: Any) -> Any:
     module, _, name = str(target).rpartition(".")
     if not isinstance(target, str) or not module:
         raise TrainingError(f"_target_={target} names nothing: write the dotted name of a class, mypackage.MyClass")
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names and len(files := [spec.origin for spec in theirs(top)]) > 1:
+        raise TrainingError(f"_target_={target}: {top} is {files[0]}, of Python, and not {files[1]}: rename yours")
     try:
         item = getattr(import_module(module), name)
     except (AttributeError, ImportError, ValueError) as error:
         hint = "start in the folder of its package, or add that folder to PYTHONPATH"
-        if is_ours(target):
-            hint = "your own folder is not searched if it has the name of a package of this project or of torch"
+        if (found := getattr(sys.modules.get(module), "__file__", None)) is not None:
+            hint = f"{module} is {found}"
         raise TrainingError(f"_target_={target} names nothing: {error}; {hint}") from error
+    if not is_ours(target):
+        next(theirs(module), None)  # an error if their folder has a file of the name of one of this project's
     if not inspect.isclass(item) and not inspect.isfunction(item):
         raise TrainingError(f"_target_={target} is neither a class nor a function")
     package = getattr(item, "requires", None)  # the optional package that a class needs
@@ -381,5 +405,7 @@ def why_foreign(target: Any) -> str | None:
 
 
 def is_ours(name: str, packages: Sequence[str] = PACKAGES) -> bool:
-    """Return whether a dotted name is in one of the packages."""
-    return name.startswith(tuple(f"{package}." for package in packages))
+    """Return whether a dotted name is in one of the packages, and not in a file of the user that has joined one."""
+    return name.startswith(tuple(f"{package}." for package in packages)) and (
+        name.startswith("torch.") or is_here(name)
+    )

@@ -18,3 +18,5 @@ conf/data/NAME.yaml describes the options of a data set, with their defaults.
 
 Of replicas this package only knows (dp_rank, dp_size), and of this project it only imports common.
 """
+
+import common  # noqa: F401  it joins the user's modules with this package

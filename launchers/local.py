@@ -45,7 +45,9 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     # Signals may be sent to all processes of a terminal or a job. A worker unblocks them when it can handle them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SIGNALS})
     try:
-        with changed_environment({"PYTHONPATH": os.pathsep.join(sys.path)}), _without_main():
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        # SAFEPATH: the working directory, which may have a package "training" too, does not come before the others.
+        with changed_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}), _without_main():
             multiprocessing.set_forkserver_preload([*preload, *_PRELOAD])
             forkserver.ensure_running()
     except OSError as error:

@@ -13,3 +13,5 @@ generate.py                         a text continued token by token
 huggingface.py, config_json.py      names, shapes and sizes in Hugging Face's files
 resolvers.py                        what a model computes from its configuration
 """
+
+import common  # noqa: F401  it joins the user's modules with this package

@@ -29,3 +29,5 @@ These modules use parts of torch that are private or undocumented and may change
     devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; the file of
                                   torch._dynamo.config
 """
+
+import common  # noqa: F401  it joins the user's modules with this package

@@ -1,7 +1,7 @@
 """The registry of strategies and of their properties, for the plan, the planner, verification and the tests.
 
 A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an entry in ``STRATEGIES``, and
-``conf/parallel/NAME.yaml``. Two rules hold for each:
+``conf/parallel/NAME.yaml``; one of the user has ``parallel.strategy`` in place of the entry. Two rules hold for each:
 
 * After each step it has the weights that ``single`` has. Checkpoints, ``mode=verify`` and ``parallel=auto`` rely on it.
   ``parallel=auto`` may choose any strategy of the registry, at the costs of its entry's properties (planner/).
@@ -73,12 +73,15 @@ STRATEGIES = {
 }
 
 
+OWN: dict[str, StrategyInfo] = {}  # of the user, by parallel.strategy
+
+
 def strategy_info(name: str) -> StrategyInfo:
     """Look up a strategy by its name. Raises PlanError if there is none."""
-    if name not in STRATEGIES:
+    if (info := STRATEGIES.get(name, OWN.get(name))) is None:
         known = ", ".join(STRATEGIES)
         raise PlanError(f"parallel={name} is not registered in parallel/strategies.py, which has {known}")
-    return STRATEGIES[name]
+    return info
 
 
 def names_where(**properties: bool | str) -> list[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from commandline import ROOT
 
-from common.errors import TrainingError
-from conf.instantiate import resolve
+from common.errors import UserError
+from conf.instantiate import resolve, why_foreign
 
 
 def said_in(folder, *command, **more):
@@ -88,19 +88,64 @@ def test_pip_is_told_in_a_sentence_that_this_is_no_package(how, tmp_path):
     assert code != 0 and "not a package: pip install -r requirements.txt" in said
 
 
-@pytest.mark.parametrize("begin", [["-c", "import training.command.api"], ["-m", "benchmarks", "pipelining", "--help"]])
-def test_a_folder_that_hides_a_package_of_this_project_is_named(begin, tmp_path):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").touch()
-    last = said_in(tmp_path, *begin, PYTHONPATH=str(ROOT))[1].strip().splitlines()[-1]
-    assert f"the package 'models' of {ROOT} is hidden by {tmp_path}/models" in last and "sys.path.insert" in last
+THEIRS = {  # the files of a folder with names of this project's packages
+    "models/__init__.py": "WIDTH = 3\nfrom .mynet import Net\n",
+    "models/mynet.py": "from torch import nn\nfrom models import WIDTH\nfrom models.losses import Sums\n"
+    "from common import helper\nclass Net(nn.Linear):\n    def __init__(self): super().__init__(WIDTH, helper(2))\n",
+    "data/mine.py": "from data.dataset import DataSet\nclass Mine(DataSet): pass\n",
+    "common.py": "from pathlib import Path\nHOME = Path(__file__).parent\ndef helper(n): return n\n",
+    "training/callbacks/mine.py": "from training.callbacks import Callback\nclass Mine(Callback): pass\n",
+    "parallel/__init__.py": "",
+    "conf.py": "WIDTH = 4\n",
+}
+CHECK = """
+from common import HOME, helper
+from common.errors import UserError
+import conf, data.mine, models, models.mynet, parallel.plan, training.callbacks.mine
+assert conf.WIDTH == 4 and conf.options("optim") and HOME.name == "theirs"
+assert models.Net is models.mynet.Net and models.Net().weight.shape == (2, 3)
+"""
+ORDERS = {  # how a program of that folder begins
+    "this project's folder first on the path": "import sys; sys.path.insert(0, ROOT); import training",
+    "their modules first": "from common import helper; import conf; from training import train",
+}
 
 
-def test_a_target_in_a_folder_that_a_package_of_this_project_hides_is_an_error_that_says_so(tmp_path, monkeypatch):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "mine.py").touch()
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    with pytest.raises(
-        TrainingError, match="models.mine.*your own folder is not searched if it has the name of a package"
-    ):
-        resolve("models.mine.Net")
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in THEIRS.items():
+        file = tmp_path / "theirs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path / "theirs"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_packages_of_the_user_with_the_names_of_this_projects_are_joined_with_them(order, folder):
+    if order != "their modules first":
+        (folder / "training" / "__init__.py").touch()
+    (folder / "program.py").write_text(f"ROOT = {str(ROOT)!r}\n{ORDERS[order]}\n{CHECK}")
+    code, said = said_in(folder.parent, str(folder / "program.py"), PYTHONPATH=str(ROOT))
+    assert code == 0, said
+
+
+def test_two_files_of_one_name_are_an_error_that_names_both(folder, monkeypatch):
+    (folder / "mine.py").write_text("class Net: pass\n")
+    (folder / "sched.py").write_text("class InvSq: pass\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    with pytest.raises(UserError, match=f"sched is .*sched.py, of Python, and not {folder}/sched.py: rename yours"):
+        resolve("sched.InvSq")
+    (folder / "models" / "losses.py").touch()  # what imports it would get this project's
+    for target in ("mine.Net", "models.mynet.Net"):
+        with pytest.raises(UserError, match=f"models.losses: {ROOT}/models/losses.py and {folder}/models/losses.py"):
+            resolve(target)
+    (folder / "program.py").write_text("import common\nfrom training import train")
+    code, said = said_in(folder, "program.py", PYTHONPATH=str(ROOT))
+    assert code == 1 and f"two files have models.losses: {ROOT}/models/losses.py and {folder}/models/losses.py" in said
+
+
+def test_a_checkpoint_may_not_name_the_users_modules_in_a_package_of_this_project(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    assert [why_foreign(f"models.{name}") for name in ("mynet.Net", "Net", "toy.toy")] == [
+        "it is of another package", "it is of another package", None,
+    ]  # fmt: skip

@@ -9,29 +9,15 @@ callbacks/, optimizer/, export/       the user's code in a run; optimizer and sc
 checkpoint/, reporting/               the files that a run writes
 """
 
-from importlib.util import find_spec
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-
-def _check_packages() -> None:
-    """Check that the program's path does not hide this project's packages by others, such as another ``models``.
-
-    Raises:
-        ImportError: A package is hidden; the message names the folder.
-    """
-    root = Path(__file__).resolve().parents[1]
-    for name in ("common", "conf", "data", "launchers", "models", "parallel", "planner"):
-        spec = find_spec(name)
-        found = [] if spec is None else spec.submodule_search_locations or [spec.origin]
-        places = [place for place in found if place is not None]
-        if root / name not in [Path(place).resolve() for place in places]:
-            raise ImportError(
-                f"the package {name!r} of {root} is hidden by {places[0] if places else 'nothing'}, which comes before "
-                f"it on sys.path: rename that, or begin the program with import sys; sys.path.insert(0, {str(root)!r})"
-            )
-
-
-_check_packages()
+if "common.namesakes" not in sys.modules:  # loaded by its path, because ``common`` may be a module of the user
+    _spec = spec_from_file_location("common.namesakes", Path(__file__).resolve().parents[1] / "common/namesakes.py")
+    assert _spec is not None and _spec.loader is not None
+    sys.modules[_spec.name] = module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_spec.name])
 
 from training.command.api import Result, load_config, train, verify  # noqa: E402
 

@@ -182,7 +182,7 @@ def _script(command: Sequence[str], setup: Sequence[str], env: Mapping[str, str]
     """
     lines = [
         *setup,
-        f"export PYTHONPATH={shlex.quote(str(_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
         *(f"export {shlex.quote(f'{key}={value}')}" for key, value in env.items()),
         f"run=({shlex.join(command)})",
         *([f"srun_options=({shlex.join(srun)})"] if srun else []),

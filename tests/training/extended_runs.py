@@ -20,7 +20,7 @@ if __name__ == "__main__":  # the process that forks the ranks imports what they
 from composed import config, losses, run_on_rank
 from ranks import Ranks
 
-from conf.instantiate import to_dict
+from conf.instantiate import to_dict, use_code_of
 from train import main as train
 from training.run.prepare import prepare
 
@@ -31,6 +31,7 @@ def main() -> None:
     pool, results, said = Ranks(), {}, {}
     for name, overrides in runs.items():
         cfg = config(*overrides)
+        use_code_of(cfg)
         (folder / name).mkdir()
         args = to_dict(cfg), str(folder / name), str(folder / f"{name}.meeting")
         pool.run(prepare(cfg).plan.processes, run_on_rank, *args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
+from common.namesakes import check_folder
 from conf.composition import Composed, compose
 from conf.instantiate import check_role
 from conf.messages import explain
@@ -193,6 +196,7 @@ def _run_words(
     act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Any, data: DataSet | tuple | None
 ) -> Any:
     """Compose the words of a call of ``train`` and return ``act(composed, world)``."""
+    check_folder(os.path.dirname(os.path.abspath(getattr(sys.modules["__main__"], "__file__", "notebook"))))
     _check_words(overrides)
     if _SWEEPS & set(overrides):
         raise TrainingError("train() is one run, not a sweep (-m): call it once for each value")

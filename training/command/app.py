@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import TrainingError, exit_is_failure
 from conf.composition import Composed, compose_and_run
-from conf.instantiate import add_to_path
+from conf.instantiate import use_code_of
 from conf.words import quote_values
 from launchers import World
 from training.checkpoint.configuration import saved_config
@@ -111,7 +111,7 @@ def execute(composed: Composed, world: World | None, isolated: bool = False) -> 
 def plain(composed: Composed) -> Any:
     """Return the configuration as plain data, with how it was composed, and make the user's code importable."""
     cfg = composed.plain()
-    add_to_path(cfg.import_from or ())
+    use_code_of(cfg)
     if cfg.cluster is not None:
         from training.studies.planning.paper import check_cluster
 

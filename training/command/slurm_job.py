@@ -20,7 +20,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.machine import spin_briefly, unfailing_output
-from conf.instantiate import add_to_path, environment, to_config, to_dict
+from conf.instantiate import environment, to_config, to_dict, use_code_of
 from launchers import World
 from launchers.slurm.follow import wait
 from launchers.slurm.submit import Job, check_options, submit, write_private
@@ -127,7 +127,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
         after_restart(cfg, run_dir)
     try:
         with rendezvous(world, cfg.parallel.timeout_s) as (store, peers):
-            add_to_path(cfg.import_from or ())
+            use_code_of(cfg)
             if world.rank > 0:  # rank 0 has measured for all
                 cfg.parallel.balance, setup = hear(world, _BALANCE, cfg.parallel.timeout_s), None
             else:

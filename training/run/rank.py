@@ -18,7 +18,7 @@ from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_me
 from common.files import jsonable
 from common.machine import collect_as_usual, styled, usable_cores
 from conf import COMMAND, TRAINED
-from conf.instantiate import add_to_path, build, environment, to_dict
+from conf.instantiate import build, environment, to_dict, use_code_of
 from conf.masking import mask_secrets
 from conf.words import hydra_word
 from launchers import World
@@ -80,7 +80,7 @@ def run(
     """
     world, run_dir = world or World.alone(), Path(run_dir)
     os.environ.update(environment(cfg))
-    add_to_path(cfg.import_from or ())
+    use_code_of(cfg)
     share_cores(world.local_size, cfg.parallel.threads)
     set_arithmetic(cfg.train)
     setup = setup or build_setup(cfg, world.size, world.nodes)

@@ -40,11 +40,9 @@ MISTAKES = {  # in what was added
 
 
 def files_of_the_pages():
-    """(path, code, whether it is a line of an existing file), as the pages have them."""
+    """(path, code), as the pages have them."""
     text = "\n".join((ROOT / "docs" / name).read_text() for name in ("own_model.md", "extending.md"))
-    titled = r"^`([\w/.]+)`(, a line at the end of `STRATEGIES`)?:\n\n```\w+\n(.*?)```"
-    blocks = re.findall(titled, text, flags=re.S | re.M)
-    return [(path, code, bool(line)) for path, line, code in blocks]
+    return re.findall(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)```", text, flags=re.S | re.M)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +54,8 @@ def house(tmp_path_factory):
     for file in FILES:
         (house / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, house / file)
-    for path, code, is_line in files_of_the_pages():
-        if is_line:
-            text = (house / path).read_text()
-            code = text.replace("\n}\n", f"\n{code}}}\n", 1)
-        elif (house / path).exists():
+    for path, code in files_of_the_pages():
+        if (house / path).exists():
             assert (house / path).read_text() == code, f"{path} exists already"
         (house / path).write_text(code)
     return house

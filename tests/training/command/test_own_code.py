@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from common.errors import TrainingError, UserError
 from conf.instantiate import literal
 from conf.received import check_received, compose_own
-from training import train
+from training import train, verify
 from training.run.evaluate import record_of
 from training.run.prepare import prepare
 
@@ -63,19 +63,39 @@ def broken() -> Chain:
 '''
 
 
+STRATEGY = """
+from parallel.strategy import LocalStrategy
+
+class Doubled(LocalStrategy):
+    def train_step(self, *args, **kwargs):
+        print("a step of mine", flush=True)
+        return super().train_step(*args, **kwargs)
+"""
+OPTION = """
+defaults: [/schema/parallel@_here_, _self_]
+name: doubled
+dp: null
+strategy: {_target_: parallel.mine.Doubled, replicas: true}
+"""
+
+
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """``mine/conf`` and, beside it, ``mine/my_models.py``."""
     folder = tmp_path / "mine"
     (folder / "conf" / "model").mkdir(parents=True)
-    (folder / "conf" / "optim").mkdir()
+    for name in ("conf/optim", "conf/parallel", "parallel"):
+        (folder / name).mkdir()
+    (folder / "parallel" / "mine.py").write_text(STRATEGY)
+    (folder / "conf" / "parallel" / "doubled.yaml").write_text(OPTION)
     (folder / "my_models.py").write_text(MODULE)
     for name, keys in {"deep": "width: 8\nstart: 1.0\n", "broken": ""}.items():
         (folder / "conf" / "model" / f"{name}.yaml").write_text(f"_target_: my_models.{name}\n{keys}")
     sluggish = "_target_: my_models.Sluggish\nlr: 0.1\nupdate: elementwise\n"
     (folder / "conf" / "optim" / "sluggish.yaml").write_text(sluggish)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    for name in ("my_models", "parallel.mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return [f"--config-dir={folder}/conf"]
 
 
@@ -97,6 +117,33 @@ def forget(folder):
     """As in a new process: what is in ``folder`` is imported no longer."""
     sys.path[:] = [path for path in sys.path if not path.startswith(str(folder))]
     sys.modules.pop("my_models", None)
+
+
+def test_a_strategy_of_the_folder_trains_on_workers_as_single_does(mine, tmp_path, capfd):
+    words = [*mine, "model=deep", *QUICK]
+    own = train(*words, "parallel=doubled", "parallel.dp=2", f"hydra.run.dir={tmp_path}/own")
+    assert capfd.readouterr().out.count("a step of mine") == 3
+    alone = train(*words, f"hydra.run.dir={tmp_path}/alone")
+    assert own.summary["final_loss"] == pytest.approx(alone.summary["final_loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_strategy_of_the_folder_is_verified(mine, tmp_path):
+    report = verify(*mine, "model=deep", "parallel=doubled", "verify.steps=2", f"hydra.run.dir={tmp_path}/run")
+    assert report.ok and [layout.name for layout in report.compared] == ["parallel=doubled dp=2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel=ddp", "parallel.strategy={_target_: parallel.mine.Doubled}"], "another parallel.name than ddp"),
+        (["parallel=doubled", "+parallel.strategy.nope=3"], "there is no key parallel.strategy.nope"),
+        (["parallel=doubled", "parallel.strategy._target_=torch.nn.Linear"], "torch.nn.Linear is not a strategy"),
+    ],
+)
+def test_a_strategy_of_the_folder_that_is_none_is_named(words, said, mine, tmp_path):
+    with pytest.raises(UserError, match=said):
+        train(*mine, *words, "model=deep", *QUICK, f"hydra.run.dir={tmp_path}/run")
 
 
 def test_options_may_stand_anywhere_on_the_command_line(mine, tmp_path, capsys):

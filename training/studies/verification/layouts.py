@@ -134,6 +134,7 @@ def typed_name(layout: Layout, precision: str | None = None) -> str:
 def in_layout(cfg: Any, layout: Layout, **train: Any) -> Any:
     """Return the configuration of a short run in a layout; see ``short_run``."""
     run = short_run(cfg, **train)
+    run.parallel.strategy = cfg.parallel.strategy if layout.strategy == cfg.parallel.name else None
     layout.into(run.parallel)
     return run
 
