@@ -223,7 +223,7 @@ class HydraTask:
     """The function that Hydra calls with each composed configuration. Some launchers call it in another process."""
 
     def __init__(self, task: Callable[[Composed], Any], start: tuple, folders: Sequence[str], saved: Any) -> None:
-        self._task, self._start, self._folders, self._saved = task, start, folders, saved
+        self._task, self._start, self.folders, self._saved = task, start, folders, saved
         self.results: list[Any] = []
 
     @property
@@ -235,7 +235,7 @@ class HydraTask:
         """Call the task; in a sweep, return its result to Hydra."""
         _register_resolvers(*self._start)
         hydra_section = HydraConfig.get()
-        composed = Composed.of(named(cfg, hydra_section.runtime.choices, self._folders), hydra_section, self._saved)
+        composed = Composed.of(named(cfg, hydra_section.runtime.choices, self.folders), hydra_section, self._saved)
         # If Hydra changes the job's current directory, typed paths are still relative to the original one.
         with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
             if composed.job is not None:
@@ -363,7 +363,8 @@ def _for_jobs(overrides: list[str]) -> list[str]:
     def for_job(override: Override, line: str) -> str:
         key, _, value = line.partition("=")
         is_plain = "." in key and value and not override.is_delete() and not override.is_sweep_override()
-        of_sweep = key.startswith(("hydra", "sweep."))  # read before and after the jobs, without their words
+        # Read before and after the jobs, without their words.
+        of_sweep = key.startswith(("hydra", "sweep.", "train.monitor"))
         is_plain = is_plain and override.value() is not None and not of_sweep
         return f"{key}=choice({value})" if is_plain else line
 

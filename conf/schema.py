@@ -31,6 +31,7 @@ Precision = _Choice("Precision", "auto fp64 fp32 bf16 bf16_residual fp16")
 Format = _Choice("Format", "safetensors torch_export onnx triton peft")
 Positions = _Choice("Positions", "all last")
 Direction = _Choice("Direction", "minimize maximize")
+Tested = _Choice("Tested", "last best")
 Order = _Choice("Order", "dp_pp pp_dp")
 CommHook = _Choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
 Schedule = _Choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleaved_zero_bubble planned")
@@ -61,7 +62,10 @@ class Train:
     eval_every: int | None = 0  # steps between evaluations; 0: only at the end; null: never
     eval_batches: int | None = None  # batches of an evaluation; null: the whole split
     checkpoint_every: int | None = 0  # steps between checkpoints; 0: only at the end; null: never
-    keep_checkpoints: int = 3  # how many of the newest checkpoints are kept
+    keep_checkpoints: int = 3  # how many of the newest checkpoints are kept, besides the best one
+    monitor: str | None = None  # the metric of an evaluation that decides checkpoints/best; null: val_loss
+    monitor_direction: Direction | None = None  # what is better; null: by the metric's name (more accuracy, less loss)
+    test: Tested = Tested.last  # the weights of the test at the end: those of the last step, or checkpoints/best
     resume: str | None = None  # resume from auto (newest checkpoint of this directory), a run directory or a checkpoint
 
 
@@ -103,7 +107,7 @@ class Verify:
 class Sweep:
     """The objective by which the jobs of a sweep (-m) are compared, and which a sweeper such as optuna gets."""
 
-    objective: str | None = None  # a number such as val_loss, val_accuracy or step_time_s; null: see docs/sweeps.md
+    objective: str | None = None  # a number such as val_accuracy or step_time_s; null: train.monitor (docs/sweeps.md)
     direction: Direction | None = None  # what is better; null: by the objective's name (more accuracy, more speed)
 
 

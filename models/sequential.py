@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError
@@ -82,6 +82,23 @@ def chain_of_module(build: Callable[[], nn.Module], loss: Any) -> Chain:
     return Chain([LayerSpec(MODULE, partial(_whole, build))], loss)
 
 
+def names_of_module(weights: dict[str, Tensor], tied: dict[str, str], layers: Sequence[str]) -> dict[str, Tensor]:
+    """Return a chain's weights as ``load_state_dict`` of the module takes them from which the chain was made.
+
+    Args:
+        weights: The weights, by the chain's names.
+        tied: {alias: canonical} names; the aliases are added.
+        layers: The chain's layers.
+    """
+    whole = {**weights, **{alias: weights[name] for alias, name in tied.items() if name in weights}}
+    return {name.removeprefix(prefix_of(layers)): tensor for name, tensor in whole.items()}
+
+
+def prefix_of(layers: Sequence[str]) -> str:
+    """Return the beginning of a chain's names that the names of the module do not have from which it was made."""
+    return f"{MODULE}." if list(layers) == [MODULE] else ""
+
+
 def _whole(build: Callable[[], nn.Module]) -> nn.Module:
     return _use_our_batchnorm(_as_sequential(build(), whole=True)).get_submodule(MODULE)
 
@@ -94,7 +111,7 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
             f"chain_of takes an nn.Module, not {given}. Write nn.Sequential(*layers), or a Chain of layers "
             "(docs/own_model.md, 'A model'). parallel=ddp and train.compile=true wrap the model by themselves"
         )
-    if _is_plain_sequential(net) and not whole:
+    if _is_plain_sequential(net) and not whole and [*net._modules] != [MODULE]:
         return net
     if loss_of(net) is not None:
         raise ModelError(

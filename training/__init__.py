@@ -1,4 +1,4 @@
-"""Training runs. A Python program uses ``train``, ``load_config`` and ``verify``.
+"""Training runs. A Python program uses ``train``, ``load``, ``load_config`` and ``verify``.
 
 Each of these packages imports only those below it:
 
@@ -19,6 +19,6 @@ if "common.namesakes" not in sys.modules:  # loaded by its path, because ``commo
     sys.modules[_spec.name] = module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules[_spec.name])
 
-from training.command.api import Result, load_config, train, verify  # noqa: E402
+from training.command.api import Result, load, load_config, train, verify  # noqa: E402
 
-__all__ = ["Result", "load_config", "train", "verify"]
+__all__ = ["Result", "load", "load_config", "train", "verify"]

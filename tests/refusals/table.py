@@ -132,7 +132,19 @@ VALUES = {
         Refusal("logger=null", "logger=none for none"),
         Refusal("logger=wandb logger.mode=onlien", "'onlien', expected one of [offline, online]"),
     ],
-    "early_stop": Refusal("callbacks=[early_stop] callbacks.early_stop.patience=0", "patience=0 must be at least 1"),
+    "early_stop": [
+        Refusal("callbacks=[early_stop] callbacks.early_stop.patience=0", "patience=0 must be at least 1"),
+        Refusal("callbacks=[early_stop] train.eval_every=null", "this run has none: train.eval_every=null"),
+        Refusal("callbacks=[early_stop] callbacks.early_stop.metric=val_los", "did you mean", "metric=val_loss?"),
+    ],
+    "train.monitor=val_acc": [
+        Refusal("model=convnet train.monitor=val_acc", "did you mean train.monitor=val_accuracy? There are: "),
+        Refusal("-m model=convnet train.monitor=val_acc seed=1,2 hydra.sweep.dir=s", "did you mean", "=val_accuracy?"),
+    ],
+    "train.test=best": [
+        Refusal("train.test=best train.checkpoint_every=null", "train.checkpoint_every=0"),
+        Refusal("train.test=best train.eval_every=null", "this run has none: train.eval_every=null"),
+    ],
     "callback": Refusal("callbacks=[{_target_:models.losses.SquaredError}]", "is not a callback", "on_step"),
 }  # fmt: skip
 

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from common.errors import TrainingError
 from training.callbacks import Callback, TrainingRun
+from training.reporting.monitor import Monitor
+
+_KEYS = ("callbacks.early_stop.metric", "callbacks.early_stop.direction")
 
 
 class EarlyStop(Callback):
@@ -15,48 +18,53 @@ class EarlyStop(Callback):
 
     def __init__(
         self,
-        metric: str = "val_loss",
+        metric: str | None = None,
         patience: int = 3,
         min_delta: float = 0.0,
-        direction: Literal["minimize", "maximize"] = "minimize",
+        direction: Literal["minimize", "maximize"] | None = None,
     ) -> None:
         """Check the numbers.
 
         Args:
-            metric: A number of every evaluation, such as val_loss or val_accuracy.
+            metric: A number of every evaluation, such as val_accuracy; None for ``train.monitor``.
             patience: Evaluations without a better result after which to stop.
             min_delta: By how much a result must be better to count.
-            direction: Whether less or more is better.
+            direction: Whether less or more is better; None: by the metric's name.
 
         Raises:
             TrainingError: A number is out of range.
         """
         if patience < 1 or min_delta < 0:
             raise TrainingError(f"early_stop: patience={patience} must be at least 1, min_delta={min_delta} 0 or more")
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.sign = 1 if direction == "minimize" else -1
+        self.metric, self.patience, self.min_delta, self.direction = metric, patience, min_delta, direction
         self.best, self.since = math.inf, 0
+        self._compared: tuple[str, int] | None = None  # the metric and its sign, once known
+
+    def monitor(self, train: Any) -> Monitor:
+        """Return what is compared in a run with this section ``train``. Raises TrainingError."""
+        return Monitor.of(train, self.metric, self.direction, _KEYS)
 
     def on_evaluation(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
         """Compare with the best so far. Every rank has the same numbers, so all stop together."""
-        if self.metric not in record:
-            have = ", ".join(name for name in record if name != "step")
-            raise TrainingError(f"early_stop: {self.metric} is not in the evaluation, which has {have}")
-        value = self.sign * record[self.metric]
+        monitor = self.monitor(run.cfg.train)
+        name, sign = compared = monitor.name, monitor.sign
+        if self._compared not in (None, compared):  # the best result of another metric says nothing about this one
+            self.best, self.since = math.inf, 0
+        self._compared, value = compared, sign * record[name]
         if value < self.best - self.min_delta:
             self.best, self.since = value, 0
             return
         self.since += 1
         if self.since >= self.patience:
-            run.stop(f"{self.metric} has not been better than {self.sign * self.best:.4g} for {self.since} evaluations")
+            run.stop(f"{name} has not been better than {sign * self.best:.4g} for {self.since} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best result so far, the number of evaluations since, and what was compared."""
         best = self.best if math.isfinite(self.best) else None
-        return {"best": best, "since": self.since, "metric": self.metric, "sign": self.sign}
+        metric, sign = self._compared or (None, None)
+        return {"best": best, "since": self.since, "metric": metric, "sign": sign}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Callback``. The best result of another metric or direction says nothing about this one."""
-        if (state.get("metric", self.metric), state.get("sign", self.sign)) != (self.metric, self.sign):
-            return
+        """See ``Callback``."""
+        self._compared = None if state.get("metric") is None else (state["metric"], state["sign"])
         self.best, self.since = math.inf if state["best"] is None else state["best"], state["since"]

@@ -67,9 +67,10 @@ class Checkpoint:
         step: The step after which it was saved.
         optimizer: The optimizer's class, by its full name.
         layout: The run's plan: parallel, dp, pp, chunks, precision, stages …
+        tied: {alias: canonical} names of tied parameters.
         loss_scale: For float16: scale and good_steps after that step.
         progress: The state that the training loop needs to continue.
-        best_step: The step of the lowest validation loss so far; None before the first evaluation.
+        best_step: The step of the best evaluation so far; None before the first evaluation.
         config: The part of the run's configuration that a checkpoint keeps; None in older checkpoints.
         files: Size in bytes and sha256 of each file, by its name.
     """
@@ -91,6 +92,7 @@ class Checkpoint:
             self.step, self.optimizer = operator.index(manifest["step"]), manifest["optimizer"]
             self.layout, self.loss_scale = _layout(manifest["layout"]), manifest["loss_scale"]
             self.progress, self.config = manifest.get("progress", {}), manifest.get("config")
+            self.tied = dict(manifest.get("tied", {}))
             best = self.progress.get("best_step")
             self.best_step = None if best is None else operator.index(best)
             described = manifest["files"].items()

@@ -21,6 +21,7 @@ from common.errors import TrainingError
 from common.files import download_hint, find_weights, folder_of, parse_json
 from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, has_gpt2_tokens, parse_extra_tokens
 from models.chain import Chain
+from models.sequential import prefix_of
 from parallel.pieces import Box, Boxes, fill
 from parallel.strategy import Strategy
 from training.checkpoint.files import sha256
@@ -196,6 +197,7 @@ class Weights(dict):
         files = _files(find_weights(model.init_from))
         stored = {name: partial(StoredTensor, path, name) for path in files for name in _open(path).keys()}
         self._format = form = chain.hugging_face
+        self._prefix = prefix_of(chain.names)
         self._opened = stored if form is None else form.read(stored)
         self.added: tuple[str, ...] = ()
         if form is not None and "extra_tokens" in model and has_gpt2_tokens(files[0].parent):
@@ -243,7 +245,7 @@ class Weights(dict):
 
     def _key(self, name: str) -> str:
         if self._format is None:
-            return name
+            return name if name in self._opened else name.removeprefix(self._prefix)
         theirs = self._format.their_name(name)
         return theirs if theirs in self._opened else theirs.removeprefix(self._format.optional)
 

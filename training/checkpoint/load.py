@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.errors import CheckpointError
 from models.chain import Chain
+from models.sequential import names_of_module
 from parallel.mesh import Mesh
 from parallel.pieces import Box, Boxes
 from parallel.strategy import Strategy
@@ -95,9 +96,11 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a checkpoint's whole parameters and buffers. A tied parameter is returned once, under its canonical name."""
-    tensors = CheckpointTensors(Checkpoint.find(path, verify=True))
-    return {name: tensors[name][...] for name in tensors if "/" not in name}
+    """Read a checkpoint's whole parameters and buffers under the names of the module that was given, tied ones too."""
+    checkpoint = Checkpoint.find(path, verify=True)
+    tensors = CheckpointTensors(checkpoint)
+    weights = {name: tensors[name][...] for name in tensors if "/" not in name}
+    return names_of_module(weights, checkpoint.tied, [name for stage in checkpoint.layout["stages"] for name in stage])
 
 
 class CheckpointTensors(dict):

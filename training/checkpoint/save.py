@@ -7,7 +7,7 @@ A save goes through these phases. A run that is killed in any of them leaves the
     describe          one writer of each complete file computes its size and sha256
     write_manifest    rank 0 writes manifest.json, with step, layout, size and sha256 of each file
     publish           the draft is renamed to its final name
-    update_link       ``latest`` is updated, and ``best`` if this is the best checkpoint
+    update_link       ``latest`` is updated, and ``best``; a best one of another directory is copied
     remove_old        older checkpoints are removed
 
 The saving threads of all ranks have a separate process group. They exchange results and errors on it after the files
@@ -115,6 +115,7 @@ class Checkpointer:
         self._pending: _Save | None = None
         self._newest: int | None = 0  # the step whose weights need no saving: saved, being saved, or the initial ones
         self._saved: int | None = None  # the step of the newest checkpoint in this folder
+        self.origin = self.folder  # where the checkpoints of the resumed run are
 
     def after_step(
         self, step: int, counted: int, progress: Callable[[], dict], last: bool = False, best: bool = False
@@ -213,7 +214,13 @@ class Checkpointer:
         self._newest = checkpoint.step
         if own:
             self._saved = checkpoint.step
+        else:
+            self.origin = checkpoint.folder.parent
         return own
+
+    def has(self, step: int) -> bool:
+        """Return whether rank 0 finds the checkpoint of a step, in this run's directory or in the resumed run's."""
+        return self.gather((self.origin / step_name(step) / MANIFEST).exists())[0]
 
     def close(self) -> None:
         """Wait some seconds for a pending save, on a rank that leaves early. This does not wait for other ranks."""
@@ -344,9 +351,23 @@ class _Save(threading.Thread):
         publish(self.draft, final)
         update_link(folder, LATEST, final.name)
         best = self._manifest["progress"].get("best_step")
-        if best == self.step:
-            update_link(folder, BEST, final.name)
+        if best is None and (folder / BEST).is_symlink():
+            (folder / BEST).unlink()  # it was the best by other numbers
+        elif best == self.step or (best is not None and self._brought(folder, step_name(best))):
+            update_link(folder, BEST, step_name(best))
         remove_old(folder, self._checkpoints.keep, best)
+
+    def _brought(self, folder: Path, best: str) -> bool:
+        """Copy the best checkpoint from the directory of the resumed run, unless it is here; return whether it was."""
+        source, draft = self._checkpoints.origin / best, folder / f".{best}.tmp"
+        if (folder / best).exists():
+            return False
+        try:
+            shutil.copytree(source, draft)
+            publish(draft, folder / best)
+        except OSError as error:
+            self._checkpoints.warn(f"the best checkpoint, {source}, could not be copied: {error}; {free_space(folder)}")
+        return (folder / best).exists()
 
 
 def is_due(every: int | None, step: int, last: bool) -> bool:

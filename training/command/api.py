@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,33 +42,41 @@ class Result:
     Attributes:
         run_dir: The run directory.
         summary: The content of summary.json; empty for a mode that does not write it, such as plan.
-        tied: {alias: canonical} names of tied parameters of the model that was given.
-        prefix: The beginning of the names in files that the names of the model given do not have.
+        evaluated: The checkpoint that mode=eval has evaluated; otherwise None.
     """
 
     run_dir: Path
     summary: dict[str, Any]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = ""
+    evaluated: Path | None = None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl."""
         return read_records(self.run_dir / METRICS)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Read the trained weights by the names of the whole model, for ``load_state_dict`` of the model given.
+    def state_dict(self, which: str = "last") -> dict[str, Tensor]:
+        """Read the "last" or the "best" weights of the run; see ``load``. Of mode=eval, "last" are those evaluated."""
+        return load(self.evaluated if self.evaluated and which == "last" else self.run_dir, which)
 
-        With ``model.lora.rank`` these are the matrices of the adapters.
 
-        Raises:
-            CheckpointError: There is no checkpoint, or it is damaged.
-        """
-        from training.checkpoint.load import read_weights
+def load(run: str | Path, which: str = "last") -> dict[str, Tensor]:
+    """Read the weights of a run by the names of the whole model, for ``load_state_dict`` of the model given.
 
-        weights = read_weights(self.run_dir)
-        weights |= {alias: weights[name] for alias, name in self.tied.items() if name in weights}
-        return {name.removeprefix(self.prefix): tensor for name, tensor in weights.items()}
+    With ``model.lora.rank`` these are the matrices of the adapters.
+
+    Args:
+        run: The run directory, or a checkpoint in it.
+        which: "last", or "best" by ``train.monitor``.
+
+    Raises:
+        TrainingError: ``which`` is something else.
+        CheckpointError: There is no checkpoint, or it is damaged.
+    """
+    from training.checkpoint.load import read_weights
+
+    if which not in ("last", "best"):
+        raise TrainingError(f'a run keeps its "last" and its "best" weights, not {which!r}')
+    return read_weights(Path(run) / "checkpoints" / "best" if which == "best" else Path(run))
 
 
 def load_config(*overrides: str) -> Any:
@@ -124,13 +132,9 @@ def train(
 
     def act(composed: Composed, world: World | None) -> Result:
         execute(composed, world)
-        run_dir = composed.run_dir
-        summary = read_object(run_dir / SUMMARY)
-        if chain is None:
-            return Result(run_dir, summary)
-        from models.sequential import MODULE
-
-        return Result(run_dir, summary, chain.tied, f"{MODULE}." if chain.names == [MODULE] else "")
+        cfg, run_dir = composed.plain(), composed.run_dir
+        evaluated = Path(cfg.checkpoint) if cfg.mode == "eval" else None
+        return Result(run_dir, read_object(run_dir / SUMMARY), evaluated)
 
     return _run_words(act, overrides, config, chain, data)
 

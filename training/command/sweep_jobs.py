@@ -24,8 +24,8 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import Composed, check_keys
-from conf.instantiate import to_config, to_dict
+from conf.composition import Composed, check_keys, named
+from conf.instantiate import add_to_path, to_config, to_dict
 from conf.masking import mask_files, mask_secrets
 from conf.words import expand_lists, hydra_word
 from launchers import Interrupted, World
@@ -88,8 +88,18 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
     overrides = OverridesParser.create(config_loader=loader).parse_overrides([*sweeper._parse_config(), *arguments])
     jobs = [expand_lists(job) for job in sweeper.split_arguments(overrides, None)[0]]
     sweep_dir = Path(config.hydra.sweep.dir)
-    brought = sweeper.task_function.brought
-    entries = compose_all(lambda job: check_keys(loader.load_sweep_config(config, job)), jobs, sweep_dir, brought)
+    task, problems = sweeper.task_function, {}
+
+    def compose(job: list[str]) -> Any:
+        cfg = check_keys(loader.load_sweep_config(config, job))
+        of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
+        if of not in problems:
+            problems[of] = None if task.brought else _problem_of(cfg, task.folders)
+        if problems[of] is not None:
+            raise HydraException(problems[of])
+        return cfg
+
+    entries = compose_all(compose, jobs, sweep_dir, task.brought)
     todo = open_folders(entries, sweep_dir)
     OmegaConf.save(config, sweep_dir / "multirun.yaml")
     mask_files([sweep_dir / "multirun.yaml"])  # at once: there may be no job left that does
@@ -108,6 +118,26 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
             sweeper.hydra_context.callbacks.on_multirun_end(config=config, config_name=None)
         raise
     return results
+
+
+def _problem_of(cfg: Any, folders: Sequence[str]) -> str | None:
+    """Return what is wrong with the metrics that a job names, which is then known before the first job starts."""
+    if all(one is None for one in (cfg.train.monitor, cfg.sweep.objective, cfg.callbacks)):
+        return None
+    from training.run.checks.model import check_names
+    from training.run.prepare import model_and_data
+
+    own = OmegaConf.masked_copy(cfg, [*cfg.keys() - {"hydra"}])
+    run = to_config(to_dict(named(own, cfg.hydra.runtime.choices, folders)))
+    add_to_path(run.import_from or ())
+    try:
+        chain, data = model_and_data(run)
+    except UserError:
+        return None  # the job says so
+    try:
+        return check_names(run, chain, data)
+    except UserError as error:
+        return str(error)
 
 
 def _mask(record: logging.LogRecord) -> bool:

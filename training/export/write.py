@@ -15,6 +15,7 @@ from common.errors import CheckpointError, TrainingError
 from common.files import atomic_folder, explain, folder_of, template
 from data.dataset import DataSet
 from models.lora import merge
+from models.sequential import names_of_module
 from parallel.strategy import Strategy
 from training.export.served import (
     LABELS,
@@ -97,7 +98,8 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
     A model with a Hugging Face counterpart (``Chain.hugging_face``) is written under the counterpart's names, with
     config.json, generation_config.json and the tokenizer, so that ``from_pretrained(folder)`` gives the same logits.
     The tokens that begin and end a text are kept from ``published``, the folder from which training began. Other models
-    are written as a plain state dict under this project's names (those of ResNet-50 are torchvision's).
+    are written as a plain state dict: that of the given module, or under this project's names (those of ResNet-50 are
+    torchvision's).
     """
     chain, state = strategy.chain, strategy.state_dict()
     texts = tokenizer(data, chain)
@@ -112,6 +114,8 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
         ends = {key: known[key] for key in _ENDS if key in known} or dict.fromkeys(_ENDS[:2], end)
         texts[_CONFIG] = json.dumps({**config, **ends}, indent=1)
         texts[_GENERATION] = theirs.get(_GENERATION, json.dumps(ends, indent=1))
+    else:
+        state = {k: v.clone() for k, v in names_of_module(state, chain.tied, chain.names).items()}
     # transformers refuses a file without this metadata
     save_file({k: v.contiguous() for k, v in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     write_texts(folder, texts)

@@ -166,10 +166,14 @@ def describe_results(
         first, final = (number("loss", summary[key]) for key in ("first_loss", "final_loss"))
         skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
         lines.append(f"trained {summary['steps']} steps{skipped}: loss {first} -> {final}")
-    for key, words in _RESULTS.items():
+    name = summary.get("monitor", "val_loss")
+    known = {f"best_{name}": ("best", "best_step"), "test_loss": (summary.get("tested_weights"), "tested_step")}
+    weights = {key: f"{of} weights, step {summary[step]}" for key, (of, step) in known.items() if summary.get(step)}
+    for key, words in {f"best_{name}": f"best {name}", **_RESULTS}.items():
         if summary.get(key) is not None:
             extent = (extents or {}).get("val" if "val" in key else "test") if key.endswith("loss") else None
-            lines.append(f"{words} {number(key, summary[key])}" + (f" ({extent})" if extent else ""))
+            notes = "; ".join(filter(None, (extent, weights.get(key))))
+            lines.append(f"{words} {number(key, summary[key])}" + (f" ({notes})" if notes else ""))
     return "\n".join([*lines, *_speed(summary, idle), f"files: {run_dir}"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.errors import TrainingError
 from parallel.devices import peak_memory_bytes
 from parallel.pieces import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training.reporting.metrics import after_warmup
-
-_SUMMARISED = (
-    "val_loss", "test_loss", "final_loss", "first_loss", "step_time_s", "samples_per_s", "tokens_per_s",
-    "peak_memory_bytes", "bubble_fraction",
-)  # fmt: skip
+from training.reporting.monitor import Monitor
 
 
 @dataclass
@@ -33,7 +28,8 @@ class Outcome:
 
     Attributes:
         steps: The number of the last step.
-        best_step: The step after which ``best_val_loss`` was measured.
+        best: The best value of ``train.monitor``.
+        best_step: The step after which it was measured.
         skipped: The number of steps whose update was skipped.
         checkpoint: The newest checkpoint.
         seconds: The duration of each step of this process.
@@ -44,11 +40,16 @@ class Outcome:
     first_loss: float | None = None
     final_loss: float | None = None
     best_val_loss: float | None = None
+    best: float | None = None
     best_step: int | None = None
     skipped: int = 0
     checkpoint: Path | None = None
     seconds: array = field(default_factory=partial(array, "d"))
     terms: float = 0.0
+
+    def forget_best(self) -> None:
+        """Let the next evaluation be the best so far."""
+        self.best_val_loss = self.best = self.best_step = None
 
     @property
     def step_time_s(self) -> float | None:
@@ -98,12 +99,12 @@ def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
 
 
 def summarise(
-    setup: Any, strategy: Strategy, outcome: Outcome, test: dict[str, float], ranks: list[RankResult]
+    setup: Any, strategy: Strategy, outcome: Outcome, test: dict[str, Any], ranks: list[RankResult]
 ) -> dict[str, Any]:
     """Return the content of summary.json. ``test`` has the results on the test split, ``ranks`` those of all ranks."""
     plan, step_time, text = strategy.plan, ranks[0].step_time_s, setup.data.seq_len is not None
     samples = plan.global_batch_size / step_time if step_time else None
-    bubble = None
+    monitor, bubble = Monitor.of(setup.cfg.train), None
     if plan.pipelined:
         bubble = bubble_fraction([ranks[rank].intervals for rank in strategy.mesh.pipeline(0)])
     return {
@@ -123,8 +124,12 @@ def summarise(
         "first_loss": outcome.first_loss,
         "final_loss": outcome.final_loss,
         "skipped_steps": outcome.skipped,
+        "monitor": monitor.name,
+        "monitor_direction": monitor.direction,
+        "best_step": outcome.best_step,
+        f"best_{monitor.name}": outcome.best,
         "best_val_loss": outcome.best_val_loss,
-        **{"test_loss": None, **test},
+        **{"test_loss": None, "tested_weights": None, "tested_step": None, **test},
         "step_time_s": step_time,
         "samples_per_s": samples,
         "tokens_per_s": outcome.terms / len(outcome.seconds) / step_time if step_time and text else None,
@@ -134,20 +139,3 @@ def summarise(
         "ideal_bubble_fraction": plan.ideal_bubble,
         "stages": [{"layers": list(stage.layers), "parameters": stage.parameters} for stage in plan.stages],
     }
-
-
-def check_objective(name: str, metrics: Sequence[str], language: bool) -> None:
-    """Check ``sweep.objective`` before a run.
-
-    Args:
-        name: The objective.
-        metrics: The metrics of the model's loss.
-        language: Whether the data are text, so that the results include a perplexity.
-
-    Raises:
-        TrainingError: The run will have no such number.
-    """
-    own = [*metrics, *["perplexity"] * language]
-    known = [*_SUMMARISED, *(f"{split}_{metric}" for split in ("val", "test") for metric in own)]
-    if name not in known:
-        raise TrainingError(f"sweep.objective={name} is not a number of this run, which has {', '.join(known)}")

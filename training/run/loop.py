@@ -30,6 +30,7 @@ from training.checkpoint.load import load
 from training.checkpoint.save import Checkpointer, is_due
 from training.optimizer import Optimizer
 from training.reporting.console import numbers
+from training.reporting.monitor import LOSS, MINIMIZE, Monitor
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
 from training.run.changes import recipe
@@ -37,7 +38,8 @@ from training.run.evaluate import IGNORED_TARGETS, evaluate_split
 from training.run.first_not_finite import first_not_finite
 from training.run.setup import Setup
 
-_RESUMED = ("first_loss", "final_loss", "best_val_loss", "best_step")  # attributes of Outcome that a checkpoint keeps
+# Attributes of Outcome that a checkpoint keeps.
+_RESUMED = ("first_loss", "final_loss", "best_val_loss", "best", "best_step")
 _PROFILER_WARM_UP = 3  # steps
 _DECIDING = ("skipped", "in_a_row", "spikes_in_a_row", "seen", "mean")  # attributes of Skipping that it keeps
 _FEWEST_LOSSES = 10  # losses in the running mean before another one can be a spike
@@ -63,6 +65,7 @@ class Loop:
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
         self.recorder, self.say = recorder, recorder.say
         self.config = setup.cfg.train
+        self.monitor = Monitor.of(self.config)
         self.schedule = build("scheduler", setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
         own = recipe(setup, self.schedule) if strategy.mesh.rank == 0 else None
@@ -135,6 +138,7 @@ class Loop:
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
         called = self.callbacks.state_dict() if self._called is None else self._called
         kept = {**numbers, "recipe": self.recipe, "skipping": self.skipping.state_dict(), "callbacks": called}
+        kept["monitor"] = self.monitor
         if (reason := self.callbacks.run.stop_reason) is not None:
             kept |= {"ended_of": self.setup.total_steps, "ended_at": self.callbacks.run.step, "stop_reason": reason}
         return jsonable(kept)
@@ -153,9 +157,12 @@ class Loop:
         progress, step = checkpoint.progress, checkpoint.step
         self.outcome.checkpoint = checkpoint.folder
         try:
+            # The best step of an older checkpoint, which has no monitor, is that of the validation loss.
+            known = {"best": progress.get("best_val_loss"), "monitor": (LOSS, MINIMIZE), **progress}
             for key in _RESUMED:
-                value = progress.get(key)
+                value = known.get(key)
                 setattr(self.outcome, key, value if value is None or isinstance(value, int) else float(value))
+            same = tuple(known["monitor"]) == self.monitor
             if "skipping" in progress:
                 self.skipping.load_state_dict(progress["skipping"])
                 self.skipping.skipped += done - step
@@ -163,6 +170,11 @@ class Loop:
             called = dict(progress.get("callbacks", {}))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"progress in the manifest of {checkpoint.folder} is damaged: {error!r}") from error
+        best = self.outcome.best_step
+        if best is not None and not (same and (best == step or self.checkpoints.has(best))):
+            self.outcome.forget_best()
+            why = f"there is no checkpoint of step {best}" if same else f"step {best} was the best by other numbers"
+            self.say(f"the best weights begin anew: {why}")
         self.skipping.counted = step
         self.callbacks.load_state_dict(called)
         if ended:
@@ -248,15 +260,18 @@ class Loop:
             self.stop(step)
         if not record:
             return False
-        if record["val_loss"] < (math.inf if self.outcome.best_val_loss is None else self.outcome.best_val_loss):
-            self.outcome.best_val_loss, self.outcome.best_step = record["val_loss"], self.skipping.counted
+        outcome, loss = self.outcome, Monitor(LOSS, MINIMIZE)
+        if loss.is_better(record[LOSS], outcome.best_val_loss):
+            outcome.best_val_loss = record[LOSS]
+        if self.monitor.is_better(record[self.monitor.name], outcome.best):
+            outcome.best, outcome.best_step = record[self.monitor.name], self.skipping.counted
         self.recorder.record({"step": step, **record})
         self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
         self.callbacks.call("on_evaluation", {"step": step, **record})
         return True
 
     def _is_best(self) -> bool:
-        """Return whether these weights have the lowest validation loss so far."""
+        """Return whether these weights are the best so far by ``train.monitor``."""
         return self.outcome.best_step == self.skipping.counted > 0
 
     def _save(self, step: int, last: bool = False, best: bool = False) -> None:

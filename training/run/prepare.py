@@ -30,13 +30,14 @@ from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
 from training.run.checks.model import (
     across_nodes,
     check_compile,
+    check_evaluated,
     check_fit,
     check_kind,
     check_length,
+    check_names,
     check_optimizer_layout,
     check_parameters,
     check_proof,
-    check_rates_and_objective,
     check_saved_weights,
     check_sequence,
     reads_weights,
@@ -76,7 +77,8 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     data.prepare()
     note(0, "checking the run")
     for check in (
-        check_splits, check_fit, check_length_of_run, check_read, check_microbatch_fits, check_shapes, check_sequence,
+        check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_microbatch_fits, check_shapes,
+        check_sequence,
     ):  # fmt: skip
         check(setup)
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
@@ -89,7 +91,7 @@ def checked_model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
     for check in (check_train, environment, check_components):
         check(cfg)
     chain, data = model_and_data(cfg)
-    for check in (check_rates_and_objective, check_saved_weights, check_length, check_proof):
+    for check in (check_names, check_saved_weights, check_length, check_proof):
         check(cfg, chain, data)
     return chain, data
 

@@ -33,7 +33,7 @@ from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import busy_seconds
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.files import Checkpoint
+from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, make_newest, resume
 from training.checkpoint.save import Checkpointer, files_of
@@ -41,6 +41,7 @@ from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.loggers import Loggers, sections
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, flat, read_object
+from training.reporting.monitor import Monitor
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.run.changes import changes, follows_total
@@ -164,7 +165,8 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
                 recorder.say(numbers(results[split], setup.extents.get(split)))
         for result in filter(None, results.values()):  # only now: what was stopped before is done again
             recorder.record({"step": step, **result})
-        outcome = Outcome(steps=step, best_val_loss=results["val"].get("val_loss"))
+        found, monitor = results["val"], Monitor.of(setup.cfg.train)
+        outcome = Outcome(steps=step, best_val_loss=found.get("val_loss"), best=found.get(monitor.name))
         summary = summarise(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
         return summary
     finally:
@@ -314,14 +316,25 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
 # -- after the training ----------------------------------------------------------------------------------------------
 
 
-def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, float]:
-    """Return the results on the test split; empty if there is no test split, or if none of its targets counts."""
+def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, Any]:
+    """Return the results on the test split, and which weights they are of, the last or the best ones.
+
+    They are empty if there is no test split, or if none of its targets counts.
+    """
     if setup.cfg.train.eval_every is None:
         return {}
+    folder, best, last = loop.checkpoints.folder, loop.outcome.best_step, loop.skipping.counted
+    tested = "last" if setup.cfg.train.test == "last" or best is None else "best"
+    elsewhere = tested == "best" and best != last
     try:
-        return evaluate_split(setup, strategy, "test", loop.say)
+        if elsewhere:
+            load(folder / step_name(best), strategy)
+        record = evaluate_split(setup, strategy, "test", loop.say)
     except Stopped:
         loop.stop(loop.outcome.steps)
+    if elsewhere:
+        load(folder / step_name(last), strategy)  # for callbacks
+    return record and {**record, "tested_weights": tested, "tested_step": best if elsewhere else last}
 
 
 def _report(

@@ -21,6 +21,7 @@ def short_run(cfg: Any, **train: Any) -> Any:
     tree = to_dict(cfg)
     tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
     tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
+    tree["train"] |= {"monitor": None, "monitor_direction": None, "test": "last"}  # some runs have no evaluation
     tree["train"] |= {"resume": None, "epochs": None, "profile": 0, "trace": False, **train}
     return to_config(tree)
 

@@ -45,6 +45,8 @@ def check_train(cfg: Any) -> None:
         raise TrainingError(
             f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, such as train.spike_factor=3"
         )
+    if train.test == "best" and train.checkpoint_every is None:
+        raise TrainingError("train.test=best needs checkpoints: set train.checkpoint_every=0, or train.test=last")
     if train.deterministic and train.cudnn_benchmark:
         raise TrainingError(
             "train.cudnn_benchmark=true uses the algorithm that was fastest this time, train.deterministic=true the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from data.vocabulary import GPT2Vocabulary, has_gpt2_tokens
 from models.chain import Chain
 from parallel.devices import check_compiler
 from parallel.layout import Layout
+from training.callbacks import build as build_callbacks
+from training.callbacks.early_stop import EarlyStop
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import check_base, check_copies, check_new_words, check_start
 from training.checkpoint.load import check_fits
 from training.optimizer.checks import check_layout, check_others, check_rates
-from training.reporting.summary import check_objective
+from training.reporting.monitor import LOSS, SUMMARISED, Monitor, check_name, evaluated
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -53,11 +56,38 @@ def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
         )
 
 
-def check_rates_and_objective(cfg: Any, chain: Chain, data: DataSet) -> None:
-    """Check that optim.rates name parameters, and sweep.objective a metric. Raises TrainingError."""
+def check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
+    """Check that optim.rates name parameters, and that what weights and runs are compared by is known.
+
+    Raises:
+        TrainingError: A name is wrong, or the direction of a metric is unknown.
+    """
     check_rates(to_dict(cfg.optim).get("rates"), chain)
-    if cfg.sweep.objective is not None:
-        check_objective(cfg.sweep.objective, chain.loss.metrics, data.seq_len is not None)
+    train, numbers = cfg.train, partial(evaluated, chain.loss.metrics, data.seq_len is not None)
+    if (objective := cfg.sweep.objective) is not None:
+        check_name("sweep.objective", objective, [*numbers(("val", "test")), *SUMMARISED])
+        Monitor.of(train, objective, cfg.sweep.direction, ("sweep.objective", "sweep.direction"))
+    if cfg.mode == "train":
+        check_name("train.monitor", train.monitor or LOSS, numbers())
+        Monitor.of(train)
+        for name, stop in early_stops(cfg).items():
+            check_name(f"callbacks.{name}.metric", stop.metric or train.monitor or LOSS, numbers())
+            stop.monitor(train)
+
+
+def check_evaluated(setup: Setup) -> None:
+    """Check that a run has evaluations if its settings need them. Raises TrainingError."""
+    cfg, train, never = setup.cfg, setup.cfg.train, setup.cfg.train.eval_every is None
+    needs = [f"callbacks.{name}" for name in early_stops(cfg)]
+    needs += [f"train.{key}={train[key]}" for key in ("monitor", "test") if train[key] not in (None, "last")]
+    if cfg.mode == "train" and needs and (never or setup.data.valid is None):
+        why = "train.eval_every=null: set it to 0" if never else "its data have no validation split"
+        raise TrainingError(f"{needs[0]} compares evaluations, but this run has none: {why}, or leave {needs[0]} out")
+
+
+def early_stops(cfg: Any) -> dict[str, EarlyStop]:
+    """Return the callbacks that end a run by its evaluations, by name."""
+    return {name: one for name, one in build_callbacks(cfg.callbacks).items() if isinstance(one, EarlyStop)}
 
 
 def check_proof(cfg: Any, chain: Chain, data: DataSet) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from common.errors import TrainingError
+from conf.composition import refusing
 from conf.masking import mask_secrets
-from conf.words import config_folder
+from conf.words import config_folder, key_of
 from training.reporting.console import columns
 from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object
+from training.reporting.monitor import Monitor
 from training.reporting.page import render
 
 if TYPE_CHECKING:  # numpy: Hydra imports this module before every run
@@ -27,6 +31,25 @@ CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
 class SweepReport(Callback):
     """Hydra's callback that reports a sweep when it has ended; the exit code is 1 if a job failed."""
+
+    @refusing()
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Set the direction of a sweeper that has one, such as optuna; one that is typed must be the objective's.
+
+        Raises:
+            TrainingError: It is another, or a direction is not known.
+        """
+        sweep, section = config.sweep, config.hydra.sweeper
+        if "direction" not in section:
+            return
+        monitor = Monitor.of(config.train, sweep.objective, sweep.direction, ("sweep.objective", "sweep.direction"))
+        for word in config.hydra.overrides.hydra:
+            if key_of(word) == "hydra.sweeper.direction" and not re.fullmatch(rf".*=\[?{monitor.direction}\]?", word):
+                raise TrainingError(
+                    f"{word}, but jobs are compared by {monitor.name}, and the best one is to {monitor.direction} it: "
+                    "leave the word out, or type another sweep.direction="
+                )
+        section.direction = monitor.direction
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the report into the sweep's directory."""

@@ -18,8 +18,9 @@ from common.errors import TrainingError
 from parallel.strategies import names_where
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records
+from training.reporting.monitor import LOSS, MAXIMIZE, direction_of
 
-TIME, LOSS, TRAINING_LOSS = "step_time_s", "val_loss", "final_loss"
+TIME, TRAINING_LOSS = "step_time_s", "final_loss"
 ENOUGH_STEPS = 10  # after the warm-up: of fewer, the percentiles are the fastest and the slowest step
 
 # Keys, and sections with all their keys.
@@ -28,7 +29,6 @@ _SPEED = (
     *(f"train.{key}" for key in ("compile", "activation_checkpointing", "precision", "deterministic", "tf32")),
     "train.cudnn_benchmark", "train.profile", "train.trace",
 )  # fmt: skip
-_LARGER_IS_BETTER = re.compile(r"accuracy|_per_s$|(^|_)(f1|auc|precision|recall|top\d+)($|_)")
 _SHOWN = (TIME, LOSS, TRAINING_LOSS, "samples_per_s", "tokens_per_s", "peak_memory_bytes", "bubble_fraction")
 
 
@@ -56,7 +56,7 @@ class Objective(NamedTuple):
             found = (record[self.name] for record in records if record.get(self.name) is not None)
             value = (max if self.larger_is_better else min)(found, default=None)
         if value is None:
-            value = summary.get("best_val_loss" if self.name == LOSS else self.name)
+            value = summary.get(f"best_{self.name}", summary.get(self.name))
         if isinstance(value, list):  # one number per rank
             value = sum(value)
         return float(value) if isinstance(value, int | float) else None
@@ -68,18 +68,21 @@ def choose_objective(
     """Choose what to compare jobs by.
 
     Args:
-        name: ``sweep.objective``; None: the time per step where only settings of speed vary, else the validation loss,
-            or the training loss where nothing was validated.
-        direction: ``sweep.direction``; None: by the name, so that more accuracy and more speed are better.
+        name: ``sweep.objective``; None: the time per step where only settings of speed vary, else the jobs'
+            ``train.monitor``, or the training loss where nothing was validated.
+        direction: ``sweep.direction``; None: that of the monitor, or by the name.
         keys: The overrides that vary.
         summaries: The contents of the jobs' summary.json.
     """
+    monitors = {(one.get("monitor", LOSS), one.get("monitor_direction")) for one in summaries if one}
+    monitor, known = monitors.pop() if len(monitors) == 1 else (LOSS, None)
     if name is None:
         # Jobs are compared with those of the same model, and another seed is the same question once more.
         compared = [key for key in keys if key not in ("model", "seed")]
         validated = any(summary.get("best_val_loss") is not None for summary in summaries)
-        name = TIME if compared and all(map(is_of_speed, compared)) else LOSS if validated else TRAINING_LOSS
-    return Objective(name, bool(_LARGER_IS_BETTER.search(name)) if direction is None else direction == "maximize")
+        name = TIME if compared and all(map(is_of_speed, compared)) else monitor if validated else TRAINING_LOSS
+    direction = direction or (known if name == monitor else None) or direction_of(name)
+    return Objective(name, direction == MAXIMIZE)
 
 
 def is_of_speed(key: str) -> bool:
