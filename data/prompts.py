@@ -113,6 +113,8 @@ class RowTokens:
                 "data.messages= to that of chats"
             )
         self.template = None if template is None else _read(self.named, template, vocabulary)
+        if self.template is not None and template != "tokenizer":
+            vocabulary.template = self.template.text
         self._overlap_only = self.template is not None and self.template.check()
         text = [list(fields), [answer]] if self.answers else [list(fields)]
         self.parts = text if messages is None else [[messages]]

@@ -19,6 +19,7 @@ import numpy as np
 from common.errors import DataError
 from common.files import download_hint, folder_of, parse_json
 from common.machine import usable_cores
+from common.packages import load_transformers
 from data.documents import Document, batches
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ END_OF_TEXT = 50256
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 # The files of a tokenizer, as Hugging Face writes them beside a model.
-_TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = "special_tokens_map.json"
 # The positions at which a long text is cut before it is encoded (before a space after a word, and after a single line
 # end before a word), and tokens that would reach across such a position.
@@ -39,8 +40,13 @@ _CUT, _ACROSS = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=\S)"), re.compile(r"\S |\n
 # The characters that are encoded for each requested token, which has four on average; and the tokens that are encoded
 # in addition, because a tokenizer may change the end of a text, for example strip it, which is not the end here.
 _CHARACTERS_A_TOKEN, _TOKENS_MORE = 8, 16
-_FILES = (_TOKENIZER, _SETTINGS, _SPECIAL, _TEMPLATE, "added_tokens.json", "vocab.json", "merges.txt")
+_FILES = (TOKENIZER, SETTINGS, _SPECIAL, TEMPLATE, "added_tokens.json", "vocab.json", "merges.txt")
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
+# Texts that show which normalizer and which way to split words a tokenizer has; @ is a special token.
+_PROBES = ("", "a b", " a", "  a", "a  b", "a\n\n b", "\n", "1234 5", "It's", "cafe\u0301", "\ufb01 \u2460", "\u65e5")
+_AROUND, _MOST_SPECIAL = ("@a", "a@ b", " @  c"), 100
+# The names of special tokens, in the order in which transformers adds those that tokenizer.json lacks.
+_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # Half of a character, a lone surrogate, which JSON can contain but text cannot. Tokenizers fail on it.
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 Placed = tuple[int, tuple[int, int]]  # a token, and the characters [start, end) of a text from which it is made
@@ -74,6 +80,7 @@ class Vocabulary(ABC):
         label: The name of the tokens in a description of the data.
         chat_template: The tokenizer's Jinja text for conversations, or a list of objects with name and template; None
             if it has none.
+        template: The Jinja text in place of it, for the files of an export; None for the tokenizer's.
     """
 
     words = None
@@ -85,6 +92,7 @@ class Vocabulary(ABC):
     key: str
     label: str
     chat_template: Any = None
+    template: str | None = None
 
     def encode(
         self, folder: Path, documents: Mapping[str, Sequence[Document]]
@@ -155,6 +163,27 @@ class Vocabulary(ABC):
     def placed_tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[Placed]]:
         """Return the tokens of each text, each with its place in the text. See ``tokens``."""
 
+    def difference(self, folder: Path, reader: str = "AutoTokenizer") -> str | None:
+        """Return a text for which a class of transformers reads other tokens in a folder, with both.
+
+        None if there is none among some that tokenizers treat differently, or if transformers is not installed or does
+        not read the folder.
+        """
+        if importlib.util.find_spec("transformers") is None:
+            return None
+        try:
+            theirs = getattr(load_transformers(), reader).from_pretrained(folder, trust_remote_code=False)
+        except Exception:  # of any kind
+            return None
+        special = [*dict.fromkeys([*self.special.values(), *theirs.all_special_tokens, *theirs.get_added_vocab()])]
+        texts = [*_PROBES, *(text.replace("@", token) for token in special[:_MOST_SPECIAL] for text in _AROUND)]
+        for text, tokens in zip(texts, self.tokens(texts, rendered=True), strict=True):
+            expected = [*self.begin, *tokens]
+            found = theirs(text, truncation=False, padding=False).input_ids[: len(expected)]
+            if found != expected:
+                return f"{text!r} is {found} by transformers' {reader}, and {expected} here"
+        return None
+
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens."""
@@ -221,7 +250,7 @@ class GPT2Vocabulary(Vocabulary):
         tokenizer.add_special_tokens(["<|endoftext|>"])
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in self.extra])
         settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": positions}
-        return {_TOKENIZER: tokenizer.to_str(), _SETTINGS: json.dumps({**settings, **self.special}, indent=1)}
+        return {TOKENIZER: tokenizer.to_str(), SETTINGS: json.dumps({**settings, **self.special}, indent=1)}
 
 
 class HuggingFaceVocabulary(Vocabulary):
@@ -235,30 +264,47 @@ class HuggingFaceVocabulary(Vocabulary):
                 text.
         """
         path = folder_of(tokenizer).absolute()
-        self.path = path / _TOKENIZER if path.is_dir() else path
+        self.path = path / TOKENIZER if path.is_dir() else path
         if not self.path.is_file():
             raise DataError(
-                f"{self.path} does not exist; data.tokenizer={tokenizer} must be a folder with a {_TOKENIZER}"
+                f"{self.path} does not exist; data.tokenizer={tokenizer} must be a folder with a {TOKENIZER}"
                 + ("" if path.is_dir() else download_hint(tokenizer))
             )
-        given = (self._settings(_SPECIAL) | self._settings(_SETTINGS)).items()
-        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given}
+        given, older = self._settings(SETTINGS), self._settings(_SPECIAL)
+        given = older | given if "added_tokens_decoder" in given else given | older  # as transformers
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
         texts = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
         self.special = {name: text for name, text in texts.items() if not HALF_CHARACTER.search(text)}
         self._sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
-        read = _tokenizer(self.path, self._sha256)
+        decoder, others = given.get("added_tokens_decoder") or {}, given.get("extra_special_tokens")
+        others = others or given.get("additional_special_tokens") or ()
+        added = [decoder[number] for number in sorted(decoder, key=int)]
+        added += [given[name] for name in sorted(self.special, key=lambda name: (_NAMES + [name]).index(name))]
+        self._added = json.dumps([*added, *(others.values() if isinstance(others, dict) else others)])
+        read = self._read
         self.size = max(read.get_vocab().values()) + 1  # there may be gaps
         probe = read.encode("a")
         self.begin = probe.ids[: [*probe.special_tokens_mask, 0].index(0)]
         self.start = self.end = self._end(read)
-        self.key = f"{self._sha256} {self.end}"
+        more = read.get_vocab_size() - _tokenizer(self.path, self._sha256, "[]").get_vocab_size()
+        self.key = f"{self._sha256} {self.end}" + f" {self._added}" * (more > 0)
         self.label = f"tokens of {self.path}"
+
+    @property
+    def warning(self) -> str | None:
+        """Say that transformers reads other tokens in the tokenizer's folder; None if it does not."""
+        why = self.difference(self.path.parent) if self.path.name == TOKENIZER else None
+        return why and f"the tokens are those that {self.path} describes, but {why}"
+
+    @property
+    def _read(self) -> tokenizers.Tokenizer:
+        return _tokenizer(self.path, self._sha256, self._added)
 
     @property
     def chat_template(self) -> Any:
         """See Vocabulary."""
-        path = self.path.with_name(_TEMPLATE)
-        return path.read_text("utf-8") if path.is_file() else self._settings(_SETTINGS).get("chat_template")
+        path = self.path.with_name(TEMPLATE)
+        return path.read_text("utf-8") if path.is_file() else self._settings(SETTINGS).get("chat_template")
 
     def _settings(self, name: str) -> dict[str, Any]:
         """Return the object in a JSON file beside the tokenizer; {} if there is no such file."""
@@ -278,7 +324,7 @@ class HuggingFaceVocabulary(Vocabulary):
                 return number
         raise DataError(
             f"no file beside {self.path} names the token that ends a text; write it into "
-            f'{self.path.with_name(_SETTINGS)}, such as {{"eos_token": "</s>"}}'
+            f'{self.path.with_name(SETTINGS)}, such as {{"eos_token": "</s>"}}'
         )
 
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
@@ -291,7 +337,7 @@ class HuggingFaceVocabulary(Vocabulary):
         return [list(zip(encoding.ids, encoding.offsets, strict=True)) for encoding in encodings]
 
     def _encodings(self, texts: Sequence[str], threads: int, placed: bool = False) -> list[tokenizers.Encoding]:
-        tokenizer = _tokenizer(self.path, self._sha256)
+        tokenizer = self._read
         if threads == 1:  # does not use the library's threads, which a forked process does not have
             return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         encode = tokenizer.encode_batch if placed else tokenizer.encode_batch_fast
@@ -299,7 +345,7 @@ class HuggingFaceVocabulary(Vocabulary):
 
     @cached_property
     def _can_be_cut(self) -> bool:
-        content = json.loads(_tokenizer(self.path, self._sha256).to_str())
+        content = json.loads(self._read.to_str())
         model, added = content["model"], {token["content"] for token in content["added_tokens"]}
         if model["type"] not in ("BPE", "Unigram"):
             return False  # tokens may depend on whole words
@@ -313,23 +359,26 @@ class HuggingFaceVocabulary(Vocabulary):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
-        return _tokenizer(self.path, self._sha256).decode(list(tokens), skip_special_tokens=False)
+        return self._read.decode(list(tokens), skip_special_tokens=False)
 
     def files(self, positions: int) -> dict[str, str]:
         """Return the tokenizer's files by name, unchanged."""
-        paths = {_TOKENIZER: self.path, **{name: self.path.with_name(name) for name in _FILES[1:]}}
+        paths = {TOKENIZER: self.path, **{name: self.path.with_name(name) for name in _FILES[1:]}}
         return {name: path.read_bytes().decode() for name, path in paths.items() if path.is_file()}
 
 
 @cache
-def _tokenizer(path: Path, sha256: str) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file with this digest."""
-    from tokenizers import Tokenizer
+def _tokenizer(path: Path, sha256: str, added: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a file with this digest, with the special tokens of the JSON ``added`` that it lacks."""
+    from tokenizers import AddedToken, Tokenizer
 
     try:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises no other class
         raise DataError(f"{path} cannot be read as a tokenizer ({error}); copy it again") from None
+    for token in json.loads(added):
+        given = {"content": token, "special": True} if isinstance(token, str) else token
+        tokenizer.add_tokens([AddedToken(**{key: value for key, value in given.items() if key != "__type"})])
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -431,7 +480,7 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
 def has_gpt2_tokens(folder: Path) -> bool:
     """Return whether a folder's Hugging Face tokenizer has GPT-2's own tokens; True if no tokenizer can be read."""
     try:
-        known = parse_json((folder / _TOKENIZER).read_bytes())["model"]["vocab"]
+        known = parse_json((folder / TOKENIZER).read_bytes())["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
         return True
     return isinstance(known, dict) and _encoder().items() <= known.items()
@@ -443,7 +492,7 @@ def added_tokens(folder: Path) -> dict[str, int]:
     There are none if no tokenizer can be read.
     """
     try:
-        entries = parse_json((folder / _TOKENIZER).read_bytes())["added_tokens"]
+        entries = parse_json((folder / TOKENIZER).read_bytes())["added_tokens"]
         numbers = sorted((entry["id"], entry["content"]) for entry in entries if entry["id"] >= GPT2_VOCAB_SIZE)
     except (OSError, ValueError, KeyError, TypeError):
         return {}

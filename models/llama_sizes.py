@@ -78,9 +78,10 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     if heads is not None and "hidden_size" in config:
         head_dim = 128 if kind == "Qwen3ForCausalLM" else config["hidden_size"] // heads
         full |= {"num_key_value_heads": heads, "head_dim": head_dim}
-    full |= config | {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    # As transformers 5.24: rope_scaling, if there is any, replaces rope_parameters, with its base.
+    full |= config | (config.get("rope_scaling") or config.get("rope_parameters", {}))
     full["rope_theta"] = float(full["rope_theta"])
-    stretched = "llama3" in (full.get("rope_type"), full.get("type"))
+    stretched = full.get("rope_type", full.get("type")) == "llama3"
     full["rope_scaling"] = {key: full[key] for key in LLAMA3} if stretched else None
     full.pop("rope_parameters", None)
     full["layer_types"] = sorted({*full.get("layer_types", ())} or {"full_attention"})

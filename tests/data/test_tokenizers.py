@@ -17,6 +17,7 @@ from data import vocabulary as vocabulary_module
 from data.jsonl import Jsonl
 from data.text import Text
 from data.vocabulary import GPT2Vocabulary, HuggingFaceVocabulary
+from training.export.write import keep_tokens
 
 # With a line end at every place where a long text is cut into pieces.
 LONG = "".join(f"Natalia sold {i} clips,  and that's all.\n{'  ' * (i % 3)}It's (here);\n\n" for i in range(4000))
@@ -87,17 +88,88 @@ def test_special_tokens_in_a_text_are_recognised_as_transformers_does(tmp_path, 
     assert vocabulary.end in vocabulary.encode_texts([text])[0] and len(vocabulary.encode_texts([text])[0]) == 4
 
 
+ONLY_NAMED = {  # special tokens that tokenizer.json lacks
+    "the end": {"eos_token": "<|new|>", "pad_token": "<pad>"},
+    "a word of the vocabulary": {"eos_token": "clips"},
+    "with how it is cut out": {
+        "eos_token": "<|new|>",
+        "added_tokens_decoder": {
+            "400": {"content": "<|new|>", "special": True, "normalized": False},
+            "331": {"content": "<y>", "special": False, "rstrip": True},
+        },
+    },
+    "further ones": {"extra_special_tokens": ["<|e2|>", "<|e1|>"]},
+    "older further ones": {"additional_special_tokens": ["<|e2|>", "<|e1|>"]},
+    "with names": {"image_token": "<|e2|>", "extra_special_tokens": {"audio_token": "<|e1|>"}},
+}
+
+
+@pytest.mark.parametrize("settings", ONLY_NAMED.values(), ids=ONLY_NAMED)
+def test_special_tokens_that_only_the_settings_name_are_those_of_transformers(tmp_path, theirs, settings):
+    vocabulary, reference = HuggingFaceVocabulary(tokenizer_folder(tmp_path, **settings)), theirs(tmp_path)
+    text = "a<|new|> <pad>b<y> clips<|e1|>c<|e2|> d<|im_end|>"
+    assert vocabulary.encode_texts([text]) == [reference(text).input_ids]
+    assert vocabulary.size == len(reference) > 312 and vocabulary.end == reference.eos_token_id
+    assert vocabulary.key != HuggingFaceVocabulary(tokenizer_folder(tmp_path / "other")).key
+    assert vocabulary.warning is None
+
+
+REPLACED = {  # by transformers: the kind of model, and the class that tokenizer_config.json names
+    "qwen's way to split words": ("llama3", "qwen2", "PreTrainedTokenizerFast", "café", True),
+    "llama's way to begin a text": ("llama2", "llama", "LlamaTokenizer", " a", False),
+    "gemma's": ("llama2", "gemma2", "GemmaTokenizer", "a b", False),
+    "nothing": ("llama3", "llama", "LlamaTokenizer", None, False),
+}
+
+
+@pytest.mark.parametrize("style, kind, named, text, in_module", REPLACED.values(), ids=REPLACED)
+def test_transformers_reads_the_tokenizer_of_an_export_as_it_was_trained_with(
+    tmp_path, theirs, style, kind, named, text, in_module
+):
+    tokenizer_folder(tmp_path, style, tokenizer_class=named)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    vocabulary, before = HuggingFaceVocabulary(tmp_path), theirs(tmp_path)
+    said = keep_tokens(tmp_path, vocabulary)
+    if text is None:
+        assert said == "" and vocabulary.warning is None
+        return
+    text = text.replace("é", "e\u0301")
+    (own,) = vocabulary.encode_texts([text])
+    assert f"tokenizer_config.json names PreTrainedTokenizerFast{' in as_it_is.py' * in_module}, because" in said
+    assert before(text).input_ids != own and repr(text) in said
+    for trust in (None, True):
+        assert theirs(tmp_path, trust_remote_code=trust)(text).input_ids == own
+    assert (tmp_path / "as_it_is.py").exists() == in_module
+
+
+def test_a_folder_that_transformers_reads_otherwise_is_named_with_what_the_run_uses(tmp_path, theirs):
+    tokenizer_folder(tmp_path, "llama2", tokenizer_class="LlamaTokenizer")
+    vocabulary, read = HuggingFaceVocabulary(tmp_path), theirs(tmp_path)(" a").input_ids
+    assert vocabulary.warning == (
+        f"the tokens are those that {tmp_path}/tokenizer.json describes, but ' a' is {read} by transformers' "
+        f"AutoTokenizer, and {vocabulary.encode_texts([' a'])[0]} here"
+    )
+
+
 ENDS = {
     "a string": ({"tokenizer_config.json": {"eos_token": "!"}}, "!"),
     "an object": ({"tokenizer_config.json": {"eos_token": {"content": "!", "lstrip": False}}}, "!"),
     "in a map of its own": ({"special_tokens_map.json": {"eos_token": {"content": "!"}}}, "!"),
-    "the settings win": (
-        {"tokenizer_config.json": {"eos_token": "!"}, "special_tokens_map.json": {"eos_token": "?"}}, "!"
+    "a map beside settings": (  # as transformers reads both
+        {"tokenizer_config.json": {"eos_token": "?"}, "special_tokens_map.json": {"eos_token": "!"}}, "!"
+    ),
+    "a map beside newer settings": (
+        {
+            "tokenizer_config.json": {"eos_token": "!", "added_tokens_decoder": {}},
+            "special_tokens_map.json": {"eos_token": "?"},
+        },
+        "!",
     ),
     "a number": ({"generation_config.json": {"eos_token_id": 0}, "config.json": {"eos_token_id": 1}}, "!"),
     "the first of several": ({"config.json": {"eos_token_id": [0, 1]}}, "!"),
+    "a new token": ({"tokenizer_config.json": {"eos_token": "new"}, "config.json": {"eos_token_id": 0}}, "new"),
     "after one that is no token": (
-        {"tokenizer_config.json": {"eos_token": "none of it"}, "config.json": {"eos_token_id": 0}}, "!"
+        {"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 0}}, "!"
     ),
 }  # fmt: skip
 

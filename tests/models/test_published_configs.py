@@ -10,6 +10,7 @@ import json
 import pytest
 
 from common.errors import ModelError
+from common.packages import load_transformers
 from models.config_json import WORDS
 from models.gpt2 import gpt2
 from models.gpt2_sizes import GPT2
@@ -190,6 +191,37 @@ def test_a_published_model_of_the_llama_family_is_read_with_its_sizes(path, cont
     assert parameters(chain) == count
     assert chain.hugging_face.difference(path(content)) is None
     assert sizes["rope_theta"] == content.get("rope_theta", 10000) and sizes["norm_eps"] == content["rms_norm_eps"]
+
+
+STRETCHED = {"rope_type": "llama3", **LLAMA3}
+ROTATIONS = {
+    "both keys": {"rope_parameters": {"rope_theta": 5e5, **STRETCHED}, "rope_scaling": STRETCHED},
+    "both keys and a base": {
+        "rope_parameters": {"rope_theta": 5e5, **STRETCHED}, "rope_scaling": {**STRETCHED, "factor": 8.0},
+        "rope_theta": 4e5,
+    },
+    "an older key that says nothing": {
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_scaling": {},
+    },
+    "an older key with a base": {"rope_scaling": {"rope_theta": 5e5, **STRETCHED}, "rope_theta": 4e5},
+    "an older key that stretches nothing": {
+        "rope_parameters": {"rope_theta": 5e5, **STRETCHED}, "rope_scaling": {"rope_type": "default"},
+    },
+    "the older name of a type": {"rope_scaling": {"type": "llama3", **LLAMA3}, "rope_theta": 4e5},
+    "two types": {"rope_scaling": {"type": "llama3", **LLAMA3, "rope_type": "default"}, "rope_theta": 4e5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", ROTATIONS.values(), ids=ROTATIONS)
+def test_rotations_that_two_keys_describe_are_those_of_transformers(path, keys):
+    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
+    load_transformers()
+    content = {key: value for key, value in LLAMA31_8B.items() if key not in ("rope_scaling", "rope_theta")}
+    file = path({**content, "model_type": "llama", **keys})
+    theirs, ours = transformers.AutoConfig.from_pretrained(file.parent).rope_parameters, LLAMA.read(file)
+    assert ours["rope_theta"] == theirs["rope_theta"]
+    stretched = {key: theirs[key] for key in LLAMA3} if theirs["rope_type"] == "llama3" else None
+    assert ours["rope_scaling"] == stretched
 
 
 @pytest.mark.parametrize("size, name", NAMED.items(), ids=NAMED)

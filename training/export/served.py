@@ -23,6 +23,7 @@ from common.errors import TrainingError, UserError
 from common.packages import load_transformers
 from data.dataset import DataSet
 from data.images import ImageData
+from data.vocabulary import TEMPLATE
 from models.chain import Chain, Layers, as_tuple
 from models.generate import logits_at
 from models.losses import assert_all
@@ -217,7 +218,9 @@ def tokenizer(data: DataSet, chain: Chain) -> dict[str, str]:
         return {}
     if data.vocabulary.size is None:
         data.prepare()
-    return data.vocabulary.files(chain.limits.get("positions", _NO_LIMIT))
+    files = data.vocabulary.files(chain.limits.get("positions", _NO_LIMIT))
+    template = getattr(data.vocabulary, "template", None)
+    return files if template is None else {**files, TEMPLATE: template}
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:

@@ -32,7 +32,8 @@ class TritonPythonModel:
         self.device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
         self.model = model.to(self.device).eval()  # pyright: ignore[reportArgumentType]  # its decorator hides ``self``
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+        # Not AutoTokenizer, which for some kinds of models replaces how tokenizer.json splits a text.
+        self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)
         # Some tokenizers also end a text, which is to be continued.
         added = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
         self.ending = next((count for count, special in enumerate(reversed(added)) if not special), 0)

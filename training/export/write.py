@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from common.errors import CheckpointError, TrainingError
 from common.files import atomic_folder, explain, folder_of, template
 from data.dataset import DataSet
+from data.vocabulary import SETTINGS, TOKENIZER
 from models.lora import merge
 from models.sequential import names_of_module
 from parallel.strategy import Strategy
@@ -35,7 +36,7 @@ WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 EXAMPLE = "example.safetensors"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_EXAMPLES = 2
+_EXAMPLES, _AS_IT_IS = 2, "PreTrainedTokenizerFast"
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _PACKAGES = {"onnx": _ONNX, "triton": (*_ONNX, "transformers")}
 _KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
@@ -86,10 +87,29 @@ def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
                     write_texts(draft, model.texts)
                     onnx = form == "onnx"
                     said = write_onnx(draft / ONNX, model) if onnx else write_program(draft / PROGRAM, model)
+            for file in draft.rglob(TOKENIZER):
+                said += keep_tokens(file.parent, data.vocabulary)
             names = ", ".join(sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be written: {explain(error, folder)}") from error
-    return names + (f"; {said}" if said else "")
+    return names + (f"; {said.removeprefix('; ')}" if said else "")
+
+
+def keep_tokens(folder: Path, vocabulary: Any) -> str:
+    """Have transformers read a tokenizer as this run does, and return what was changed for that.
+
+    For some kinds of models it ignores the class that tokenizer_config.json names, unless that is in a module.
+    """
+    path, changed, why = folder / SETTINGS, "", vocabulary.difference(folder)
+    module = {"auto_map": {"AutoTokenizer": [f"as_it_is.{_AS_IT_IS}"] * 2}}
+    for more, where in (({}, ""), (module, " in as_it_is.py")):
+        if vocabulary.difference(folder) is not None:
+            settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+            path.write_text(json.dumps({**settings, "tokenizer_class": _AS_IT_IS, **more}, indent=1), "utf-8")
+            if more:
+                (folder / "as_it_is.py").write_text(f"from transformers import {_AS_IT_IS}  # noqa: F401\n")
+            changed = f"; {SETTINGS} names {_AS_IT_IS}{where}, because {why} without it"
+    return changed
 
 
 def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: str | None = None) -> None:

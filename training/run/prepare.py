@@ -141,7 +141,8 @@ def describe(setup: Setup) -> str:
     recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
     plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.data.seq_len, setup.shares)
     warning = unseen(setup.cfg.model, setup.chain) if reads_weights(setup.cfg, setup.chain) else None
-    warnings = [f"warning: {text}" for text in (warning, across_nodes(setup)) if text is not None]
+    tokens = getattr(setup.data.vocabulary, "warning", None)
+    warnings = [f"warning: {text}" for text in (warning, tokens, across_nodes(setup)) if text is not None]
     whole = [ONE_LAYER] if len(setup.chain.layers) == 1 else []
     return "\n".join([plan, *whole, *_shorter(setup), *setup.by_microbatch[1], *warnings]) + recipe
 

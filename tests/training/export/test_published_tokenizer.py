@@ -14,6 +14,7 @@ from tokenizer_folders import tokenizer_folder
 
 from common.errors import DataError, TrainingError
 from training.export import write
+from training.run.prepare import describe, prepare
 
 ROWS = [(f"What is {i} + {i}?", f"It is {2 * i}.") for i in range(40)]
 
@@ -79,6 +80,21 @@ def test_the_exported_folder_has_the_tokenizer_byte_for_byte_and_transformers_re
     assert ours.chat_template == theirs.chat_template and ours.eos_token == "<|end_of_text|>"
     for name in ("config.json", "generation_config.json"):  # where a generated text ends
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == theirs.eos_token_id
+
+
+def test_an_export_has_the_template_that_it_was_trained_with(line, trained, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
+    (tmp_path / "mine.jinja").write_text("{% for message in messages %}{{ message.content }}!{% endfor %}")
+    words = [*line, "data.template=" + f"'{tmp_path}/mine.jinja'", "mode=export", f"checkpoint='{trained}'"]
+    execute(config(*words, "export_to=out"), tmp_path, None)
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert read.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a!"
+
+
+def test_the_plan_says_that_transformers_reads_other_tokens(line, tmp_path):
+    folder = tokenizer_folder(tmp_path / "tokens", "llama2", tokenizer_class="LlamaTokenizer")
+    plan = describe(prepare(config(*line, f"data.tokenizer='{folder}'")))
+    assert f"warning: the tokens are those that {folder}/tokenizer.json describes, but ' a' is" in plan
 
 
 def test_rows_that_are_all_cut_before_their_answers_end_the_run_with_the_reason(line, tmp_path):
