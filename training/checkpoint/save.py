@@ -353,7 +353,7 @@ class _Save(threading.Thread):
         best = self._manifest["progress"].get("best_step")
         if best is None and (folder / BEST).is_symlink():
             (folder / BEST).unlink()  # it was the best by other numbers
-        elif best == self.step or (best is not None and self._brought(folder, step_name(best))):
+        elif best is not None and (best == self.step or self._brought(folder, step_name(best))):
             update_link(folder, BEST, step_name(best))
         remove_old(folder, self._checkpoints.keep, best)
 

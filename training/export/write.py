@@ -135,7 +135,7 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
         texts[_CONFIG] = json.dumps({**config, **ends}, indent=1)
         texts[_GENERATION] = theirs.get(_GENERATION, json.dumps(ends, indent=1))
     else:
-        state = {k: v.clone() for k, v in names_of_module(state, chain.tied, chain.names).items()}
+        state = {k: v.clone() for k, v in names_of_module(state, dict(chain.tied), chain.names).items()}
     # transformers refuses a file without this metadata
     save_file({k: v.contiguous() for k, v in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     write_texts(folder, texts)

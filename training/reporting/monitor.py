@@ -54,13 +54,13 @@ class Monitor(NamedTuple):
         Raises:
             TrainingError: The direction is not typed, and the name does not tell it.
         """
-        own = train.monitor or LOSS
-        name = name or own
-        typed = typed or (train.monitor_direction if name == own else None)
-        if (direction := getattr(typed, "name", typed) or direction_of(name)) is None:
+        own: str = train.monitor or LOSS
+        what = name or own
+        typed = typed or (train.monitor_direction if what == own else None)
+        if (direction := getattr(typed, "name", typed) or direction_of(what)) is None:
             how = f"{keys[1]}=minimize or {keys[1]}=maximize"
-            raise TrainingError(f"{keys[0]}={name}: the name does not tell whether less or more is better; type {how}")
-        return cls(name, direction)
+            raise TrainingError(f"{keys[0]}={what}: the name does not tell whether less or more is better; type {how}")
+        return cls(what, direction)
 
     @property
     def sign(self) -> int:

@@ -324,17 +324,17 @@ def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, Any]:
     if setup.cfg.train.eval_every is None:
         return {}
     folder, best, last = loop.checkpoints.folder, loop.outcome.best_step, loop.skipping.counted
-    tested = "last" if setup.cfg.train.test == "last" or best is None else "best"
-    elsewhere = tested == "best" and best != last
+    step = last if setup.cfg.train.test == "last" or best is None else best
     try:
-        if elsewhere:
-            load(folder / step_name(best), strategy)
+        if step != last:
+            load(folder / step_name(step), strategy)
         record = evaluate_split(setup, strategy, "test", loop.say)
     except Stopped:
         loop.stop(loop.outcome.steps)
-    if elsewhere:
+    if step != last:
         load(folder / step_name(last), strategy)  # for callbacks
-    return record and {**record, "tested_weights": tested, "tested_step": best if elsewhere else last}
+    tested = "last" if best is None else setup.cfg.train.test
+    return record and {**record, "tested_weights": tested, "tested_step": step}
 
 
 def _report(

@@ -216,3 +216,24 @@ def test_a_sweeper_s_direction_is_that_of_the_objective(words, given, typed, res
     else:
         with pytest.raises(BaseException, match=result):
             SweepReport().on_multirun_start(cfg)
+
+
+@pytest.mark.slow
+def test_layouts_that_take_turns_keep_the_best_weights_of_a_plain_loop(own, tmp_path):
+    """Of layers that a pipeline may cut, in one directory and then in another."""
+    _, parts, data = own
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2))
+    expected = plain((net, parts, data))
+    best = max(expected, key=lambda step: expected[step][1][1])
+    assert best < STEPS - 5, "else this test shows nothing"
+    words = ["train.monitor=val_accuracy", "train.test=best", "train.keep_checkpoints=1"]
+    turns = [("ddp", best - 1, "a"), ("pipelined", best + 1, "a"), ("fsdp", STEPS - 2, "a"), ("ddp", STEPS, "b")]
+    for strategy, steps, place in turns:
+        more = [f"parallel={strategy}", f"train.steps={steps}"]
+        more += ["train.resume=auto" if place == "a" else f"train.resume={tmp_path}/a"]
+        more += ["parallel.chunks=2"] * (strategy == "pipelined")
+        last = run((net, parts, data), tmp_path / place, *words, *more)
+    assert last.run_dir.name == "b" and last.summary["best_step"] == best
+    assert last.summary["test_loss"] == pytest.approx(expected[best][2][0])
+    torch.testing.assert_close(last.state_dict("best"), dict(expected[best][0]), rtol=1e-9, atol=1e-12)

@@ -18,7 +18,7 @@ from common.errors import TrainingError
 from parallel.strategies import names_where
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records
-from training.reporting.monitor import LOSS, MAXIMIZE, direction_of
+from training.reporting.monitor import LOSS, MAXIMIZE, MINIMIZE, direction_of
 
 TIME, TRAINING_LOSS = "step_time_s", "final_loss"
 ENOUGH_STEPS = 10  # after the warm-up: of fewer, the percentiles are the fastest and the slowest step
@@ -74,15 +74,16 @@ def choose_objective(
         keys: The overrides that vary.
         summaries: The contents of the jobs' summary.json.
     """
-    monitors = {(one.get("monitor", LOSS), one.get("monitor_direction")) for one in summaries if one}
-    monitor, known = monitors.pop() if len(monitors) == 1 else (LOSS, None)
+    monitors: set[tuple[str, str]] = {
+        (one.get("monitor", LOSS), one.get("monitor_direction", MINIMIZE)) for one in summaries if one
+    }
+    monitor, known = monitors.pop() if len(monitors) == 1 else (LOSS, MINIMIZE)
     if name is None:
         # Jobs are compared with those of the same model, and another seed is the same question once more.
         compared = [key for key in keys if key not in ("model", "seed")]
         validated = any(summary.get("best_val_loss") is not None for summary in summaries)
         name = TIME if compared and all(map(is_of_speed, compared)) else monitor if validated else TRAINING_LOSS
-    direction = direction or (known if name == monitor else None) or direction_of(name)
-    return Objective(name, direction == MAXIMIZE)
+    return Objective(name, (direction or (known if name == monitor else None) or direction_of(name)) == MAXIMIZE)
 
 
 def is_of_speed(key: str) -> bool:
