@@ -39,6 +39,8 @@ _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EXAMPLES, _AS_IT_IS = 2, "PreTrainedTokenizerFast"
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _PACKAGES = {"onnx": _ONNX, "triton": (*_ONNX, "transformers")}
+# The ends of names that peft 0.21 takes for experts, of which transformers 5 has one tensor, wherever the modules are.
+_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
 
@@ -154,14 +156,17 @@ def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) 
             modules.add(theirs)
             adapters[f"base_model.model.{theirs}{name[len(module) :]}"] = tensor.contiguous()
     save_file(adapters, folder / ADAPTERS, metadata={"format": "pt"})
+    has_experts = any(".experts." in name for name, _ in chain.skeleton().named_parameters())
+    moved = {name for name in modules if has_experts and name.rpartition(".")[2] in _EXPERTS}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(folder_of(model.init_from)),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted(modules),
+        "lora_dropout": 0.0 if moved else lora.dropout,  # peft has none for parameters, nor while nothing is trained
+        "target_modules": sorted(modules - moved),
+        "target_parameters": sorted(f"{name}.weight" for name in moved) or None,
         "fan_in_fan_out": chain.hugging_face.config["model_type"] == "gpt2",  # its Conv1D keeps weights transposed
         "inference_mode": True,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, TrainingError
+from common.packages import load_transformers
 from conf.instantiate import to_dict
 from conf.words import quote_values
 from data.tensors import TensorData
@@ -22,7 +24,8 @@ from planner.memory import memory_of_ranks
 from training import train, verify
 from training.command.modes.export import export
 from training.command.modes.sample import sample
-from training.run.prepare import prepare
+from training.export.write import write_adapters
+from training.run.prepare import build_chain, prepare
 from training.run.rank import run as training
 from training.run.restore import restore
 
@@ -198,3 +201,62 @@ def test_the_result_of_a_model_whose_words_are_tied_has_the_adapters_alone(tmp_p
     words += ["train.epochs=null", "train.steps=1", f"hydra.run.dir={tmp_path}"]
     weights = train(*words, model=chain, data=TensorData(tokens, tokens, vocab_size=16)).state_dict()
     assert len(weights) == 2 * 4 and all(".lora_" in name for name in weights)
+
+
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+EXPERTS = {  # whose modules beside the experts have the names of the experts' own
+    "deepseek_v2": {**LATENT, **ROUTED, "head_dim": 8},
+    "deepseek_v3": {**LATENT, **ROUTED},
+    "glm4_moe": {**ROUTED, "head_dim": 8},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "head_dim": 8,
+        "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "afmoe": {
+        "num_experts": 4, "num_local_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 8,
+        "n_group": 1, "topk_group": 1,
+    },
+    "qwen3_moe": {"num_experts": 4, "head_dim": 8, "mlp_only_layers": [0]},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_peft_reads_all_adapters_of_models_with_experts(tmp_path, kind):
+    peft = pytest.importorskip("peft", reason="peft is a test dependency (requirements-dev.txt)")
+    transformers = load_transformers()
+    sizes = {
+        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    made = transformers.AutoConfig.for_model(kind, **sizes | EXPERTS[kind])
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path / "base")
+    words = ["model=transformers", f"model.init_from='{tmp_path}/base'", "model.tokenizer=null", "model.lora.rank=2"]
+    cfg = config(*words, "model.lora.alpha=6", "model.lora.dropout=0.1", "data=stdlib")
+    chain = build_chain(cfg.model, 50)
+    adapters = {
+        name: 0.3 * torch.randn(parameter.shape)
+        for name, parameter in chain.skeleton().named_parameters()
+        if ".lora_" in name
+    }
+    strategy = SimpleNamespace(chain=chain, state_dict=lambda: adapters)
+    (tmp_path / "adapters").mkdir()
+    write_adapters(tmp_path / "adapters", cfg.model, SimpleNamespace(vocabulary=None), strategy)
+    base, merged = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval() for _ in range(2))
+    tokens = TOKENS % 50
+    with torch.no_grad():
+        before = base(tokens).logits
+        for name in [name for name in adapters if name.endswith("lora_A.weight")]:
+            module = name.removesuffix(".lora_A.weight")
+            weight = merged.get_parameter(chain.hugging_face.their_name(f"{module}.weight"))
+            weight += 3 * adapters[f"{module}.lora_B.weight"] @ adapters[name]
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(tokens).logits
+        wanted = merged(tokens).logits
+    assert (wanted - before).abs().max() > 0.01 and (adapted - wanted).abs().max() < 1e-5
