@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.instantiate import build as build_role
-from conf.instantiate import to_dict
+from conf.instantiate import target_of, to_dict
 
 if TYPE_CHECKING:
     from parallel.strategy import Strategy
@@ -123,8 +123,8 @@ class Callbacks:
             self.all[name].load_state_dict(states[name])
 
 
-def build(section: Any) -> dict[str, Any]:
-    """Build the callbacks of the section ``callbacks``: a mapping by name, a list, or None.
+def build(section: Any, kind: type = object) -> dict[str, Any]:
+    """Build the callbacks of the section ``callbacks``: a mapping by name, a list, or None; of these, those of a class.
 
     Raises:
         TrainingError: An entry is not a section with a ``_target_``, or its target has no method of a callback.
@@ -134,4 +134,9 @@ def build(section: Any) -> dict[str, Any]:
         tree = {str(place): callback for place, callback in enumerate(tree)}
     elif not isinstance(tree, dict):
         tree = {str(tree): tree}
-    return {name: build_role(f"callbacks.{name}", callback) for name, callback in tree.items()}
+    made = {}
+    for name, callback in tree.items():
+        target = target_of(place := f"callbacks.{name}", callback)
+        if kind is object or (isinstance(target, type) and issubclass(target, kind)):
+            made[name] = build_role(place, callback)
+    return made

@@ -70,7 +70,7 @@ def check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
     if cfg.mode == "train":
         check_name("train.monitor", train.monitor or LOSS, numbers())
         Monitor.of(train)
-        for name, stop in early_stops(cfg).items():
+        for name, stop in build_callbacks(cfg.callbacks, EarlyStop).items():
             check_name(f"callbacks.{name}.metric", stop.metric or train.monitor or LOSS, numbers())
             stop.monitor(train)
 
@@ -78,16 +78,11 @@ def check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
 def check_evaluated(setup: Setup) -> None:
     """Check that a run has evaluations if its settings need them. Raises TrainingError."""
     cfg, train, never = setup.cfg, setup.cfg.train, setup.cfg.train.eval_every is None
-    needs = [f"callbacks.{name}" for name in early_stops(cfg)]
+    needs = [f"callbacks.{name}" for name in build_callbacks(cfg.callbacks, EarlyStop)]
     needs += [f"train.{key}={train[key]}" for key in ("monitor", "test") if train[key] not in (None, "last")]
     if cfg.mode == "train" and needs and (never or setup.data.valid is None):
         why = "train.eval_every=null: set it to 0" if never else "its data have no validation split"
         raise TrainingError(f"{needs[0]} compares evaluations, but this run has none: {why}, or leave {needs[0]} out")
-
-
-def early_stops(cfg: Any) -> dict[str, EarlyStop]:
-    """Return the callbacks that end a run by its evaluations, by name."""
-    return {name: one for name, one in build_callbacks(cfg.callbacks).items() if isinstance(one, EarlyStop)}
 
 
 def check_proof(cfg: Any, chain: Chain, data: DataSet) -> None:
