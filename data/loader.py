@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import multiprocessing
 import os
 import queue
 import signal
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,13 @@ class Buckets:
     not depend on replicas: all of them get equally many batches, of the same shape at each step.
     """
 
-    def __init__(self, source: VariableLength, global_batch_size: int, seed: int):
+    def __init__(
+        self, source: VariableLength, global_batch_size: int, seed: int, before: Buckets | None = None, row: int = 0
+    ):
+        """Group the samples of an epoch; those from ``row`` on, in the order of ``before``, if that has used others."""
         self.source, self.global_batch_size, self.seed = source, global_batch_size, seed
-        self.steps_per_epoch = len(source) // global_batch_size
+        self._before, self._row = before, row
+        self.steps_per_epoch = (len(source) - row) // global_batch_size
         self._latest: tuple[tuple[int, int], np.ndarray] | None = None
 
     def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
@@ -139,13 +144,25 @@ class Buckets:
     def _batches(self, epoch: int, window: int) -> np.ndarray:
         """Return the batches of a window in their order, int64 [batches, global_batch_size]."""
         count = min(WINDOW, self.steps_per_epoch - window * WINDOW)
-        first = window * WINDOW * self.global_batch_size
+        first = self._row + window * WINDOW * self.global_batch_size
         positions = np.arange(first, first + count * self.global_batch_size, dtype=np.int64)
-        indices = permute(positions, len(self.source), key=(self.seed, epoch))
+        indices = self._permuted(epoch, positions) if self._before is None else self._before.order(epoch, positions)
         by_length = np.argsort(self.source.lengths(indices), kind="stable").reshape(count, -1)
         # A batch is not sorted by length, so that the last replica does not always get the longest samples.
         order = permute(np.arange(count), count, key=(self.seed, epoch, window))
         return indices[np.sort(by_length[order], axis=1)]
+
+
+    def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at these positions of an epoch as these batches use them; then those that they leave."""
+        steps, places = np.divmod(positions - self._row, self.global_batch_size)
+        used = {step: self.batch(epoch, step)[0] for step in np.unique(steps).tolist() if step < self.steps_per_epoch}
+        left = self._permuted(epoch, positions) if self._before is None else self._before.order(epoch, positions)
+        pairs = zip(steps.tolist(), places.tolist(), left.tolist(), strict=True)
+        return np.array([used[step][place] if step in used else rest for step, place, rest in pairs], dtype=np.int64)
+
+    def _permuted(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        return permute(positions, len(self.source), key=(self.seed, epoch))
 
 
 class TrainBatches(Dataset):
@@ -154,14 +171,31 @@ class TrainBatches(Dataset):
     The global batch of a step is a pure function of (seed, step): epoch e permutes the samples by the key (seed, e),
     unless the source is ``ordered``, and its steps use them in turn. A remainder smaller than a batch is left out of
     the epoch. Samples of variable length are grouped by length (see Buckets). Each replica gets an equal contiguous
-    slice. To resume, it is enough to set the step, and the number of replicas does not change the global batches.
+    slice. To resume, it is enough to set the step, and the number of replicas does not change the global batches. Where
+    the size of the global batch changes within an epoch, the next batch begins with the next sample of the epoch.
 
     Attributes:
         steps_per_epoch: Whole global batches in the source.
     """
 
-    def __init__(self, source: Source, global_batch_size: int, seed: int, dp_rank: int = 0, dp_size: int = 1):
-        """Select this replica's part. ``global_batch_size`` counts the samples of all replicas.
+    def __init__(
+        self,
+        source: Source,
+        global_batch_size: int,
+        seed: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        earlier: Sequence[tuple[int, int]] = (),
+    ):
+        """Select this replica's part.
+
+        Args:
+            source: The samples.
+            global_batch_size: The samples of a step, over all replicas.
+            seed: Determines the order of the samples.
+            dp_rank: This replica.
+            dp_size: The number of replicas.
+            earlier: Other sizes of the global batch, each with the last step that had it, in order.
 
         Raises:
             DataError: If the source has fewer samples than a global batch or requires another batch size, or if the
@@ -181,18 +215,52 @@ class TrainBatches(Dataset):
         self.seed = seed
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.steps_per_epoch = len(source) // global_batch_size
-        self.buckets = Buckets(source, global_batch_size, seed) if isinstance(source, VariableLength) else None
+        self._begin(earlier)
+
+    def _begin(self, earlier: Sequence[tuple[int, int]]) -> None:
+        """Find the epoch and the sample at which this size of the global batch begins, after ``earlier`` ones."""
+        samples = len(self.source)
+        self._epoch = self._done = self._row = 0
+        before = None
+        for last_step, size in earlier:
+            steps, left = last_step - self._done, (samples - self._row) // size
+            if steps <= left:
+                before, self._row = self._buckets(size, before, self._row), self._row + steps * size
+            else:
+                epochs, steps = divmod(steps - left - 1, samples // size)
+                self._epoch += epochs + 1
+                before, self._row = self._buckets(size), (steps + 1) * size
+            self._done = last_step
+        self._left = (samples - self._row) // self.global_batch_size
+        self.buckets = self._buckets(self.global_batch_size)
+        self._rest = self._buckets(self.global_batch_size, before, self._row) if self._row else None
+
+    def _buckets(self, size: int, before: Buckets | None = None, row: int = 0) -> Buckets | None:
+        source = self.source
+        return Buckets(source, size, self.seed, before, row) if isinstance(source, VariableLength) else None
+
+    def steps_until(self, epochs: float) -> int:
+        """Return the last step of that many epochs."""
+        size, later = self.global_batch_size, epochs - self._epoch
+        if later >= 1:
+            steps = self._left + (later - 1) * self.steps_per_epoch
+        else:
+            steps = max(0, later * self.steps_per_epoch - self._row / size)
+        return self._done + math.ceil(round(steps, 6))
 
     def __getitem__(self, step: int) -> Batch:
         """Return this replica's slice, global_batch_size / dp_size samples, of a step's batch. Steps count from 1."""
-        if step < 1:
-            raise ValueError(f"step {step}: training steps count from 1")
-        epoch, step_of_epoch = divmod(step - 1, self.steps_per_epoch)
+        if step <= self._done:
+            raise ValueError(f"step {step}: training steps count from {self._done + 1}")
+        epoch, step_of_epoch, row, buckets = self._epoch, step - 1 - self._done, self._row, self._rest or self.buckets
+        if step_of_epoch >= self._left:  # a later epoch
+            epochs, step_of_epoch = divmod(step_of_epoch - self._left, self.steps_per_epoch)
+            epoch, row, buckets = epoch + 1 + epochs, 0, self.buckets
         mine = _slice(self.global_batch_size, self.dp_rank, self.dp_size)
-        if self.buckets is not None:
-            indices, width = self.buckets.batch(epoch, step_of_epoch)
-            return _read(self.buckets.source, indices[mine], epoch, width)
-        positions = step_of_epoch * self.global_batch_size + mine
+        if buckets is not None:
+            indices, width = buckets.batch(epoch, step_of_epoch)
+            return _read(buckets.source, indices[mine], epoch, width)
+        positions = row + step_of_epoch * self.global_batch_size + mine
         ordered = self.source.ordered
         indices = positions if ordered else permute(positions, len(self.source), key=(self.seed, epoch))
         return _read(self.source, indices, epoch)

@@ -333,3 +333,38 @@ def test_a_step_is_a_function_of_seed_and_step_alone():
     for step in reversed(expected):
         assert torch.equal(backward[step].inputs, expected[step])
     assert not torch.equal(TrainBatches(LENGTHS, 8, 2)[1].targets, forward[1].targets)
+
+
+# -- another size of the global batch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [numbered(1000), Lengths(LENGTHS.all[:1000])], ids=["any length", "by length"])
+@pytest.mark.parametrize(
+    "earlier, size",
+    [([(3, 8)], 4), ([(3, 8)], 16), ([(7, 16)], 5), ([(3, 8), (5, 4), (6, 32)], 3), ([(130, 16)], 8), ([(41, 24)], 1)],
+)
+def test_after_another_global_batch_size_no_sample_of_the_epoch_is_repeated_or_left_out(
+    monkeypatch, source, earlier, size
+):
+    seen, read = {}, type(source).read
+    monkeypatch.setattr(
+        type(source),
+        "read",
+        lambda self, indices, epoch, *width: (
+            seen.setdefault(epoch, []).extend(indices) or read(self, indices, epoch, *width)
+        ),
+    )
+    first = 1
+    for place, (last, before) in enumerate(earlier):
+        batches = TrainBatches(source, before, 7, earlier=earlier[:place])
+        for step in range(first, last + 1):
+            batches[step]
+        first = last + 1
+    batches = TrainBatches(source, size, 7, earlier=earlier)
+    epoch = max(seen)
+    for step in range(first, batches.steps_until(epoch + 2) + 1):
+        batches[step]
+    assert [*seen] == [*range(epoch + 2)]
+    for samples in seen.values():
+        assert len({*samples}) == len(samples)
+    assert len(seen[epoch]) > 1000 - size and len(seen[epoch + 1]) == 1000 // size * size

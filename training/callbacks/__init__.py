@@ -62,6 +62,7 @@ class TrainingRun:
         record: Writes a record, which has a "step", to metrics.jsonl and the loggers; only rank 0's call counts.
         histogram: Passes (name, counts, edges, step) to loggers that show histograms; only rank 0's call counts.
         say: Prints a sentence on the console; only rank 0's call counts.
+        evaluation: A digest of the validation data and the loss. Results with another one cannot be compared.
         step: The last step that was done.
         stop_reason: Why the run ends after this step; None while it continues.
     """
@@ -72,6 +73,7 @@ class TrainingRun:
     record: Callable[[dict[str, Any]], None]
     histogram: Callable[[str, Sequence[float], Sequence[float], int], None]
     say: Callable[[str], None]
+    evaluation: str = ""
     step: int = 0
     stop_reason: str | None = None
 

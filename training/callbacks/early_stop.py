@@ -38,7 +38,7 @@ class EarlyStop(Callback):
             raise TrainingError(f"early_stop: patience={patience} must be at least 1, min_delta={min_delta} 0 or more")
         self.metric, self.patience, self.min_delta, self.direction = metric, patience, min_delta, direction
         self.best, self.since = math.inf, 0
-        self._compared: tuple[str, int] | None = None  # the metric and its sign, once known
+        self._compared: tuple | None = None  # the metric, its sign and the digest of the evaluation, once known
 
     def monitor(self, train: Any) -> Monitor:
         """Return what is compared in a run with this section ``train``. Raises TrainingError."""
@@ -47,8 +47,8 @@ class EarlyStop(Callback):
     def on_evaluation(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
         """Compare with the best so far. Every rank has the same numbers, so all stop together."""
         monitor = self.monitor(run.cfg.train)
-        name, sign = compared = monitor.name, monitor.sign
-        if self._compared not in (None, compared):  # the best result of another metric says nothing about this one
+        name, sign, _ = compared = monitor.name, monitor.sign, run.evaluation
+        if self._compared not in (None, compared):  # the best result of another metric or of other data says nothing
             self.best, self.since = math.inf, 0
         self._compared, value = compared, sign * record[name]
         if value < self.best - self.min_delta:
@@ -61,10 +61,11 @@ class EarlyStop(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the best result so far, the number of evaluations since, and what was compared."""
         best = self.best if math.isfinite(self.best) else None
-        metric, sign = self._compared or (None, None)
-        return {"best": best, "since": self.since, "metric": metric, "sign": sign}
+        metric, sign, evaluation = self._compared or (None, None, None)
+        return {"best": best, "since": self.since, "metric": metric, "sign": sign, "evaluation": evaluation}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Callback``."""
-        self._compared = None if state.get("metric") is None else (state["metric"], state["sign"])
+        known = (state.get("metric"), state.get("sign"), state.get("evaluation"))
+        self._compared = None if None in known else known  # an older checkpoint lacks some
         self.best, self.since = math.inf if state["best"] is None else state["best"], state["since"]

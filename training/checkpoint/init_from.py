@@ -25,7 +25,7 @@ from models.sequential import prefix_of
 from parallel.pieces import Box, Boxes, fill
 from parallel.strategy import Strategy
 from training.checkpoint.files import sha256
-from training.checkpoint.load import AUTO, StoredTensor
+from training.checkpoint.load import AUTO, StoredTensor, differences
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 3
@@ -118,14 +118,11 @@ def check_start(model: Any, chain: Chain) -> Weights:
     if chain.hugging_face is not None and path.is_file():
         if (differs := chain.hugging_face.difference(path)) is not None:
             raise TrainingError(f"model.init_from: {differs}")
-    shapes = {name: tuple(weights[name].shape) for name in weights}
+    shapes = {name: tuple(weights[name].shape) for name in weights} | dict.fromkeys(weights.unexpected, ())
     wanted = {name: tuple(tensor.shape) for name, tensor in weights.expected.items()}
-    problems = [f"{name} is missing" for name in wanted if name not in shapes]
-    problems += [f"{n} has {shape}, the model {wanted[n]}" for n, shape in shapes.items() if shape != wanted[n]]
-    problems += [f"{name} is not the model's" for name in weights.unexpected]
-    if problems:
+    if problems := differences(shapes, wanted, "is missing", "the model"):
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        said = f"{'; '.join(problems[:_SHOWN])}{more}. Give the model the sizes that the weights have"
+        said = f"{'; '.join(problems[:_SHOWN])}{more}. Give the model the layers and sizes that the weights have"
         raise TrainingError(f"model.init_from={model.init_from} does not fit model={model.name}: {said}")
     return weights
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -32,9 +33,10 @@ from training.checkpoint.files import (
 )
 
 AUTO = "auto"
-_SHOWN = 4  # keys that differ
+_SHOWN = 4  # names or keys that differ
 _ASK_S = 1.0
 T = TypeVar("T")
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Optimizer(Protocol):
@@ -84,12 +86,11 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
         )
     try:
         tensors = CheckpointTensors(checkpoint)
+        _compare(checkpoint, tensors, strategy.chain, trains=optimizer is not None)
         strategy.load_state_dict(tensors, lambda name: name not in strategy.chain.unsaved)
         if optimizer is not None:
             _load_optimizer(tensors, strategy, optimizer)
             strategy.loss_scale.load_state_dict(checkpoint.loss_scale)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.folder} does not fit this model: {error.args[0]}") from error
     except (ValueError, TypeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {error}") from error
     return checkpoint
@@ -156,27 +157,51 @@ def _load_optimizer(tensors: CheckpointTensors, strategy: Strategy, optimizer: O
 
 
 def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
-    """Check that a checkpoint holds the model ``chain``, built from ``cfg``.
+    """Check that a checkpoint holds the model ``chain``, built from ``cfg``, and no other tensors.
 
     Only the names and shapes of tensors are compared; no tensor is read.
 
     Raises:
-        CheckpointError: A tensor does not fit. The message names it, and the keys that differ from the checkpoint's.
+        CheckpointError: Tensors are missing, left over or of another shape. The message names them, and the keys that
+            differ from the checkpoint's.
     """
     from safetensors import SafetensorError
 
     checkpoint = Checkpoint.find(path)
-    try:
-        stored = CheckpointTensors(checkpoint)
-        shapes = {name: tuple(stored[name].shape) for name in stored if "/" not in name}
-    except (OSError, SafetensorError):
-        return  # damaged: loading compares the checksums and names the file
-    for name, tensor in chain.skeleton().state_dict().items():
-        shape, expected = shapes.get(chain.canonical(name)), tuple(tensor.shape)
-        if shape != expected and name not in chain.unsaved:
-            problem = "is not in it" if shape is None else f"has {shape}, expected {expected}"
-            reasons = _differences(checkpoint.config, cfg)
-            raise CheckpointError(f"{path} does not fit this model: {chain.canonical(name)} {problem}{reasons}")
+    with suppress(OSError, SafetensorError):  # damaged: loading compares the checksums and names the file
+        _compare(checkpoint, CheckpointTensors(checkpoint), chain, cfg.mode == "train", cfg)
+
+
+def _compare(
+    checkpoint: Checkpoint, stored: CheckpointTensors, chain: Chain, trains: bool, cfg: Mapping[str, Any] | None = None
+) -> None:
+    """Compare a checkpoint's tensors with those of a model; if it ``trains``, those of its optimizer, too."""
+    skeleton = chain.skeleton()
+    names = [(chain.canonical(name), tensor) for name, tensor in skeleton.state_dict().items()]
+    wanted = {name: tuple(tensor.shape) for name, tensor in names if name not in chain.unsaved}
+    problems = differences({name: tuple(stored[name].shape) for name in stored if "/" not in name}, wanted)
+    optim = (checkpoint.config or {}).get("optim", {})
+    states = {name.partition("/")[0] for name in stored if "/" in name}
+    if trains and states and not problems:
+        trained = {chain.canonical(name) for name, p in skeleton.named_parameters() if p.requires_grad}
+        # An optimizer that is not torch's may keep the state of all parameters at one.
+        every = str(optim.get("_target_")).startswith("torch.optim.") and not optim.get("others")
+        problems = [f"it trained {name}, which is frozen now" for name in sorted(states - trained)]
+        problems += [f"{name} was frozen in it, and is trained now" for name in sorted(trained - states) if every]
+    if problems:
+        reasons = _differences(checkpoint.config, cfg) if cfg is not None else ""
+        raise CheckpointError(f"{checkpoint.folder} does not fit this model: {problems[0]}{reasons}")
+
+
+def differences(stored: Shapes, wanted: Shapes, missing: str = "is not in it", expected: str = "expected") -> list[str]:
+    """Compare the shapes of stored tensors with those of a model, both ways, and return the problems."""
+    problems = [f"{name} {missing}" for name in wanted if name not in stored]
+    both = [(name, stored[name], shape) for name, shape in wanted.items() if name in stored]
+    problems += [f"{name} has {one}, {expected} {other}" for name, one, other in both if one != other]
+    left = [name for name in stored if name not in wanted]
+    more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+    are = "is" if len(left) == 1 else "are"
+    return problems + ([f"{', '.join(left[:_SHOWN])}{more} {are} not the model's"] if left else [])
 
 
 def _differences(config: Mapping[str, Any] | None, cfg: Any) -> str:

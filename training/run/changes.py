@@ -10,7 +10,9 @@ import numpy as np
 from common.errors import TrainingError
 from conf import COMMAND, ON_TOP, TRAINED
 from conf.instantiate import to_dict
+from training.checkpoint.files import Checkpoint
 from training.reporting.metrics import flat
+from training.run.setup import Setup
 
 _SAMPLES_KEY = "samples"
 # Keys of the section train that change what is learned. The chosen precision is added to them.
@@ -26,7 +28,7 @@ _FROM_FILE = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size
 _POINTS = 8  # steps of a run at which a schedule is compared
 
 
-def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
+def recipe(setup: Setup, schedule: Any) -> dict[str, Any]:
     """Return the settings in which a resumed run should equal the run before, by the names that users type."""
     tree = {name: setup.shown[name] for name in ("seed", *TRAINED)}
     tree["train"] = {name: tree["train"][name] for name in _LEARNED} | {"precision": setup.plan.precision}
@@ -39,6 +41,19 @@ def recipe(setup: Any, schedule: Any) -> dict[str, Any]:
     if size is not None:
         tree[_MICROBATCH] = size
     return {**flat(tree), _SAMPLES_KEY: setup.data_digest}
+
+
+def earlier_batches(checkpoint: Checkpoint, setup: Setup) -> list[tuple[int, int]]:
+    """Return the sizes of the global batch before a checkpoint, each with the last step that had it.
+
+    Sizes before the data had another number of samples do not count: then a step's number decides which samples it has.
+    """
+    kept, recipe = checkpoint.progress.get("batches", {}), checkpoint.progress.get("recipe", {})
+    size = recipe.get("train.global_batch_size", now := setup.cfg.train.global_batch_size)
+    if kept.get("samples", len(setup.data.train)) != len(setup.data.train) or setup.cfg.train.overfit:
+        return []
+    sizes = [(step, size) for step, size in kept.get("earlier", [])]
+    return sizes if size == now else [*sizes, (checkpoint.step, size)]
 
 
 def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:

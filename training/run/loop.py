@@ -20,7 +20,7 @@ from common.errors import CheckpointError, TrainingError
 from common.files import jsonable
 from conf.instantiate import build
 from data.dataset import Batch
-from data.loader import TrainBatches, train_loader
+from data.loader import train_loader
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
@@ -68,10 +68,10 @@ class Loop:
         self.monitor = Monitor.of(self.config)
         self.schedule = build("scheduler", setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
-        own = recipe(setup, self.schedule) if strategy.mesh.rank == 0 else None
-        self.recipe = strategy.mesh.gather(own)[0]
+        own = (recipe(setup, self.schedule), setup.evaluation) if strategy.mesh.rank == 0 else None
+        self.recipe, evaluation = strategy.mesh.gather(own)[0]
         run_dir = checkpoints.folder.parent
-        seen = TrainingRun(setup.cfg, run_dir, strategy, recorder.record, recorder.histogram, recorder.say)
+        seen = TrainingRun(setup.cfg, run_dir, strategy, recorder.record, recorder.histogram, recorder.say, evaluation)
         self.callbacks = Callbacks(setup.cfg.callbacks, seen)
         self.outcome = Outcome()
         self._begun = 0
@@ -138,7 +138,9 @@ class Loop:
         numbers = {key: getattr(self.outcome, key) for key in _RESUMED}
         called = self.callbacks.state_dict() if self._called is None else self._called
         kept = {**numbers, "recipe": self.recipe, "skipping": self.skipping.state_dict(), "callbacks": called}
-        kept["monitor"] = self.monitor
+        kept |= {"monitor": self.monitor, "evaluation": self.callbacks.run.evaluation}
+        if self.setup.earlier:
+            kept["batches"] = {"samples": len(self.setup.data.train), "earlier": self.setup.earlier}
         if (reason := self.callbacks.run.stop_reason) is not None:
             kept |= {"ended_of": self.setup.total_steps, "ended_at": self.callbacks.run.step, "stop_reason": reason}
         return jsonable(kept)
@@ -162,6 +164,8 @@ class Loop:
             for key in _RESUMED:
                 value = known.get(key)
                 setattr(self.outcome, key, value if value is None or isinstance(value, int) else float(value))
+            now = self.callbacks.run.evaluation
+            measured = known.get("evaluation", now)
             same = tuple(known["monitor"]) == self.monitor
             if "skipping" in progress:
                 self.skipping.load_state_dict(progress["skipping"])
@@ -171,9 +175,11 @@ class Loop:
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"progress in the manifest of {checkpoint.folder} is damaged: {error!r}") from error
         best = self.outcome.best_step
-        if best is not None and not (same and (best == step or self.checkpoints.has(best))):
+        if best is not None and not (same and measured == now and (best == step or self.checkpoints.has(best))):
             self.outcome.forget_best()
             why = f"there is no checkpoint of step {best}" if same else f"step {best} was the best by other numbers"
+            if measured != now:
+                why = f"step {best} was the best by other validation data, another loss or train.eval_batches"
             self.say(f"the best weights begin anew: {why}")
         self.skipping.counted = step
         self.callbacks.load_state_dict(called)
@@ -286,7 +292,7 @@ class Loop:
 
     def _batches(self, first_step: int) -> Iterator[tuple[int, Batch]]:
         setup, mesh = self.setup, self.strategy.mesh
-        batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, setup.cfg.seed, mesh.replica, mesh.dp)
+        batches = setup.batches(mesh.replica)
         if self.config.overfit:
             batch = batches[1]
             # Each step gets a copy, because a first layer may work in place.

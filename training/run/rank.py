@@ -44,12 +44,12 @@ from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, flat, read
 from training.reporting.monitor import Monitor
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
-from training.run.changes import changes, follows_total
+from training.run.changes import changes, earlier_batches, follows_total
 from training.run.checks.ranks import check_ranks, check_run_directory, check_weights
 from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
 from training.run.prepare import build_setup
-from training.run.setup import Setup, total_steps
+from training.run.setup import Setup
 
 # Another balance is suggested if the slowest rank of a pipeline computes this many times as long as the fastest.
 _UNEVEN = 1.5
@@ -108,6 +108,7 @@ def run(
             resumed = resume(cfg.train.resume, checkpoints.folder, strategy, optimizer)
         if resumed is not None:
             done, own = resumed.step, checkpoints.resumed_from(resumed)
+            setup.continue_after(earlier_batches(resumed, setup))
             ended = _has_ended(setup, resumed, own)
             if ended:
                 # A step that was skipped has no checkpoint, and may have been the last one.
@@ -280,7 +281,7 @@ def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
         return True
     if resumed.step > total or (resumed.step == total and not own):
         also = ""
-        if epochs is not None and total_steps(None, epochs, setup.per_epoch) <= resumed.step:
+        if epochs is not None and setup.batches().steps_until(epochs) <= resumed.step:
             also = f", and train.epochs=null: train.epochs={epochs:g} ends it, whatever train.steps is"
         raise TrainingError(
             f"the checkpoint is at step {resumed.step} and the run ends at step {total}; set train.steps higher{also}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +40,7 @@ class Setup:
         plan: The layout.
         nodes: The number of machines, as far as it is known before the run.
         shares: The measured cost of each stage, as (fractions of 1, of which quantity); None if not measured.
+        earlier: Other sizes of the global batch that a resumed run has had, each with the last step that had it.
     """
 
     cfg: Any
@@ -48,6 +49,7 @@ class Setup:
     plan: Plan
     nodes: int = 1
     shares: tuple[list[float], str] | None = None
+    earlier: Sequence[tuple[int, int]] = ()
 
     @cached_property
     def shown(self) -> dict[str, Any]:
@@ -59,16 +61,34 @@ class Setup:
         """A digest of the data. Ranks compare it, and a resumed run compares it with that of its checkpoint."""
         return data_digest(self.data)
 
+    @property
+    def evaluation(self) -> str:
+        """A digest of what evaluations measure: the validation split, how much of it, and the loss."""
+        model, kind = self.shown["model"], type(self.chain.loss)
+        loss = f"{kind.__module__}.{kind.__qualname__} {model.get('loss')} {self.cfg.train.eval_batches}"
+        return f"{data_digest(self.data, (self.data.valid,))} {hashlib.sha256(loss.encode()).hexdigest()[:_DIGITS]}"
+
     @cached_property
     def per_epoch(self) -> int:
         """Optimizer steps per epoch."""
-        samples = self.cfg.train.global_batch_size
-        return TrainBatches(self.data.train, samples, self.cfg.seed, dp_size=self.plan.dp).steps_per_epoch
+        return self.batches().steps_per_epoch
 
     @cached_property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return total_steps(self.cfg.train.steps, self.cfg.train.epochs, self.per_epoch)
+        steps, epochs = self.cfg.train.steps, self.cfg.train.epochs
+        limits = ([] if steps is None else [steps]) + ([] if epochs is None else [self.batches().steps_until(epochs)])
+        return min(limits)
+
+    def continue_after(self, earlier: Sequence[tuple[int, int]]) -> None:
+        """Set ``earlier``, on which the number of steps depends."""
+        self.earlier = earlier
+        self.__dict__.pop("total_steps", None)
+
+    def batches(self, replica: int = 0) -> TrainBatches:
+        """Return the training batches of a replica."""
+        size = self.cfg.train.global_batch_size
+        return TrainBatches(self.data.train, size, self.cfg.seed, replica, self.plan.dp, self.earlier)
 
     @property
     def sample(self) -> Batch:
@@ -120,16 +140,10 @@ class Setup:
         return size, lines
 
 
-def total_steps(steps: int | None, epochs: float | None, per_epoch: int) -> int:
-    """Return the number of optimizer steps of a run, the smaller limit of ``steps`` and ``epochs`` (None: no limit)."""
-    by_epochs = math.ceil(round(epochs * per_epoch, 6)) if epochs is not None else math.inf
-    return int(min(steps if steps is not None else math.inf, by_epochs))
-
-
-def data_digest(data: DataSet) -> str:
+def data_digest(data: DataSet, splits: Sequence[Source | None] | None = None) -> str:
     """Return a digest of the data: of the text, or of each split's number of samples and some of its samples."""
     digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len} {data.fingerprint}".encode())
-    for source in (data.train, data.valid, data.test):
+    for source in (data.train, data.valid, data.test) if splits is None else splits:
         digest.update(f"|{0 if source is None else len(source)}".encode())
         with suppress(DataError):  # a sample that cannot be read is an error when its turn comes
             for tensor in _some_samples(source):

@@ -13,7 +13,6 @@ from common.errors import UserError
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from training.run.prepare import describe, prepare
-from training.run.setup import total_steps
 
 TINY = ["model=gpt2", "model.size=tiny"]
 
@@ -122,7 +121,8 @@ def test_wikitext_without_a_folder_and_without_a_downloader_says_both_ways_out(t
     [(7, None, 7), (None, 2, 20), (7, 2, 7), (30, 2, 20), (None, 0.25, 3), (None, 1.01, 11), (1000, 0.1, 1)],
 )
 def test_a_run_ends_with_its_steps_or_its_epochs_whichever_comes_first(steps, epochs, expected):
-    assert total_steps(steps, epochs, per_epoch=10) == expected
+    words = [f"train.{key}={'null' if n is None else n}" for key, n in (("steps", steps), ("epochs", epochs))]
+    assert prepare(config("data.samples=80", "train.global_batch_size=8", *words)).total_steps == expected
 
 
 def test_an_epoch_has_as_many_steps_as_whole_batches():

@@ -163,7 +163,7 @@ def test_a_resumed_run_knows_how_long_it_has_not_been_better(tmp_path):
 
 def test_evaluations_that_are_not_finite_are_counted_across_a_resumption():
     reasons, state = [], ""
-    run = SimpleNamespace(stop=reasons.append, cfg=config())
+    run = SimpleNamespace(stop=reasons.append, cfg=config(), evaluation="the same")
     for attempt in range(3):
         stop = EarlyStop(patience=3)
         if attempt:
@@ -175,7 +175,7 @@ def test_evaluations_that_are_not_finite_are_counted_across_a_resumption():
 
 def test_the_best_result_of_another_metric_is_not_compared_with():
     accuracy, reasons = EarlyStop(metric="val_accuracy", patience=1), []
-    run = SimpleNamespace(stop=reasons.append, cfg=config())
+    run = SimpleNamespace(stop=reasons.append, cfg=config(), evaluation="the same")
     accuracy.on_evaluation(run, {"val_accuracy": 0.9})
     loss = EarlyStop(patience=1)
     loss.load_state_dict(accuracy.state_dict())

@@ -1,0 +1,133 @@
+"""What a run takes over from a checkpoint: all of it, and only what still means the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from common.errors import CheckpointError
+from data.tensors import TensorData
+from training import train
+
+WORDS = [
+    "parallel.threads=1",
+    "logger=none",
+    "train.precision=fp64",
+    "optim=adam",
+    "optim.lr=0.02",
+    "train.epochs=null",
+]
+X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).double()
+
+
+class Net(nn.Module):
+    """Two layers, and by choice a branch, a buffer or a frozen first layer."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(6, 8).double(), nn.Linear(8, 2).double()
+        if "branch" in parts:
+            self.c = nn.Linear(6, 2).double()
+        if "buffer" in parts:
+            self.register_buffer("seen", torch.zeros(1))
+        self.a.requires_grad_("frozen" not in parts)
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh()) + (self.c(x) if hasattr(self, "c") else 0)
+
+
+def data(targets, valid=None):
+    return TensorData(X, targets, valid=(X, targets if valid is None else valid), test=0)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for parts in ((), ("branch",), ("buffer",), ("frozen",)):
+        given = {"model": Net(*parts), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+        train(
+            *WORDS, "train.global_batch_size=40", "train.steps=2", f"hydra.run.dir={folder}/{'-'.join(parts)}", **given
+        )
+    return folder
+
+
+NOT_OF_THE_MODEL = {
+    "a branch is gone": ("branch", (), "module.c.bias, module.c.weight are not the model's"),
+    "a branch is new": ("", ("branch",), "module.c.weight is not in it"),
+    "a buffer is gone": ("buffer", (), "module.seen is not the model's"),
+    "a buffer is new": ("", ("buffer",), "module.seen is not in it"),
+}
+NOT_TRAINED = {
+    "a layer is frozen now": ("", ("frozen",), "it trained module.a.bias, which is frozen now"),
+    "a layer is trained now": ("frozen", (), "module.a.bias was frozen in it, and is trained now"),
+}
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("saved, parts, says", NOT_OF_THE_MODEL.values(), ids=NOT_OF_THE_MODEL)
+def test_a_checkpoint_of_another_module_is_refused_by_what_either_lacks(runs, tmp_path, mode, saved, parts, says):
+    path = f"{runs}/{saved}"
+    words = [f"train.resume={path}", "train.steps=3"] if mode == "train" else ["mode=eval", f"checkpoint={path}"]
+    with pytest.raises(CheckpointError, match=f"does not fit this model: {says}"):
+        train(*words, f"hydra.run.dir={tmp_path}", model=Net(*parts), loss=nn.MSELoss(), data=data(X[:, :2]))
+
+
+@pytest.mark.parametrize("saved, parts, says", NOT_TRAINED.values(), ids=NOT_TRAINED)
+def test_the_state_of_an_optimizer_of_other_parameters_is_refused_on_resuming_only(runs, tmp_path, saved, parts, says):
+    given = {"model": Net(*parts), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    with pytest.raises(CheckpointError, match=says):
+        train(f"train.resume={runs}/{saved}", "train.steps=3", f"hydra.run.dir={tmp_path}/resumed", **given)
+    train("mode=eval", f"checkpoint={runs}/{saved}", f"hydra.run.dir={tmp_path}/evaluated", **given)
+
+
+def test_auto_finds_what_the_model_lacks_too(runs):
+    with pytest.raises(CheckpointError, match="module.c.bias, module.c.weight are not the model's"):
+        given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+        train(*WORDS, "train.resume=auto", "train.steps=3", f"hydra.run.dir={runs}/branch", **given)
+
+
+OTHER_EVALUATIONS = {
+    "the same": (X[:, :2], [], False),
+    "other validation data": (X[:, :2] * 30, [], True),
+    "fewer batches": (X[:, :2], ["train.eval_batches=1", "train.global_batch_size=20"], True),
+}
+
+
+@pytest.mark.parametrize("valid, words, anew", OTHER_EVALUATIONS.values(), ids=OTHER_EVALUATIONS)
+def test_the_best_result_of_other_validation_data_is_not_compared(tmp_path, capfd, valid, words, anew):
+    words = [*WORDS, "train.eval_every=2", "callbacks=[early_stop]", *words]
+    given = {"model": Net(), "loss": nn.MSELoss()}
+    size = "train.global_batch_size=40"
+    train(*WORDS, size, "train.eval_every=2", "callbacks=[early_stop]", "train.steps=8", f"hydra.run.dir={tmp_path}/a",
+          **given, data=data(X[:, :2]))  # fmt: skip
+    resumed = [size, *words, f"train.resume={tmp_path}/a", "train.steps=18", f"hydra.run.dir={tmp_path}/b"]
+    result = train(*resumed, **given, data=data(X[:, :2], valid))
+    losses = [record["val_loss"] for record in result.metrics if "val_loss" in record]
+    assert len(losses) == 5 and result.summary["best_val_loss"] == min(losses)
+    assert ("best weights begin anew: step 8 was the best by other validation data" in "".join(capfd.readouterr())) == anew
+
+
+def test_a_run_with_another_global_batch_size_goes_on_with_the_next_row_of_the_epoch(tmp_path):
+    """Row i adds 2^i to the loss, so that the loss of a step shows its rows."""
+    powers = (2.0 ** torch.arange(40, dtype=torch.float64))[:, None]
+    model = nn.Sequential(nn.Linear(1, 1, bias=False).double(), nn.Identity())
+    nn.init.ones_(model[0].weight)
+    given = {"model": model, "loss": nn.L1Loss(), "data": TensorData(powers, 0 * powers, valid=0, test=0)}
+    words = [
+        "parallel.threads=1",
+        "logger=none",
+        "train.precision=fp64",
+        "optim=sgd",
+        "optim.lr=0",
+        "scheduler=constant",
+    ]
+    used = []
+    for place, (size, steps, total) in enumerate([(8, 3, 3), (4, 2, 5), (2, 4, 9)]):
+        resumed = [f"train.resume={tmp_path}/{place - 1}"] if place else []
+        last = f"train.steps={total}" if total < 9 else "train.steps=null"
+        result = train(*words, *resumed, f"train.global_batch_size={size}", "train.epochs=1", last,
+                       f"hydra.run.dir={tmp_path}/{place}", **given)  # fmt: skip
+        losses = [int(record["loss"] * size) for record in result.metrics if "loss" in record]
+        assert len(losses) == steps
+        used += [i for loss in losses for i in range(40) if loss >> i & 1]
+    assert sorted(used) == [*range(40)]
