@@ -104,7 +104,8 @@ def test_the_best_result_of_other_validation_data_is_not_compared(tmp_path, capf
     result = train(*resumed, **given, data=data(X[:, :2], valid))
     losses = [record["val_loss"] for record in result.metrics if "val_loss" in record]
     assert len(losses) == 5 and result.summary["best_val_loss"] == min(losses)
-    assert ("best weights begin anew: step 8 was the best by other validation data" in "".join(capfd.readouterr())) == anew
+    said = "".join(capfd.readouterr())
+    assert ("best weights begin anew: step 8 was the best by other validation data" in said) == anew
 
 
 def test_a_run_with_another_global_batch_size_goes_on_with_the_next_row_of_the_epoch(tmp_path):
