@@ -313,7 +313,7 @@ class FusedHead(nn.Module):
         hidden = self.hidden(x)
         hidden = (hidden if self.words is None else self.words.enter(hidden)).flatten(0, 1)
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # torch knows no autocast for "meta"
             hidden = hidden.to(torch.get_autocast_dtype(kind))
         linear, counted = self.projection, targets != IGNORED
         count = len(linear.weight) if self.words is None else self.words.count

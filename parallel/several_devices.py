@@ -38,7 +38,8 @@ class _OnSeveralDevices(nn.Module):
             if stage.ends_chain:
                 targets = targets.to(stage.device, non_blocking=True)
                 weights = weights if weights is None else weights.to(stage.device, non_blocking=True)
-            tensors = tuple(tensor.to(stage.device, non_blocking=True) for tensor in as_tuple(output))
+            # A copy on the same device, too: the stage may change it in place, unseen by the one before.
+            tensors = tuple(tensor.to(stage.device, non_blocking=True, copy=True) for tensor in as_tuple(output))
             output = stage(*tensors, samples=samples, targets=targets, weights=weights)
         return output
 

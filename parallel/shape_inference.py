@@ -6,7 +6,7 @@ not cast, and a stage border declared float32 corrupts data silently if the run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -200,6 +200,54 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
+class Writes:
+    """What operators of layers write in place.
+
+    Attributes:
+        inputs: The layers that change their inputs, and ``LOSS`` if the loss changes the model's output.
+        others: The layers with an operator that fills a tensor which it does not return, as ``F.rrelu`` does. In a
+            recomputation torch stops as soon as all tensors are there, which is before such an operator fills the last.
+    """
+
+    inputs: Collection[str] = ()
+    others: Collection[str] = ()
+
+
+def writes_of(chain: Chain, sample: Batch | None) -> Writes:
+    """Find what layers write in place, on the meta device. A layer that cannot be computed there may write anything."""
+    names, inputs, others = [*chain.names, LOSS], [], []
+    if sample is None:
+        return Writes(names, names)
+    batch = sample.to("meta").map(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+    output: Tensors = batch.input_tensors
+    known: dict[tuple, tuple[bool, bool, Tensors]] = {}
+    at, module = 0, nn.Module()
+    try:
+        for layer in chain.layers:
+            tensors, last = as_tuple(output), layer is chain.layers[-1]
+            key = layer.build, last, *map(TensorSpec.of, tensors)
+            if key not in known:
+                module = layer.made()
+                with Accesses(module) as accesses:
+                    if last and loss_of(module) is not None:
+                        output = _loss(chain.loss, module, tensors, batch.targets)
+                    else:
+                        output = module(*tensors)
+                known[key] = bool(accesses.wrote(tensors)), accesses.fills, output
+            changes, fills, output = known[key]
+            inputs += [layer.name] * changes
+            others += [layer.name] * fills
+            at += 1
+        if loss_of(module) is None:
+            with Accesses(module) as accesses:
+                copy_to_try(chain.loss)(output, batch.targets, None)
+            inputs += [LOSS] * bool(accesses.wrote(as_tuple(output)))
+    except Exception:  # a user's code
+        return Writes([*inputs, *names[at:]], [*others, *names[at:]])
+    return Writes(inputs, others)
+
+
 def _loss_draws(chain: Chain, output: Tensors, batch: Batch) -> bool:
     with torch.no_grad(), _Draws(len(batch), []) as draws, suppress(Exception):  # a user's code
         copy_to_try(chain.loss)(output, batch.targets, None)
@@ -238,17 +286,22 @@ class Accesses(TorchDispatchMode):
     """Records which tensors of a module are read and written by operators, also on the meta device.
 
     ``data_dependent`` is whether a result or a shape depended on numbers, as that of ``.item()`` does. ``others``
-    are the parameters that were used and are none of the module's.
+    are the parameters that were used and are none of the module's. ``fills`` is whether an operator wrote into a tensor
+    that it does not return.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.data_dependent = False
+        self.data_dependent = self.fills = False
         self.others: list[nn.Parameter] = []
         self._module, self._before = module, _tensors_of(module)
         self._parameters = {id(parameter) for parameter in module.parameters()}
         self._read: set[int] = set()
         self._written: set[int] = set()
+
+    def wrote(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the storages of those tensors that were changed in place."""
+        return [storage for tensor in tensors if (storage := _storage_of(tensor)) in self._written]
 
     def changed(self) -> str | None:
         """Return the name of a tensor that was changed and that a later step, or an evaluation, may read.
@@ -273,7 +326,7 @@ class Accesses(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     if isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters:
                         self.others.append(tensor)
-                    self._note(schema, argument, tensor.untyped_storage()._cdata, given)
+                    self._note(schema, argument, _storage_of(tensor), given)
         return operator(*args, **kwargs)
 
     def _note(self, schema, argument, storage: int, given: dict) -> None:
@@ -284,6 +337,7 @@ class Accesses(TorchDispatchMode):
             self._read.add(storage)
         elif alias.is_write:
             self._written.add(storage)
+            self.fills |= all(result.alias_info is None for result in schema.returns)
             if not argument.is_out and schema.name not in ("aten::copy_", "aten::fill_", "aten::zero_"):
                 self._read.add(storage)
 
@@ -293,6 +347,10 @@ def _indexed_by_numbers(operator: Any, args: tuple) -> bool:
     if operator is not torch.ops.aten.index.Tensor:
         return False
     return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _tensors_of(module: nn.Module) -> dict[str, int]:

@@ -13,6 +13,7 @@ FSDP2 has pitfalls that are avoided here:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ class Sharding:
         from torch.distributed.device_mesh import DeviceMesh
 
         self._sharded_module, self._reshard = fsdp.FSDPModule, reshard
+        # Who would change such a view in place gets a copy (``Stage``).
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         copies, shards = mesh.axis(COPIES), mesh.axis(SHARDS)
         assert shards.group is not None  # there are others to share with
         if copies.group is None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from models.chain import LOSS, Chain, Tensors, converted, is_within
 from models.losses import Sums, loss_of
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
+from parallel.shape_inference import Writes
 
 # The attribute of an error with a description of the layer that raised it.
 RAISED_IN = "raised_in_layer"
@@ -46,32 +47,35 @@ class Stage(nn.Module):
         dtype: torch.dtype = torch.float32,
         between_layers: torch.dtype | None = None,
         recompute: bool = False,
+        writes: Writes | None = None,
         cut: Callable[[str, nn.Module], None] | None = None,
         shard: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Build the layers ``names`` with their initial weights.
 
         Floating-point tensors that a layer passes to the next are converted to ``between_layers`` if it is given. With
-        ``recompute`` a layer's activations are recomputed in the backward instead of kept. ``cut`` is called with each
-        layer, and reduces it to this rank's part of it. ``shard`` is called with each layer and finally with the stage,
-        and reduces the parameters of that module to this rank's share.
+        ``recompute`` a layer's activations are recomputed in the backward instead of kept. A layer that changes its
+        inputs in place, according to ``writes``, may get copies of them. ``cut`` is called with each layer, and reduces
+        it to this rank's part of it. ``shard`` is called with each layer and finally with the stage, and reduces the
+        parameters of that module to this rank's share.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
+        self._writes = writes or Writes()
         self._between_layers = between_layers
         left_to_stage = chain.tied_within(names)
 
         def built(name: str, layer: nn.Module) -> None:
             if cut is not None:
                 cut(name, layer)
+            if name in self._writes.inputs:  # before ``shard``, inside of which the copy must be made
+                layer.register_forward_pre_hook(lambda _, given: self._copied(given))
+                if (loss := loss_of(layer)) is not None:
+                    layer.loss = lambda *given: loss(*self._copied(given))  # pyright: ignore[reportArgumentType]
             if shard is not None and not any(is_within(parameter, [name]) for parameter in left_to_stage):
                 shard(layer)
 
         self.layers = chain.build(names, seed, device, dtype, built)
-        if recompute:  # layers are recomputed from their inputs, which must not change
-            for module in self.layers.modules():
-                if getattr(module, "inplace", None) is True:
-                    module.inplace = False  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
         if shard is not None:
             shard(self)
         elif chain.channels_last:  # the shares of a sharded parameter are contiguous
@@ -122,8 +126,7 @@ class Stage(nn.Module):
             summed loss times ``loss_scale``, or, without targets, the model's output.
         """
         first, count = samples.flatten().tolist() if isinstance(samples, Tensor) else samples
-        if not self.begins_chain:
-            tensors = tuple(map(self._as_received, tensors))
+        tensors = tuple(map(self._as_received, tensors))
         # If nothing is random, the samples are left out, so that the stage is compiled once for all micro-batches.
         where = None if self._compiled_whole else (first, count)
         if targets is None or not self.ends_chain:
@@ -166,6 +169,7 @@ class Stage(nn.Module):
                     *tensors,
                     use_reentrant=False,
                     preserve_rng_state=False,
+                    early_stop=name not in self._writes.others,
                 )
             else:
                 output = self.compute_layer(name, layer, where, *tensors)
@@ -176,7 +180,20 @@ class Stage(nn.Module):
             return self.compute_layer(last_name, head_loss, where, *tensors, targets, weights)
         if targets is None:
             return output
+        if LOSS in self._writes.inputs:
+            copies = self._copied(tensors)
+            output = copies if isinstance(output, tuple) else copies[0]
         return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)
+
+    def _copied(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return a layer's inputs for it to change in place, as copies where the inputs themselves must stay.
+
+        A recomputation starts from them. The inputs of a sharded layer, and some outputs, are views with hooks, which
+        torch does not let a layer change, or which would lose the hooks.
+        """
+        if not torch.is_grad_enabled():
+            return tensors
+        return tuple(t if t is None or not (self.recompute or t._is_view()) else t.clone() for t in tensors)
 
     def as_sent(self, x: Tensor) -> Tensor:
         """Return ``x`` as it is sent to the next stage, which is contiguous.
@@ -196,9 +213,10 @@ class Stage(nn.Module):
     def _as_received(self, x: Tensor) -> Tensor:
         # A layer never gets ``x`` itself. Autocast treats a leaf that has a gradient as a weight, and would keep the
         # cast of ``x`` until the end of the step. torch would detach an ``x`` that is passed on unchanged. And a first
-        # layer that works in place (``ReLU(inplace=True)``) can change neither a leaf nor a view of a leaf.
+        # layer that works in place (``ReLU(inplace=True)``) can change neither a leaf nor a view of a leaf. The inputs
+        # of micro-batches are views of one batch: to autograd, a change of one would be a change of all.
         x = torch.ops.aten._unsafe_view(x, x.shape)
-        return x.permute(0, 3, 1, 2) if self._is_image(x) else x
+        return x if self.begins_chain or not self._is_image(x) else x.permute(0, 3, 1, 2)
 
     def _in_order(self, x: Tensor) -> Tensor:
         """Return ``x`` in the memory order in which a stage receives it, so that results do not depend on the cuts.

@@ -29,7 +29,7 @@ from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import REPLICAS, SHARDS, Mesh
 from parallel.pieces import Boxes, Piece, fill, piece_of, whole
 from parallel.plan import Plan
-from parallel.shape_inference import trace
+from parallel.shape_inference import trace, writes_of
 from parallel.sharding import Sharding
 from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
@@ -178,6 +178,8 @@ class Strategy(ABC):
         keep_casts = self.sharding is None or plan.pipelined
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
         self.cutting = Cutting(chain, mesh, plan.sequence) if plan.tp > 1 else None
+        # Only there does a layer's input have to stay as it is.
+        writes = writes_of(chain, sample) if options.recompute or self.sharding is not None else None
         planned = plan.stages_of(mesh.position)
         self.indices = [stage.index for stage in planned]
         self.stages = [
@@ -189,6 +191,7 @@ class Strategy(ABC):
                 dtype=self._dtype,
                 between_layers=between_layers(plan.precision),
                 recompute=options.recompute,
+                writes=writes,
                 cut=self.cutting.cut if self.cutting is not None else None,
                 shard=self.sharding.shard if self.sharding is not None else None,
             )

@@ -31,6 +31,8 @@ RECIPES = {
     "sequential": Recipe("sequential", global_batch=16, lr=0.1, steps=3, eval_every=2),
     # A parameter that one replica uses and another does not.
     "sequential sometimes": Recipe("sequential sometimes", global_batch=4, lr=0.1, steps=8),
+    # Layers, and a loss, that change what they are given, and pass views on.
+    "in place": Recipe("in place", global_batch=16, lr=0.1, steps=3, eval_every=2, precision="fp64"),
     # A layer that returns its weight, for another one.
     "passed on": Recipe("passed on", global_batch=16, lr=0.1, steps=4),
     # Under autocast, torch's encoder layer gives another dtype in evaluation than in training.
@@ -252,6 +254,12 @@ def unusual() -> Iterable[Cell]:
     ):
         yield cell("sequential", layout)
     yield cell("sequential", Layout("single", chunks=4), recompute=True, wanted=RECIPES["sequential"])
+    for layout in (
+        Layout("single", chunks=2), Layout("ddp", dp=2), Layout("fsdp", dp=2, chunks=2),
+        Layout("pipelined", pp=2, chunks=4), Layout("pipe_fsdp", dp=2, pp=2, chunks=2, schedule=SPLIT[0]),
+    ):  # fmt: skip
+        yield cell("in place", layout, recompute=layout.strategy != "pipe_fsdp", wanted=RECIPES["in place"])
+    yield cell("in place", Layout("fsdp", dp=2, chunks=2))
     for name in ("ddp", "fsdp"):
         wanted = replace(RECIPES["sequential sometimes"], fused=True)
         yield cell("sequential sometimes", Layout(name, dp=2), reference=Layout("single", chunks=2), wanted=wanted)

@@ -80,6 +80,37 @@ def sequential(sometimes: bool) -> Chain:
     return chain_of(nn.Sequential(*layers, nn.Linear(8, 10)), ClassCrossEntropy())
 
 
+class InPlace(nn.Linear):
+    """A residual block that begins in place, as most do: x + f(x) is relu(x) + f(x). Its output is a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(F.relu(x, inplace=True)).masked_fill_(x > 1, 0.5).view(-1, 2, 4).flatten(1)
+        return (x + F.relu_(y)).flatten(0, 0)
+
+
+class Shifted(nn.Module):
+    """Changes its input, be it that of the model, in place. It has no parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 0.1
+        return x.mul_(0.5)
+
+
+class ShiftedCrossEntropy(ClassCrossEntropy):
+    """Changes the model's output in place."""
+
+    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
+        output -= output.detach().max()
+        return super().__call__(output, targets, weights)
+
+
+def in_place() -> Chain:
+    torch.manual_seed(0)
+    last = nn.Sequential(InPlace(8, 8), nn.Dropout(0.2, inplace=True), nn.Linear(8, 10), nn.Flatten())
+    layers = [Shifted(), nn.Linear(8, 8), InPlace(8, 8), Shifted(), last]
+    return chain_of(nn.Sequential(*layers), ShiftedCrossEntropy())
+
+
 class PassedOn(nn.Linear):
     """x [b, 8] -> (the same, its weight). Only a later layer uses the weight."""
 
@@ -344,6 +375,8 @@ def _chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     if recipe.model.startswith("sequential"):
         chain = sequential(sometimes="sometimes" in recipe.model)
         return chain, lambda step: _features(recipe.global_batch, step)
+    if recipe.model == "in place":
+        return in_place(), lambda step: _features(recipe.global_batch, step)
     if recipe.model == "passed on":
         return passed_on(), lambda step: _features(recipe.global_batch, step)
     if recipe.model == "perceptrons":

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from data.dataset import Batch
 from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError, Sums
+from parallel.shape_inference import writes_of
 from parallel.stage import Stage
 from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
@@ -176,3 +178,22 @@ def test_a_hook_computes_each_layer_and_the_loss_with_the_same_random_numbers(mo
     monkeypatch.setattr(Stage, "layer_hook", hook)
     assert torch.equal(stage(dropouts(2))(ones, samples=(8, 4), targets=ones), plain)
     assert called == [("drop0", (8, 4)), ("drop1", (8, 4)), (LOSS, (8, 4))]
+
+
+class Draws(nn.Module):
+    """Ends with an operator that fills a tensor after torch has saved it for the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rrelu(x, training=True)
+
+
+@pytest.mark.parametrize("layer", [nn.RReLU, Draws])
+def test_a_recomputation_does_not_end_before_the_last_operator_has_filled_what_it_saves(layer):
+    chain = Chain([LayerSpec("draws", layer), LayerSpec("last", nn.Identity)], SquaredError())
+    batch, found = Batch(drawn(4, 64), drawn(4, 64)), []
+    for recompute in (False, True):
+        x = batch.inputs.clone().requires_grad_()
+        made = stage(chain, recompute=recompute, writes=writes_of(chain, batch))
+        made(x, samples=(0, 4), targets=batch.targets).backward()
+        found.append(x.grad)
+    assert torch.equal(*found)

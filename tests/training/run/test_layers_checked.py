@@ -19,6 +19,7 @@ from training import train
 from training.run.checks.samples import check_shapes
 
 SINGLE = {"strategy": "single", "dp": 1, "chunks": 1, "pipelined": False, "devices": (), "stages": [1], "parameters": 1}
+SINGLE |= {"shards": 1, "device_type": "cpu"}
 NO_DATA = SimpleNamespace(train=None, valid=None, test=None)
 
 
@@ -240,6 +241,25 @@ def test_samples_in_float64_as_numpy_makes_them_pass_a_layer_that_takes_one_dtyp
     setup.chain.layers.pop(0)
     setup.sample.inputs = setup.sample.inputs.double()
     check_shapes(setup)
+
+
+class ChangesOne(nn.Module):
+    """Changes the first of its inputs, which may be the second, too."""
+
+    def forward(self, x, y):
+        return x.mul_(2) + y
+
+
+@pytest.mark.parametrize("twice", [lambda self, x: (x, x), lambda self, x: (x, x[:, :1])])
+def test_an_input_that_is_changed_in_place_has_no_other_in_its_memory_where_each_is_a_copy(twice):
+    for changes in ({"stages": [1, 2]}, {"shards": 2}, {"activation_checkpointing": True}, {}):
+        setup = setup_of(partial(Own, twice), **changes)
+        setup.chain.layers.insert(2, LayerSpec("changes", ChangesOne))
+        if changes:
+            with pytest.raises(ModelError, match=r"'changes' \(ChangesOne\): it changes an input .*x.clone\(\)"):
+                check_shapes(setup)
+        else:
+            check_shapes(setup)
 
 
 def test_a_tensor_that_a_layer_makes_elsewhere_is_said():

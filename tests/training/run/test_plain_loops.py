@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class Case(NamedTuple):
     resumed: int | None = None
     scale: float = 1.0
     loss: nn.Module = nn.CrossEntropyLoss()
-    net: type[nn.Module] | None = None
+    net: Callable[[], nn.Module] | None = None
 
 
 class Reader(nn.Module):
@@ -46,6 +47,17 @@ class Reader(nn.Module):
         return self.out(self.norm(self.cell(x.unflatten(1, (4, 4)))[0][:, -1]).relu())
 
 
+class Residual(nn.Linear):
+    """Begins in place, as most residual blocks do."""
+
+    def forward(self, x):
+        return x + super().forward(nn.functional.relu(x, inplace=True))
+
+
+def changed_in_place():
+    return nn.Sequential(nn.Linear(16, 24), Residual(24, 24), Residual(24, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
 SGD = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 SMOOTHED = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.tensor([1.0, 2.0, 0.5]))
 CASES = {
@@ -54,6 +66,7 @@ CASES = {
     "bf16 between layers": Case("SGD", SGD, "bf16_residual", chunks=2, gamma=0.5),
     "resumed within an epoch": Case("NAdam", {"lr": 0.01, "weight_decay": 0.1}, gamma=0.5, chunks=4, resumed=7),
     "accumulated and clipped": Case("AdamW", {"lr": 0.01, "weight_decay": 0.3}, chunks=8, clip=0.2, loss=SMOOTHED),
+    "changed in place": Case("SGD", SGD, chunks=2, recompute=True, net=changed_in_place),
     "a module's own forward": Case("Adam", {"lr": 0.01}, net=Reader),
 }
 

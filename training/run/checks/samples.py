@@ -187,6 +187,7 @@ def check_shapes(setup: Setup) -> None:
     samples = known_samples(setup.data, batch)
     sample = batch.to("meta").map(lambda t: converted(t, torch.float32))  # that of the layers below
     tensors, at, known = sample.input_tensors, "", True
+    copies = len(setup.plan.stages) > 1 or setup.plan.shards > 1 or setup.cfg.train.activation_checkpointing
     needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
         with RealKinds(sample, samples):
@@ -212,6 +213,12 @@ def check_shapes(setup: Setup) -> None:
                         f"{at}its forward calls the BatchNorm {twice!r} {calls[twice]} times, and the running "
                         "statistics would be those of the last call: make one BatchNorm for each call, or call it once "
                         "with all of them (torch.cat)"
+                    )
+                if copies and len(written := accesses.wrote(tensors)) > len(set(written)):
+                    raise ModelError(
+                        f"{at}it changes an input in place that has the memory of another of its inputs. Stages, "
+                        "sharded layers and train.activation_checkpointing=true have a copy of each: return x.clone() "
+                        "from the layer before, or leave the change in place out"
                     )
                 if setup.cfg.mode != "eval" and accesses.changed() is not None:  # or has a cache been filled?
                     with Accesses(layer) as accesses:
