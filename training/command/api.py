@@ -23,6 +23,7 @@ from launchers import World
 from models.given import GIVEN, set_given
 from training.checkpoint.configuration import saved_config
 from training.command.app import execute, plain, run_words
+from training.command.caller import left_as_it_was
 from training.reporting.metrics import METRICS, SUMMARY, read_object, read_records
 
 if TYPE_CHECKING:
@@ -213,15 +214,11 @@ def _run_words(
         raise TrainingError("with config=, change the configuration itself; only hydra.… may be given as words")
     if config is not None and (resume := OmegaConf.select(config, "train.resume")) is not None:
         overrides = [*overrides, f"train.resume={hydra_word(resume)}"]  # for the check of the run directory
-    import torch
-
     objects = _checked(overrides, model, data)
     replaced = partial(_replaced, config, objects) if config is not None or objects else None
     set_given(objects)
     try:
-        # Models that the caller draws after a run must not depend on it.
-        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with _user_errors(), torch.random.fork_rng(gpus):
+        with _user_errors(), left_as_it_was():
             return run_words(overrides, act, replaced)
     finally:
         set_given(None)

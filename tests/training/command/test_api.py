@@ -1,5 +1,12 @@
 """Training from a Python program: the command line's words, a configuration, and models and data of one's own."""
 
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import warnings
 from functools import partial
 
 import pytest
@@ -13,7 +20,7 @@ from data.text import Text
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy, TokenCrossEntropy
 from models.sequential import chain_of
-from training import load_config, train
+from training import load_config, train, verify
 
 QUICK = ["train.epochs=null", "train.steps=4", "logger=none", "device=cpu", "parallel.threads=1"]
 PARALLEL = ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"]
@@ -186,3 +193,96 @@ def test_a_loss_is_not_called_before_the_first_step_and_is_left_as_it_was(tmp_pa
     plain = train(*QUICK, f"hydra.run.dir={tmp_path}/plain", model=net, loss=ClassCrossEntropy(), data=data)
     assert first.summary["first_loss"] == again.summary["first_loss"] == plain.summary["first_loss"]
     assert cut.summary["steps"] == 4 and loss.calls == 0
+
+
+def state_of_the_process():
+    """What a program may have set, by name."""
+    back, seen = torch.backends, {}
+    for place in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "cuda", "mkldnn"):
+        item = back
+        for part in place.split("."):
+            item = getattr(item, part)
+        for name in ("allow_tf32", "benchmark", "deterministic", "enabled", "fp32_precision"):
+            if hasattr(type(item), name) or hasattr(item, name):
+                seen[place, name] = getattr(item, name)
+    root = logging.getLogger()
+    return {
+        **seen, "precision": torch.get_float32_matmul_precision(), "debug": torch.get_deterministic_debug_mode(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()), "dtype": torch.get_default_dtype(),
+        "grad": (torch.is_grad_enabled(), torch.is_anomaly_enabled()), "drawn": torch.get_rng_state().tolist(),
+        "python": random.getstate(), "logging": (root.level, [*root.handlers], logging.getLogger("mine").level),
+        "warnings": ([*warnings.filters], warnings.showwarning), "variables": dict(os.environ), "folder": os.getcwd(),
+        "path": [*sys.path], "words": [*sys.argv], "start": multiprocessing.get_start_method(allow_none=True),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+    }  # fmt: skip
+
+
+class Fails(nn.Linear):
+    """Fails in a run, and not in the checks before it, whose tensors require no gradient at the end."""
+
+    def forward(self, x):
+        return _Fails.apply(super().forward(x))
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise FloatingPointError("in a backward")
+
+
+FAILS = Fails(10, 5)  # here, as its weights are drawn
+
+
+def failing(*words):
+    with pytest.raises(FloatingPointError):
+        train(*words, *SETS, model=FAILS, loss=nn.MSELoss(), data=(torch.zeros(100, 10), torch.zeros(100, 5)))
+
+
+SETS = ["train.deterministic=true", "parallel.env={MINE: b, NEW: c}"]
+CALLS = {
+    "a run": lambda *words: train(*words, *SETS, "train.tf32=true", "train.detect_anomaly=true"),
+    "a run without TF32": train,
+    "a run that fails": failing,
+    "a plan": lambda *words: train(*words, *SETS, "mode=plan", "parallel=ddp"),
+    "words that are wrong": lambda *words: pytest.raises(UserError, train, *words, "optim.lr=abc"),
+    "a configuration": lambda *words: load_config("model=convnet"),
+    "a verification": lambda *words: verify(*words[2:], "verify.steps=1", "parallel=ddp", "model=toy"),
+    "an evaluation": lambda *words: train(*words, "mode=eval", f"checkpoint={train(*QUICK).run_dir}"),
+}
+
+
+@pytest.fixture
+def set_otherwise(tmp_path, monkeypatch):
+    """Settings that no run has."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINE", "a")
+    file = logging.FileHandler(tmp_path / "log.txt", mode="w")
+    logging.getLogger().addHandler(file)
+    logging.getLogger("mine").setLevel(logging.DEBUG)
+    torch.set_num_threads(2)
+    torch.set_deterministic_debug_mode(1)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.benchmark = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield tmp_path / "log.txt"
+    torch.backends.cudnn.benchmark = False
+    torch.set_float32_matmul_precision("highest")
+    torch.set_deterministic_debug_mode(0)
+    torch.set_num_threads(1)
+    logging.getLogger().removeHandler(file)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_run_leaves_the_process_as_it_was(name, set_otherwise, tmp_path):
+    train(*QUICK, "train.steps=1")  # imports what sets something at its import
+    before = state_of_the_process()
+    CALLS[name](*QUICK[:3], "device=cpu", f"hydra.run.dir={tmp_path}/run")
+    after = state_of_the_process()
+    assert {key: (value, after[key]) for key, value in before.items() if after[key] != value} == {}
+    logging.getLogger().error("goes on")
+    assert set_otherwise.read_text() == "goes on\n"
