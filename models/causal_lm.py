@@ -69,13 +69,15 @@ class Decoder:
         except Exception as error:  # each model checks its configuration in its own way
             raise ModelError(f"transformers cannot build a {config.model_type} model: {error}") from None
         self.kind = type(self.model).__name__
+        if self.model.base_model is self.model and isinstance(getattr(self.model, "model", None), nn.Module):
+            self.model.base_model_prefix = "model"  # Llama 4 says "language_model", which is in another of its models
         with _refused(self.kind, "its own code does not run without the layers"):
             self.layers = self._find_layers()
             self.blocks: Any = self.model.get_submodule(self.layers)
             self.units = self._find_units()
-            self.before, outputs = self._find_order()
+            self.before, twice, outputs = self._find_order()
             self.projection = self.name_of(self.model.get_output_embeddings())
-            self.forward = Forward(self.model, self.layers, self.units, self.before, self.projection, outputs)
+            self.forward = Forward(self.model, self.layers, self.units, self.before, twice, self.projection, outputs)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -110,8 +112,8 @@ class Decoder:
             units |= {path: child for path, child in children.items() if path not in (*above, self.layers)}
         return units
 
-    def _find_order(self) -> tuple[list[str], int]:
-        """Return the units before the first layer, and how many things a layer returns in a tuple."""
+    def _find_order(self) -> tuple[list[str], list[str], int]:
+        """Return the units before the layers, those of them after the layers, and how many things a layer returns."""
         called: list[str | None] = []  # None: a layer
         outputs: list[int] = []
         hooks = [
@@ -131,8 +133,12 @@ class Decoder:
                 hook.remove()
         if called.count(None) != len(self.blocks):
             raise ModelError(f"{self.kind} calls its {len(self.blocks)} layers {called.count(None)} times")
-        first = called.index(None)
-        return [name for name in self.units if name in called[:first]], outputs[0]
+        before, after = called[: called.index(None)], called[-called[::-1].index(None) or len(called) :]
+        twice = [name for name in self.units if name in before and name in after]
+        for name in twice:
+            if any(True for _ in self.units[name].parameters()):
+                raise ModelError(f"{self.kind} cannot be cut into layers: it calls {name} before them and after them")
+        return [name for name in self.units if name in before], twice, outputs[0]
 
     # -- names ---------------------------------------------------------------------------------------------------------
 

@@ -112,6 +112,7 @@ class Forward:
         layers: The name of its list of layers.
         units: The modules beside the list of layers, and beside each module that it is in, by name.
         before: The names of those that it calls before the layers.
+        twice: The names of those of them that it calls after the layers, too. They have no parameters.
         projection: The name of the projection onto the vocabulary.
         outputs: How many things a layer returns in a tuple; 0 if it returns a tensor.
         plain: Whether the projection's outputs are the logits; otherwise the model scales or caps them.
@@ -121,6 +122,7 @@ class Forward:
     layers: str
     units: Mapping[str, nn.Module]
     before: Sequence[str]
+    twice: Sequence[str]
     projection: str
     outputs: int
     plain: bool = field(init=False)
@@ -239,7 +241,7 @@ class Forward:
 
     def head(self, part: Callable[[str], nn.Module]) -> nn.Module:
         """Return the last layer, [b, t, c] -> logits [b, t, v]."""
-        units = {name: part(name) for name in self.units if name not in self.before}
+        units = {name: part(name) for name in self.units if name not in self.before or name in self.twice}
         return PlainHead(self, units) if self.plain else Head(self, units)
 
 

@@ -32,6 +32,8 @@ KINDS |= {
     "apertus": {},  # its activation has parameters
     "bert": {"is_decoder": True},  # its projection is a part of a module
     "granite_swa": {},  # rotary positions of several kinds
+    "nanochat": {},  # one norm before the layers and after them
+    "llama4_text": {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 64},  # names no base model
     "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 64},
 }
 REFUSED = {
