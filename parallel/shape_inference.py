@@ -6,6 +6,7 @@ not cast, and a stage border declared float32 corrupts data silently if the run 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -282,7 +283,19 @@ def _loss(loss: Loss, module: nn.Module, tensors: Sequence[Tensor], targets: Ten
     return loss(module(*tensors), targets, None).loss
 
 
-class Accesses(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """A mode that sees the operators of a layer.
+
+    torch compiles ``torch.cond``, which fails in a mode, and keeps that: it would then fail outside of the mode, too.
+    """
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None and (compiler := sys.modules.get("torch._dynamo")) is not None:
+            compiler.reset()
+
+
+class Accesses(Watch):
     """Records which tensors of a module are read and written by operators, also on the meta device.
 
     ``data_dependent`` is whether a result or a shape depended on numbers, as that of ``.item()`` does. ``others``
@@ -360,7 +373,7 @@ def _tensors_of(module: nn.Module) -> dict[str, int]:
     return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) not in statistics}
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(Watch):
     """Detects operators that draw random numbers. Dropout by sample draws none here and is added to ``notes``."""
 
     def __init__(self, samples: int, notes: list) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -58,6 +59,33 @@ def changed_in_place():
     return nn.Sequential(nn.Linear(16, 24), Residual(24, 24), Residual(24, 24), nn.Tanh(), nn.Linear(24, 3))
 
 
+@torch.library.custom_op("plain_loops::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Has no kernel for tensors without memory."""
+    return 2 * x
+
+
+doubled.register_autograd(lambda context, gradient: 2 * gradient)
+NO_META = {
+    "a custom operator": doubled,
+    "sparse": lambda x: (torch.eye(24, dtype=x.dtype).to_sparse() @ x.T).T,
+    "torch.cond": lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+    "a tensor made on the CPU": lambda x: x * torch.arange(24.0) / 24,
+    "jacrev": lambda x: x * torch.func.vmap(torch.func.jacrev(torch.sum))(x),
+}
+
+
+class NoMeta(nn.Linear):
+    """Computes what torch cannot compute on the meta device, or under hooks."""
+
+    def __init__(self, kind):
+        super().__init__(24, 24)
+        self.kind = kind
+
+    def forward(self, x):
+        return NO_META[self.kind](super().forward(x))
+
+
 SGD = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 SMOOTHED = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.tensor([1.0, 2.0, 0.5]))
 CASES = {
@@ -68,6 +96,10 @@ CASES = {
     "accumulated and clipped": Case("AdamW", {"lr": 0.01, "weight_decay": 0.3}, chunks=8, clip=0.2, loss=SMOOTHED),
     "changed in place": Case("SGD", SGD, chunks=2, recompute=True, net=changed_in_place),
     "a module's own forward": Case("Adam", {"lr": 0.01}, net=Reader),
+    **{
+        kind: Case("SGD", SGD, chunks=2, net=partial(nn.Sequential, nn.Linear(16, 24), NoMeta(kind), nn.Linear(24, 3)))
+        for kind in NO_META
+    },
 }
 
 

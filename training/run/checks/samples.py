@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import DataError, ModelError, PlanError, TrainingError, UserError, add_note
 from data.dataset import Batch, DataSet, InMemory, Source
 from models.batchnorm import StepBatchNorm
 from models.chain import Layers, Tensors, as_tuple, checked, converted
 from models.losses import IGNORED, check_sums, copy_to_try
-from parallel.shape_inference import Accesses, reads_numbers
+from parallel.shape_inference import Accesses, Watch, reads_numbers
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -27,6 +26,7 @@ _PRODUCTS = {
     _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution,
     _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm,
 }  # fmt: skip
+_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError)
 _MOST_OUTPUTS = 10**7  # elements of the model's output above which the loss is not tried on labels
 _STALE = (
     "its forward uses a parameter that is not an attribute of the module or of a module in it. A list, a dict, a "
@@ -84,13 +84,14 @@ def _kind(given: Any) -> str:
     return f"a tensor {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
 
 
-class RealKinds(TorchDispatchMode):
+class RealKinds(Watch):
     """Refuses errors that the meta device does not: integers in a product with weights, tokens beyond an embedding."""
 
     def __init__(self, meta: Batch, samples: Sequence[Batch]) -> None:
         """Note the range of each integer input."""
         super().__init__()
         columns = zip(*(batch.input_tensors for batch in samples), strict=True)
+        self.refused = False
         self._range = {id(tensor): _range(column) for tensor, column in zip(meta.input_tensors, columns, strict=True)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -100,10 +101,12 @@ class RealKinds(TorchDispatchMode):
             dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
             whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]
             if whole and len(dtypes) > len(whole):
+                self.refused = True
                 raise TypeError(f"it computes with floating-point numbers and gets {whole[0]}: give inputs.float()")
         elif operation is _aten.embedding and (limits := self._range.get(id(args[1]))) is not None:
             rows = len(args[0])
             if not 0 <= limits[0] <= limits[1] < rows:
+                self.refused = True
                 raise IndexError(f"it embeds 0 to {rows - 1} and gets whole numbers from {limits[0]} to {limits[1]}")
         return func(*args, **(kwargs or {}))
 
@@ -190,44 +193,53 @@ def check_shapes(setup: Setup) -> None:
     copies = len(setup.plan.stages) > 1 or setup.plan.shards > 1 or setup.cfg.train.activation_checkpointing
     needs_shapes = setup.plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
-        with RealKinds(sample, samples):
-            layers = setup.chain.skeleton()
-            first = _replace_parameters(layers)
-            for name, layer in layers.items():
-                at = f"layer {name!r} ({type(layer).__name__}): "
-                calls = _calls_of_batchnorm(name, layer)
+        kinds = RealKinds(sample, samples)
+        layers = setup.chain.skeleton()
+        first = _replace_parameters(layers)
+        for name, layer in layers.items():
+            at = f"layer {name!r} ({type(layer).__name__}): "
+            calls, accesses, failed = _calls_of_batchnorm(name, layer), Accesses(layer), None
+            try:
+                with kinds, accesses:
+                    output = layer(*tensors)
+            except _ERRORS as error:
+                if isinstance(error, (NotImplementedError, TypeError)):  # .tolist(), .numpy(), .cpu()
+                    known = known and not any(word in str(error) for word in ("meta tensor", "meta device"))
+                elsewhere = needs_shapes or setup.plan.device_type != "cpu"
+                if elsewhere or kinds.refused or accesses.data_dependent or not known:
+                    raise
+                failed = error
+            finally:
+                known = known and not accesses.data_dependent
+                if any(_is_stale(parameter, first) for parameter in accesses.others):
+                    raise ModelError(f"{at}{_STALE}")
+                if needs_shapes and not known:
+                    raise reads_numbers(name, layer)
+            if failed is not None:
+                output = _computed(setup, name, batch, tensors, failed)
+            if twice := next((norm for norm, count in calls.items() if count > 1), None):
+                raise ModelError(
+                    f"{at}its forward calls the BatchNorm {twice!r} {calls[twice]} times, and the running "
+                    "statistics would be those of the last call: make one BatchNorm for each call, or call it once "
+                    "with all of them (torch.cat)"
+                )
+            if copies and len(written := accesses.wrote(tensors)) > len(set(written)):
+                raise ModelError(
+                    f"{at}it changes an input in place that has the memory of another of its inputs. Stages, "
+                    "sharded layers and train.activation_checkpointing=true have a copy of each: return x.clone() "
+                    "from the layer before, or leave the change in place out"
+                )
+            # Or has a cache been filled?
+            if failed is None and setup.cfg.mode != "eval" and accesses.changed() is not None:
                 with Accesses(layer) as accesses:
-                    try:
-                        output = layer(*tensors)
-                    except (NotImplementedError, TypeError) as error:  # .tolist(), .numpy(), .cpu()
-                        known = known and not any(word in str(error) for word in ("meta tensor", "meta device"))
-                        raise
-                    finally:
-                        known = known and not accesses.data_dependent
-                        if any(_is_stale(parameter, first) for parameter in accesses.others):
-                            raise ModelError(f"{at}{_STALE}")
-                        if needs_shapes and not known:
-                            raise reads_numbers(name, layer)
-                if twice := next((norm for norm, count in calls.items() if count > 1), None):
-                    raise ModelError(
-                        f"{at}its forward calls the BatchNorm {twice!r} {calls[twice]} times, and the running "
-                        "statistics would be those of the last call: make one BatchNorm for each call, or call it once "
-                        "with all of them (torch.cat)"
-                    )
-                if copies and len(written := accesses.wrote(tensors)) > len(set(written)):
-                    raise ModelError(
-                        f"{at}it changes an input in place that has the memory of another of its inputs. Stages, "
-                        "sharded layers and train.activation_checkpointing=true have a copy of each: return x.clone() "
-                        "from the layer before, or leave the change in place out"
-                    )
-                if setup.cfg.mode != "eval" and accesses.changed() is not None:  # or has a cache been filled?
-                    with Accesses(layer) as accesses:
-                        layer(*tensors)
-                    _check_changed(setup, at, accesses.changed())
-                at = ""
-                tensors = checked(name, layer, output)
+                    layer(*tensors)
+                _check_changed(setup, at, accesses.changed())
+            at = ""
+            tensors = checked(name, layer, output)
         at = f"loss {type(loss).__name__}: "
-        check_loss_value(loss, copy_to_try(loss)(output, sample.targets, None), setup.plan.parameters > 0)
+        with kinds:
+            sums = copy_to_try(loss)(output, sample.targets, None)
+        check_loss_value(loss, sums, setup.plan.parameters > 0)
         whole = samples[0] is not batch  # otherwise only one sample is known, which says nothing about the others
         if whole and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
@@ -235,7 +247,7 @@ def check_shapes(setup: Setup) -> None:
             check_labels(loss, output, len(batch), sample.targets, "this data" if whole else "the first sample")
     except UserError:
         raise
-    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError) as error:
+    except _ERRORS as error:
         if not known:
             return  # a layer reads numbers, which the meta device does not have: errors after it show in the run
         said = str(error)
@@ -252,6 +264,26 @@ def check_shapes(setup: Setup) -> None:
     except Exception as error:
         add_note(error, f"raised in {at.removesuffix(': ') or 'the model'}, tried on a micro-batch without memory")
         raise
+
+
+def _computed(setup: Setup, name: str, batch: Batch, tensors: Sequence[Tensor], error: Exception) -> Tensors:
+    """Return the output, on the meta device, of a layer that torch cannot compute there, from numbers on the CPU.
+
+    Its input is that of the model, or drawn. Raises the error if the layer does not compute that either.
+    """
+    first = name == setup.chain.names[0]
+    inputs = batch.map(lambda t: converted(t, torch.float32)).input_tensors
+    if not first:
+        inputs = tuple(torch.rand(t.shape).to(t.dtype).requires_grad_(t.requires_grad) for t in tensors)
+    try:
+        layer = setup.chain.build([name], 0, torch.device("cpu"))[name]
+        output = layer(*inputs)
+    except Exception as failure:  # a user's code
+        if any(word in str(error).lower() for word in ("meta", "fake", "no rule")):
+            error = type(error)(str(failure)) if isinstance(failure, _ERRORS) else error
+        raise error from None
+    meta = [t.to("meta") if isinstance(t, Tensor) else t for t in as_tuple(output)]
+    return tuple(meta) if isinstance(output, tuple) else meta[0]
 
 
 def _replace_parameters(layers: Layers) -> Collection[nn.Parameter]:
