@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -60,11 +59,6 @@ def _in_folder(fullname: str, folder: str | Path) -> ModuleSpec | None:
     return PathFinder.find_spec(fullname, [os.path.join(folder, *fullname.split(".")[:-1])])
 
 
-@cache
-def _files() -> list[Path]:
-    return [file for name in _NAMES for file in Path(_ROOT, name).rglob("*.py") if file.name != "__init__.py"]
-
-
 def check_folder(folder: str) -> None:
     """Check a folder of the user, which is not one of installed packages.
 
@@ -73,10 +67,11 @@ def check_folder(folder: str) -> None:
     """
     if folder.endswith("-packages") or os.path.isfile(os.path.join(folder, _MARK)):
         return
-    for file in _files():
-        module = file.relative_to(_ROOT).with_suffix("")
-        for end in (".py", "/__init__.py"):
-            _check_name(".".join(module.parts), file, Path(f"{folder}/{module}{end}"))
+    for name in (name for name in _NAMES if os.path.isdir(os.path.join(folder, name))):
+        for file in Path(_ROOT, name).rglob("*.py"):
+            module = file.relative_to(_ROOT).with_suffix("")
+            for end in (".py", "/__init__.py") if file.name != "__init__.py" else ():
+                _check_name(".".join(module.parts), file, Path(f"{folder}/{module}{end}"))
 
 
 def _check_name(name: str, first: Any, second: Path) -> None:

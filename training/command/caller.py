@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 
@@ -18,37 +18,29 @@ def left_as_it_was() -> Iterator[None]:
     import torch
 
     backends: Any = torch.backends
-    settings = [(backends.cuda.matmul, "allow_tf32"), (backends.cudnn, "allow_tf32"), (backends.cudnn, "benchmark")]
-    newer = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul
-    saved, precision = {}, None
-    for place, name in (*settings, *((place, "fp32_precision") for place in newer)):
-        with suppress(RuntimeError):  # a program has used torch's older and newer names for them
-            saved[place, name] = getattr(place, name)
-    with suppress(RuntimeError):
-        precision = torch.get_float32_matmul_precision()
-    threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    start = multiprocessing.get_start_method(allow_none=True)
-    root, variables, path = logging.getLogger(), dict(os.environ), [*sys.path]
-    level, handlers = root.level, [*root.handlers]
-    # Hydra's configuration of logging closes all handlers of this list (private, Python 3.10 to 3.13) and of no other.
-    closed, logging._handlerList = logging._handlerList, []  # pyright: ignore[reportAttributeAccessIssue]
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
+    log: Any = vars(logging)
+    root, matmul, cudnn = logging.getLogger(), backends.cuda.matmul, backends.cudnn
+    with ExitStack() as stack:  # which restores in the reverse order: torch's older settings change its newer ones
+        for place in (matmul, cudnn.conv, cudnn.rnn, backends.mkldnn.matmul):
+            stack.callback(setattr, place, "fp32_precision", place.fp32_precision)
+        with suppress(RuntimeError):  # it cannot be read if a program has used older and newer names
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        for place, name in ((matmul, "allow_tf32"), (cudnn, "allow_tf32"), (cudnn, "benchmark")):
+            with suppress(RuntimeError):
+                stack.callback(setattr, place, name, getattr(place, name))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        stack.callback(multiprocessing.set_start_method, multiprocessing.get_start_method(allow_none=True), True)
+        stack.callback(root.setLevel, root.level)
+        stack.callback(root.handlers.__setitem__, slice(None), [*root.handlers])
+        # Hydra's configuration of logging closes all handlers of this list (private, Python 3.10 to 3.13).
+        stack.callback(log.update, _handlerList=log["_handlerList"])
+        log["_handlerList"] = []
+        stack.callback(sys.path.__setitem__, slice(None), [*sys.path])
+        stack.callback(os.environ.update, dict(os.environ))
+        stack.callback(os.environ.clear)
+        stack.enter_context(warnings.catch_warnings())
         # Models that the caller draws after a run must not depend on it.
-        with warnings.catch_warnings(), torch.random.fork_rng(gpus):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_deterministic_debug_mode(deterministic)
-        for (place, name), value in saved.items():
-            setattr(place, name, value)
-            if name == "benchmark" and precision is not None:
-                torch.set_float32_matmul_precision(precision)
-        multiprocessing.set_start_method(start, force=True)
-        logging._handlerList = [*closed, *logging._handlerList]  # pyright: ignore[reportAttributeAccessIssue]
-        root.setLevel(level)
-        root.handlers[:] = handlers
-        sys.path[:] = path
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
-        os.environ.update(variables)
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        stack.enter_context(torch.random.fork_rng(gpus))
+        yield
