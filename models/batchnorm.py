@@ -45,9 +45,8 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         """See torch's layer of the same name."""
         super().__init__(num_features, eps, momentum)
-        # Not saved in checkpoints, because every step sets it.
-        self.register_buffer("moments", torch.zeros(2, num_features), persistent=False)
-        self.normalise: Normalise = normalise
+        self.normalise: Normalise
+        become(self, type(self))
 
     def reset_running_stats(self) -> None:
         """Set the running statistics to their initial values."""
@@ -61,6 +60,13 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(x)
         self._check_input_dim(x)
         return self.normalise(x, self.weight, self.bias, self.eps, self.moments)
+
+
+def become(norm: nn.Module, kind: type[StepBatchNorm]) -> None:
+    """Make a BatchNorm of torch one of these, with all that belongs to it."""
+    norm.__class__, norm.normalise = kind, normalise  # pyright: ignore[reportAttributeAccessIssue]
+    # Not saved in checkpoints, because every step sets it.
+    norm.register_buffer("moments", torch.stack((norm.running_mean, norm.running_var)).zero_(), persistent=False)
 
 
 class BatchNorm1d(StepBatchNorm, nn.BatchNorm1d):

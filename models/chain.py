@@ -139,10 +139,12 @@ class LayerSpec:
         name: The name, which may contain dots (``h.0``).
         build: Makes the module on the current device. Shapes are inferred only once for layers with the same ``build``,
             such as the blocks of a transformer.
+        keeps_eval: Whether a layer that is made in eval mode as a whole is not trained in training mode.
     """
 
     name: str
     build: Callable[[], nn.Module]
+    keeps_eval: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not all(self.name.split(".")):
@@ -154,7 +156,7 @@ class LayerSpec:
             )
 
     def made(self) -> nn.Module:
-        """Build the layer on the meta device, in training mode and with dropout by sample.
+        """Build the layer on the meta device, with dropout by sample, and in training mode but for parts in eval mode.
 
         Raises ModelError if it is no module.
         """
@@ -170,7 +172,12 @@ class LayerSpec:
             raise ModelError(f"layer {self.name!r}: build() returned a {kind}; it must return an nn.Module")
         check_parameters(layer, self.name)
         keep_tensors(layer)
-        return by_sample(self.name, layer).train()
+        modes = [(module, module.training) for module in layer.modules()]
+        by_sample(self.name, layer).train()
+        if self.keeps_eval or any(training for _, training in modes):
+            for module, training in modes:
+                module.training &= training
+        return layer
 
     def constructed(self, seed: int) -> nn.Module:
         """Build the layer on the CPU, with the numbers that its constructor draws from ``seed``."""
@@ -183,8 +190,13 @@ class LayerSpec:
 
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
-    """Raise ModelError for parameters that are complex or have hooks, which copies would not have, and the like."""
+    """Raise ModelError for what the copies that are trained, or checkpoints, would not have, and the like."""
     for name, layer in module.named_modules(prefix=prefix):
+        if type(layer).get_extra_state is not nn.Module.get_extra_state:
+            raise ModelError(
+                f"layer {name!r} ({type(layer).__name__}) has get_extra_state(), and checkpoints hold parameters and "
+                "buffers only: keep this state as a buffer (register_buffer) instead"
+            )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             which = f"embedding {name or type(layer).__name__}"
             if layer.sparse:
@@ -194,8 +206,21 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                     f"{which} divides gradients by how often a word occurs in a micro-batch, which depends on the "
                     "layout; leave scale_grad_by_freq=True out"
                 )
+    for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
+        if type(tensor.data) is not Tensor and not is_lazy(tensor):
+            raise ModelError(
+                f"{name} is a {type(tensor.data).__name__}, of which a run would make an ordinary tensor: give the "
+                "model before it is quantized or distributed"
+            )
     at: dict[tuple[int, int], tuple[str, bool]] = {}  # the first parameter at each place in memory
+    kinds: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters(prefix):
+        if parameter.is_floating_point() and kinds.setdefault(parameter.dtype, name) == name and len(kinds) > 1:
+            first, second = (f"{at} is {str(dtype).removeprefix('torch.')}" for dtype, at in kinds.items())
+            raise ModelError(
+                f"parameter {first} and {second}, but a run computes with parameters of one dtype: convert the model "
+                "(net.float()); train.precision=bf16 computes in both"
+            )
         if is_lazy(parameter) or parameter.numel() == 0:
             continue
         place, trained = (parameter.untyped_storage()._cdata, int(parameter.storage_offset())), parameter.requires_grad
@@ -227,18 +252,28 @@ def keep_tensors(layer: nn.Module) -> None:
             module.register_buffer(key, vars(module).pop(key), persistent=False)
 
 
-def without_weights(layer: nn.Module) -> nn.Module:
-    """Return a copy of ``layer`` on the current default device, in the default dtype, with uninitialised memory."""
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the dtype of a module's floating-point parameters; float32 if it has none."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def without_weights(layer: nn.Module, usual: torch.dtype | None = None) -> nn.Module:
+    """Return a copy of ``layer`` on the current default device, with uninitialised memory.
+
+    Parameters, and buffers of the ``usual`` dtype, by default that of the parameters, have the default dtype.
+    """
     empty: dict[int, Any] = {}
+    usual = usual or dtype_of(layer)
     for parameter in layer.parameters():
-        empty[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
+        empty[id(parameter)] = nn.Parameter(_empty_like(parameter, parameter.dtype), parameter.requires_grad)
     for buffer in layer.buffers():
-        empty[id(buffer)] = _empty_like(buffer)
+        empty[id(buffer)] = _empty_like(buffer, usual)
     return copy.deepcopy(layer, empty)  # which treats these as copies that it has made already
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=None if tensor.is_floating_point() else tensor.dtype)
+def _empty_like(tensor: Tensor, usual: torch.dtype) -> Tensor:
+    follows = tensor.is_floating_point() and tensor.dtype in (usual, torch.float32)
+    return torch.empty(tensor.shape, dtype=None if follows else tensor.dtype)
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
@@ -379,16 +414,19 @@ class Chain:
         """
         layers = self.skeleton(names)
         for layer_name, layer in layers.items():
-            constructed = self._constructed(layer_name, layer, seed)
+            constructed, usual = self._constructed(layer_name, layer, seed), (torch.float32, dtype_of(layer))
             for name, module in layer.named_modules(prefix=layer_name):
                 owners = [self.tied.get(f"{name}.{key}", "") for key in _own_tensors(module)]
                 if not all(is_within(owner, names) for owner in owners):  # otherwise all its tensors are aliases
+                    own = module.named_buffers(recurse=False)
+                    kept = {key: buffer.dtype for key, buffer in own if buffer.dtype not in usual}
                     self._fill(name, module, constructed, derive_seed(seed, name))
-                    _move(module, device, dtype)
+                    _move(module, device, dtype, kept)
             for alias, owner in self.tied.items():
                 if is_within(alias, [layer_name]) and not is_within(owner, names):
                     owner_layer = [name for name in self.names if is_within(owner, [name])]
-                    copy, initial = layers.get_parameter(alias), self.build(owner_layer, seed, CPU).get_parameter(owner)
+                    copy = layers.get_parameter(alias)
+                    initial = self.build(owner_layer, seed, CPU, dtype).get_parameter(owner)
                     with torch.no_grad():
                         copy.copy_(initial).requires_grad_(initial.requires_grad)
             built(layer_name, layer)
@@ -445,10 +483,11 @@ def is_within(parameter: str, layers: Sequence[str]) -> bool:
     return any(parameter.startswith(f"{layer}.") for layer in layers)
 
 
-def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move this module's own tensors (not its children's) to ``device``, floating point ones to ``dtype``."""
+def _move(module: nn.Module, device: torch.device, dtype: torch.dtype, kept: Mapping[str, torch.dtype]) -> None:
+    """Move this module's own tensors (not its children's) to ``device``, floating point ones to ``dtype``.
 
-    def convert(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None)
-
-    module._apply(convert, recurse=False)
+    The buffers in ``kept`` keep the dtypes there.
+    """
+    for key, tensor in _own_tensors(module).items():
+        tensor.data = tensor.data.to(kept.get(key, dtype if tensor.is_floating_point() else tensor.dtype))
+    module._apply(lambda tensor: tensor.to(device), recurse=False)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError
-from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, StepBatchNorm
-from models.chain import Chain, LayerSpec, check_parameters, keep_tensors, shared_parameters, without_weights
+from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, become
+from models.chain import Chain, LayerSpec, check_parameters, dtype_of, keep_tensors, shared_parameters, without_weights
 from models.losses import loss_of
 
 # torch's layers update their running statistics with every micro-batch, and differently in each replica.
@@ -35,7 +35,9 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
     parameters or buffers of its own.
 
     Every process of a run holds all these weights once, in addition to those of its layers. Parameters that layers
-    share are tied, frozen parameters stay frozen, and torch's BatchNorm becomes that of ``models.batchnorm``.
+    share are tied, frozen parameters stay frozen, and torch's BatchNorm becomes that of ``models.batchnorm``. Modules
+    in eval mode stay in eval mode in training, unless all are. Buffers keep their dtype if it is not that of the
+    parameters, which is train.precision's in the run.
 
         chain = chain_of(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), ClassCrossEntropy())
 
@@ -47,7 +49,8 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
     Raises:
         ModelError: If ``net`` is not a module or ``loss`` is not a loss, or for a ``SyncBatchNorm``, a
             BatchNorm without weights or running statistics, a lazy module that has not been called yet, weights that
-            are on the meta device or cannot be copied, and parameters that are complex or have hooks.
+            are on the meta device or cannot be copied, ``get_extra_state()``, and parameters that are complex, have
+            hooks, or are of two dtypes.
     """
     given = _as_sequential(net)
     check_parameters(given)
@@ -65,10 +68,14 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise ModelError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
     _use_our_batchnorm(source)
+    if not any(module.training for module in net.modules()):
+        source.train()
     keep_tensors(source)
+    dtype = dtype_of(source)
+    fields.setdefault("channels_last", any(map(_is_channels_last, source.parameters())))
     names = [name for name, _ in source.named_modules(remove_duplicate=False) if name and "." not in name]
     return Chain(
-        layers=[LayerSpec(name, partial(without_weights, source.get_submodule(name))) for name in names],
+        layers=[LayerSpec(name, partial(without_weights, source.get_submodule(name), dtype), True) for name in names],
         loss=loss,
         tied=shared_parameters(source),
         initialise=partial(_copy_weights, source),
@@ -136,19 +143,16 @@ def _use_our_batchnorm(net: nn.Module) -> nn.Module:
         if type(module) in _OURS:
             if (count := places[id(module)]) > 1:
                 raise ModelError(f"layer {name!r}: the same BatchNorm stands at {count} places; make one for each")
-            net.set_submodule(name, _as_ours(name, module))
+            if not module.affine or not module.track_running_stats or module.momentum is None:
+                kind = type(module).__name__
+                raise ModelError(f"layer {name!r}: {kind} needs affine=True, track_running_stats=True and a momentum")
+            become(module, _OURS[type(module)])
     return net
 
 
-def _as_ours(name: str, norm: nn.Module) -> StepBatchNorm:
-    kind = type(norm)
-    if not norm.affine or not norm.track_running_stats or norm.momentum is None:
-        raise ModelError(f"layer {name!r}: {kind.__name__} needs affine=True, track_running_stats=True and a momentum")
-    ours = _OURS[kind](norm.num_features, norm.eps, norm.momentum)
-    ours.load_state_dict(norm.state_dict())
-    for parameter, original in zip(ours.parameters(), norm.parameters(), strict=True):
-        parameter.requires_grad_(original.requires_grad)
-    return ours
+def _is_channels_last(weight: torch.Tensor) -> bool:
+    last = torch.channels_last
+    return weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=last)
 
 
 def _fingerprint(net: nn.Module) -> str:
@@ -161,4 +165,5 @@ def _fingerprint(net: nn.Module) -> str:
 def _copy_weights(source: nn.Module, name: str, module: nn.Module) -> None:
     given = source.get_submodule(name)
     for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        tensor.copy_(getattr(given, key))
+        # In its own dtype, which may be wider than that in which weights are drawn.
+        tensor.data = getattr(given, key).detach().clone(memory_format=torch.contiguous_format)

@@ -87,10 +87,16 @@ class Stage(nn.Module):
         self.loss_scale = 1.0
         self.sums: list[Tensor] = []
         self._compiled_whole = False
+        self._modes: list[tuple[nn.Module, bool]] = []  # before an evaluation, which ends with them
 
     def begin(self, training: bool, step: int = 0, loss_scale: float = 1.0) -> None:
-        """Start step number ``step``, from 1, on which dropout depends. No weight changes until ``end``."""
-        self.train(training)
+        """Start step number ``step``, from 1, on which dropout depends. No weight changes until ``end``.
+
+        In training, modules that were built or put in eval mode stay so.
+        """
+        if not training:
+            self._modes = [(module, module.training) for module in self.modules()]
+            self.eval()
         self.step, self.loss_scale = step, loss_scale
         self._set_step_cache({})
 
@@ -98,6 +104,11 @@ class Stage(nn.Module):
         """End a step, after its forwards and backwards. Weights may change now."""
         forget()
         self._set_step_cache(None)
+        if self._modes:
+            self.train()
+            for module, mode in self._modes:
+                module.training = mode
+            self._modes.clear()
 
     def _set_step_cache(self, cache: dict | None) -> None:
         last = self.layers.get_submodule(self.layers.names[-1])

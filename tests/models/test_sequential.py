@@ -34,6 +34,11 @@ def _tied_by_data() -> nn.Module:
     return net
 
 
+class _Extra(nn.Linear):
+    def get_extra_state(self) -> dict:
+        return {"version": 2}
+
+
 class _Called(nn.Sequential):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().__call__(x)
@@ -80,6 +85,25 @@ def test_a_chain_computes_what_the_network_computes_and_shares_no_memory_with_it
     assert net[0].weight.any()
 
 
+def test_hooks_modes_memory_and_kinds_of_numbers_are_those_of_the_network():
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(16, 2)).double()
+    net[1].register_forward_hook(lambda layer, inputs, output: 2 * output)
+    for name in ("float32", "bfloat16", "complex128", "uint16", "float8_e4m3fn"):
+        net[4].register_buffer(f"in_{name}", torch.full((2,), 3.0).to(getattr(torch, name)))
+    net.to(memory_format=torch.channels_last)[2].eval()
+    chain, images = chain_of(net, ClassCrossEntropy()), torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    layers = chain.build(chain.names, 1, CPU, torch.float64)
+    assert chain.channels_last and torch.allclose(layers(images), net(images), rtol=1e-14)
+    assert [layer.training for layer in layers.children()] == [True, True, False, True, True]
+    built, given = layers.state_dict(), net.state_dict()
+    assert all(torch.equal(built[name], tensor) for name, tensor in given.items() if not name.startswith("1."))
+    kept = chain.build(chain.names, 1, CPU)["4"]
+    assert kept.weight.dtype == torch.float32 and kept.in_bfloat16.dtype == torch.bfloat16
+    in_float, buffer = nn.Sequential(nn.Linear(2, 2)), torch.rand(2, dtype=torch.float64)
+    in_float[0].register_buffer("table", buffer)
+    assert torch.equal(chain_of(in_float, ClassCrossEntropy()).build(["0"], 1, CPU)["0"].table, buffer)
+
+
 @pytest.mark.parametrize("cut", [2, 5, 7, 8])
 def test_any_cut_of_it_computes_the_same(cut):
     net, images = network(), torch.randn(3, 1, 4, 4)
@@ -121,6 +145,8 @@ def test_parameters_that_a_copy_would_train_otherwise_are_refused():
     refused = {
         hooked: ".weight has a hook for its gradient",
         complex_one: ".weight is complex",
+        _Extra(4, 4): r"' \(_Extra\) has get_extra_state\(\)",
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()): ".0.weight is float32 and .*1.weight is bfloat16",
         nn.Embedding(4, 4, sparse=True): " has sparse gradients",
         nn.Embedding(4, 4, scale_grad_by_freq=True): " divides gradients by how often a word occurs",
         _tied_by_data(): ".*weight and .*weight share their memory.*assign a.weight = b.weight",

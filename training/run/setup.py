@@ -111,8 +111,8 @@ class Setup:
 
     @cached_property
     def has_batchnorm(self) -> bool:
-        """Whether some layer of the model normalises over samples."""
-        return any(isinstance(module, _BatchNorm) for module in self.chain.skeleton().modules())
+        """Whether some layer of the model normalises over samples, in training."""
+        return any(isinstance(module, _BatchNorm) and module.training for module in self.chain.skeleton().modules())
 
     @cached_property
     def by_microbatch(self) -> tuple[str | None, list[str]]:

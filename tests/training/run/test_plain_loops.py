@@ -59,6 +59,16 @@ def changed_in_place():
     return nn.Sequential(nn.Linear(16, 24), Residual(24, 24), Residual(24, 24), nn.Tanh(), nn.Linear(24, 3))
 
 
+def partly_in_eval_mode():
+    """A frozen BatchNorm, a dropout that is switched off, and weights with digits that float32 does not have."""
+    net = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Dropout(), nn.Linear(24, 3)).double()
+    for number in (*net.parameters(), net[1].running_mean, net[1].running_var):
+        number.data.add_(torch.rand_like(number), alpha=1e-3)
+    net[1].requires_grad_(False).eval()
+    net[2].eval()
+    return net
+
+
 @torch.library.custom_op("plain_loops::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     """Has no kernel for tensors without memory."""
@@ -94,6 +104,7 @@ CASES = {
     "bf16 between layers": Case("SGD", SGD, "bf16_residual", chunks=2, gamma=0.5),
     "resumed within an epoch": Case("NAdam", {"lr": 0.01, "weight_decay": 0.1}, gamma=0.5, chunks=4, resumed=7),
     "accumulated and clipped": Case("AdamW", {"lr": 0.01, "weight_decay": 0.3}, chunks=8, clip=0.2, loss=SMOOTHED),
+    "parts in eval mode, weights in double": Case("Adam", {"lr": 0.01}, chunks=2, resumed=7, net=partly_in_eval_mode),
     "changed in place": Case("SGD", SGD, chunks=2, recompute=True, net=changed_in_place),
     "a module's own forward": Case("Adam", {"lr": 0.01}, net=Reader),
     **{
