@@ -7,22 +7,25 @@ not cast, and a stage border declared float32 corrupts data silently if the run 
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.errors import PlanError
 from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
-from models.chain import LOSS, Chain, Tensors, as_tuple, checked, converted, without_weights
+from models.chain import CPU, LOSS, Chain, Tensors, as_tuple, checked, converted, without_weights
 from models.losses import Loss, copy_to_try, loss_of
-from models.seeds import Samples, computing
+from models.seeds import Samples, computing, seeded
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.plan import Plan
 
@@ -90,11 +93,26 @@ def trace(
     """Run one micro-batch through the chain on fake tensors; return one trace per layer.
 
     ``counting`` makes a context in which the operators of one micro-batch are called; the trace keeps it as ``work``.
+    Where fake tensors lack an operator, the chain is run with its weights on the CPU. Where torch does not let a layer
+    be watched by hooks (``torch.func.grad``), all that operators compute with counts as kept; where not at all
+    (``flex_attention``), nothing is counted.
 
     Raises:
         PlanError: If a layer reads numbers out of its tensors.
         TypeError: If a layer returns neither a tensor nor a flat tuple of tensors.
     """
+    try:
+        return _trace(chain, sample, precision, device_type, counting, real=False)
+    except (PlanError, ValueError):  # BatchNorm raises the latter for one sample
+        raise
+    except Exception:  # a user's code
+        with seeded(0):
+            return _trace(chain, sample, precision, "cpu", counting, real=True)
+
+
+def _trace(
+    chain: Chain, sample: Batch, precision: str, device_type: str, counting: Callable, real: bool
+) -> list[LayerTrace]:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     dtype = parameter_dtype(precision)
@@ -103,11 +121,11 @@ def trace(
         if layer.build not in blank:
             blank[layer.build] = layer.made()
     traces, loss = [], copy_to_try(chain.loss)
-    with FakeTensorMode(allow_non_fake_inputs=True), autocast(precision, device_type):
+    with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True), autocast(precision, device_type):
 
-        def fake(real: Tensor) -> Tensor:
-            kind = dtype if real.is_floating_point() else real.dtype
-            return torch.empty(real.shape, dtype=kind, device=device_type)
+        def fake(given: Tensor) -> Tensor:
+            kind = dtype if given.is_floating_point() else given.dtype
+            return given.to(kind) if real else torch.empty(given.shape, dtype=kind, device=device_type)
 
         tensors, targets = tuple(map(fake, sample.input_tensors)), fake(sample.targets)
         # A transformer's blocks are alike, except for the last layer of a chain, which computes the loss.
@@ -119,32 +137,47 @@ def trace(
                 traces.append(replace(traced, name=layer.name))
                 continue
             with torch.device(device_type), _default_dtype(dtype):
-                module = without_weights(blank[layer.build])
+                made = without_weights(blank[layer.build])
+            module = chain.build([layer.name], 0, CPU, dtype)[layer.name] if real else made
             if hasattr(module, "step_cache"):
                 # As in the middle of a step.
                 module.step_cache = {}  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
-            kept, notes = _Kept(module), []
-            with saved_tensors_hooks(kept.note, lambda tensor: tensor), _Draws(len(sample), notes) as draws:
+            kept, notes, last = _Kept(module), [], layer is chain.layers[-1]
+
+            def run(*watching, module=module, given=tensors, kept=kept, last=last):
                 # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
                 sizes = []
-                for inputs in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
-                    before = kept.bytes
-                    try:
-                        with (counted := counting()):
-                            if layer is chain.layers[-1]:
-                                output = _loss(loss, module, inputs, targets.clone())
-                            else:
-                                output = module(*inputs)
-                    except (DataDependentOutputException, DynamicOutputShapeException):
-                        raise reads_numbers(layer.name, module) from None
-                    sizes.append(kept.bytes - before)
+                with ExitStack() as stack:
+                    for watch in watching:
+                        stack.enter_context(watch)
+                    for inputs in (given, tuple(t.clone() for t in given)):  # each micro-batch has its own
+                        before, counted = kept.bytes, counting()
+                        with counted if watching else nullcontext():
+                            output = _loss(loss, module, inputs, targets.clone()) if last else module(*inputs)
+                        sizes.append(kept.bytes - before)
+                return output, sizes, counted
+
+            draws = _Draws(len(sample), notes)
+            try:
+                output, sizes, counted = run(saved_tensors_hooks(kept.hold, lambda tensor: tensor), draws)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                raise reads_numbers(layer.name, module) from None
+            except Exception as error:  # a user's code
+                if "saved tensor hooks" in str(error):
+                    draws = _Draws(len(sample), notes)
+                    output, sizes, counted = run(kept, draws)
+                elif real:
+                    output, sizes, counted = run()
+                    draws.seen = True
+                else:
+                    raise
             tensors = checked(layer.name, module, output)
             if layer is not chain.layers[-1]:
                 tensors = as_tuple(converted(tensors, between_layers(precision)))
             specs = tuple(map(TensorSpec.of, tensors))
             random = draws.seen or bool(notes)
             traces.append(
-                LayerTrace(layer.name, specs, sizes[1], cast=sizes[0] - sizes[1], random=random, work=counted)
+                LayerTrace(layer.name, specs, sizes[1], max(0, sizes[0] - sizes[1]), random=random, work=counted)
             )
             alike[key] = traces[-1], tensors
     return traces
@@ -284,15 +317,26 @@ def _loss(loss: Loss, module: nn.Module, tensors: Sequence[Tensor], targets: Ten
 
 
 class Watch(TorchDispatchMode):
-    """A mode that sees the operators of a layer.
+    """Calls ``note`` with each operator and its arguments before it runs, but for those that take functions."""
 
-    torch compiles ``torch.cond``, which fails in a mode, and keeps that: it would then fail outside of the mode, too.
-    """
+    supports_higher_order_operators = True
+    compiles = False  # whether there was an operator that takes functions, such as torch.cond
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         super().__exit__(kind, error, trace)
-        if error is not None and (compiler := sys.modules.get("torch._dynamo")) is not None:
-            compiler.reset()
+        if (error is not None or self.compiles) and "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # it would go on to refuse functions such as torch.cond, which it met under this mode
+
+    @abstractmethod
+    def note(self, operator: Any, args: tuple, kwargs: dict) -> None:
+        """Note an operator."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if isinstance(operator, OpOverload):
+            self.note(operator, args, kwargs or {})
+        else:
+            self.compiles = True
+        return operator(*args, **(kwargs or {}))
 
 
 class Accesses(Watch):
@@ -328,8 +372,9 @@ class Accesses(Watch):
                     return name
         return None
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        kwargs, schema = kwargs or {}, operator._schema
+    def note(self, operator: Any, args: tuple, kwargs: dict) -> None:
+        """See ``Watch``."""
+        schema = operator._schema
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags):
             self.data_dependent |= not _indexed_by_numbers(operator, args)
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
@@ -340,7 +385,6 @@ class Accesses(Watch):
                     if isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters:
                         self.others.append(tensor)
                     self._note(schema, argument, _storage_of(tensor), given)
-        return operator(*args, **kwargs)
 
     def _note(self, schema, argument, storage: int, given: dict) -> None:
         alias = argument.alias_info
@@ -389,28 +433,33 @@ class _Draws(Watch):
         super().__exit__(*exception)
         self._computing.__exit__(*exception)
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def note(self, operator: Any, args: tuple, kwargs: dict) -> None:
+        """See ``Watch``."""
         if torch.Tag.nondeterministic_seeded in operator.tags:
             arguments = operator._schema.arguments
             given = {a.name: a.default_value for a in arguments}
             given |= dict(zip(given, args, strict=False)) | kwargs
             # Attention has this tag because it may apply dropout.
             self.seen |= given.get("dropout_p", given.get("p")) != 0.0
-        return operator(*args, **kwargs)
 
 
-class _Kept:
+class _Kept(Watch):
     """Adds up the bytes of the storages that autograd saves, each once, without those of parameters."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__()
         self.bytes = 0
         self._alive: list[Tensor] = [*module.parameters()]
         self._known = {p.untyped_storage()._cdata for p in module.parameters()}
 
-    def note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
+    def note(self, operator: Any, args: tuple, kwargs: dict) -> None:
+        """See ``Watch``: what operators compute with, where torch does not say what it saves."""
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self.hold(tensor)
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and (storage := tensor.untyped_storage())._cdata not in self._known:
             self._known.add(storage._cdata)
             self._alive.append(tensor)  # otherwise its address could be reused
             self.bytes += storage.nbytes()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, TypeVar, overload
+from inspect import unwrap
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +197,7 @@ class Stage(nn.Module):
             output = copies if isinstance(output, tuple) else copies[0]
         return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)
 
-    def _copied(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def _copied(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a layer's inputs for it to change in place, as copies where the inputs themselves must stay.
 
         A recomputation starts from them. The inputs of a sharded layer, and some outputs, are views with hooks, which
@@ -280,11 +281,16 @@ class Stage(nn.Module):
         # All layers share one piece of code, of which torch compiles 8 versions and then runs the rest uncompiled.
         # ResNet-50 has eight kinds of layers, each in training and in evaluation.
         import torch._dynamo.config as config
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
         config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
         if self._compiled_whole:
             self._compute = torch.compile(self._compute)
             return
+        # Dropout breaks a layer's graph. In a part with a checkpoint of its own, torch would then compile the forward
+        # but not the recomputation, so all of it runs uncompiled (private; torch 2.13).
+        skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        set_code_exec_strategy(unwrap(checkpoint).__code__, skipped)
         for _, layer in layers:
             for module in layer.modules():
                 if isinstance(module, BySample):  # it draws the same numbers for each sample as uncompiled

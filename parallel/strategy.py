@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.errors import add_note
+from common.errors import TrainingError, add_note
 from data.dataset import Batch
 from models.batchnorm import StepBatchNorm
 from models.chain import Chain
@@ -276,6 +276,11 @@ class Strategy(ABC):
             with torch.set_grad_enabled(training), self._autocast:
                 yield
         except Exception as error:
+            if "reentrant backward" in str(error):  # DistributedDataParallel's
+                raise TrainingError(
+                    "a layer calls torch.utils.checkpoint with use_reentrant=True, which DistributedDataParallel does "
+                    "not support: set use_reentrant=False, or use parallel=fsdp"
+                ) from None
             self._add_location(error, step)
             raise
         finally:

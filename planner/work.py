@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -96,6 +97,8 @@ def part_of_rank(size: float, whole: float, tp: int, sequence: bool) -> float:
 class Counted(TorchDispatchMode):
     """Adds up the work of the operators that run in the block."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         from torch.utils.flop_counter import flop_registry  # late: it looks for Triton
 
@@ -107,7 +110,9 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         output = operator(*args, **(kwargs or {}))
-        packet = getattr(operator, "overloadpacket", operator)
+        if not isinstance(operator, OpOverload):
+            return output
+        packet = operator.overloadpacket
         if packet is _ATTENTION:
             query, keys = args[0].shape, args[1].shape
             flops = 4 * prod(query) * keys[2]
@@ -118,7 +123,7 @@ class Counted(TorchDispatchMode):
             self.flops += self._formulas[packet](*args, **(kwargs or {}), out_val=output)
             self.products += 1
         elif operator.namespace != "prim" and not operator.is_view:
-            tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor)]
+            tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and not t.is_nested]
             if not any(isinstance(t, nn.Parameter) and t.dim() > 1 for t in tensors):  # casts, once for all samples
                 size = sum(t.numel() * t.itemsize for t in tensors)
                 self.moved += size

@@ -6,15 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
-from common.errors import ModelError, PlanError, TrainingError
+from common.errors import ModelError, PlanError, TrainingError, UserError
 from data.dataset import Batch
 from data.tensors import TensorData
 from models.batchnorm import BatchNorm1d
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
+from parallel.shape_inference import TensorSpec, trace
+from planner.work import Counted
 from training import train
 from training.run.checks.samples import check_shapes
 
@@ -262,6 +266,62 @@ def test_an_input_that_is_changed_in_place_has_no_other_in_its_memory_where_each
             check_shapes(setup)
 
 
+@torch.library.custom_op("layers_checked::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+double.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+def jacobian(self, x):
+    return torch.vmap(torch.func.jacrev(lambda row: (row * row).sum(0, keepdim=True)))(x).flatten(1)
+
+
+def attention(self, x):
+    q = x.detach()[:, None, None]  # on a CPU it has no backward
+    return x + flex_attention(q, q, q).flatten(1)
+
+
+def nested(self, x):
+    return torch.nested.to_padded_tensor(torch.nested.as_nested_tensor(list(x)), 0.0)
+
+
+# What the meta device, fake tensors, dispatch modes or hooks of saved tensors refuse.
+ONLY_WITH_NUMBERS = {
+    "a custom operator": lambda self, x: torch.ops.layers_checked.double(x),
+    "a sparse product": lambda self, x: (torch.eye(8).to_sparse_coo() @ x.T).T,
+    "a compressed sparse product": lambda self, x: (torch.eye(8).to_sparse_csr() @ x.T).T,
+    "torch.cond": lambda self, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+    "binomial": lambda self, x: x * torch.binomial(torch.full_like(x, 5.0), torch.full_like(x, 0.5)),
+    "flex_attention": attention,
+    "nested tensors": nested,
+    "torch.func": jacobian,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about prototypes
+@pytest.mark.parametrize("forward", ONLY_WITH_NUMBERS.values(), ids=ONLY_WITH_NUMBERS)
+def test_a_layer_that_runs_only_with_numbers_is_tried_with_them(forward):
+    for changes in ({}, {"pipelined": True, "stages": [1, 2]}, {"mode": "plan"}):
+        check_shapes(setup_of(partial(Own, forward), **changes))
+    setup, before = setup_of(partial(Own, forward)), torch.get_rng_state()
+    traced = trace(setup.chain, setup.sample, "fp32", "cpu", Counted)
+    assert traced[1].outputs == (TensorSpec((4, 8), torch.float32),)
+    assert torch.equal(torch.get_rng_state(), before)
+    layers = setup.chain.build(setup.chain.names, 0, torch.device("cpu"))
+    layers(setup.sample.inputs).sum().backward()  # torch keeps nothing of the attempts
+    assert layers["first"].weight.grad.norm() > 0
+
+
+def test_what_torch_says_of_a_layer_with_numbers_is_quoted():
+    def forward(self, x):
+        return torch.linalg.cholesky(torch.ops.layers_checked.double(x))
+
+    with pytest.raises(TrainingError, match=r"layer 'h.0' \(Own\): .*square"):
+        check_shapes(setup_of(partial(Own, forward)))
+
+
 def test_a_tensor_that_a_layer_makes_elsewhere_is_said_unless_that_is_where_the_run_is():
     with pytest.raises(TrainingError, match="layer 'h.0' .* its input's device.*register_buffer.*=x.device"):
         check_shapes(setup_of(partial(Own, elsewhere), device_type="cuda"))
@@ -275,3 +335,32 @@ def test_a_layer_that_reads_numbers_trains_in_one_process(tmp_path):
     quiet += ["train.global_batch_size=8"]
     result = train(*quiet, f"hydra.run.dir={tmp_path}/run", model=chain, data=data)
     assert result.summary["steps"] == 2
+
+
+class Recomputing(nn.Module):
+    """Recomputes a part of itself."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return x + checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.slow
+def test_a_layer_with_a_checkpoint_of_its_own_trains_compiled_and_in_replicas_but_for_reentrant_ones(tmp_path):
+    data, found = TensorData(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64)), []
+    quiet = ["logger=none", "device=cpu", "parallel.threads=1", "train.epochs=null", "train.steps=2"]
+    quiet += ["train.global_batch_size=8"]
+    layers = nn.Linear(8, 8), Recomputing(False), nn.Linear(8, 2)
+    for i, layout in enumerate(("parallel=single", "train.compile=true", "parallel=ddp")):
+        words = [*quiet, layout, f"hydra.run.dir={tmp_path}/{i}"]
+        result = train(*words, model=nn.Sequential(*layers), loss=nn.CrossEntropyLoss(), data=data)
+        found.append(result.summary["final_loss"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+    layers[1].use_reentrant = True
+    with pytest.raises(UserError, match="use_reentrant=True.* set use_reentrant=False, or use parallel=fsdp"):
+        words = [*quiet, "parallel=ddp", f"hydra.run.dir={tmp_path}/reentrant"]
+        train(*words, model=nn.Sequential(*layers), loss=nn.CrossEntropyLoss(), data=data)

@@ -94,9 +94,9 @@ class RealKinds(Watch):
         self.refused = False
         self._range = {id(tensor): _range(column) for tensor, column in zip(meta.input_tensors, columns, strict=True)}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Check an operation, then run it."""
-        operation = func.overloadpacket
+    def note(self, operator: Any, args: tuple, kwargs: dict) -> None:
+        """Check an operation."""
+        operation = operator.overloadpacket
         if operation in _PRODUCTS:
             dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
             whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]
@@ -108,7 +108,6 @@ class RealKinds(Watch):
             if not 0 <= limits[0] <= limits[1] < rows:
                 self.refused = True
                 raise IndexError(f"it embeds 0 to {rows - 1} and gets whole numbers from {limits[0]} to {limits[1]}")
-        return func(*args, **(kwargs or {}))
 
 
 def known_samples(data: DataSet, sample: Batch) -> list[Batch]:
@@ -205,8 +204,7 @@ def check_shapes(setup: Setup) -> None:
             except _ERRORS as error:
                 if isinstance(error, (NotImplementedError, TypeError)):  # .tolist(), .numpy(), .cpu()
                     known = known and not any(word in str(error) for word in ("meta tensor", "meta device"))
-                elsewhere = needs_shapes or setup.plan.device_type != "cpu"
-                if elsewhere or kinds.refused or accesses.data_dependent or not known:
+                if setup.plan.device_type != "cpu" or kinds.refused or accesses.data_dependent or not known:
                     raise
                 failed = error
             finally:
