@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import TrainingError
 from conf.instantiate import build as build_role
 from conf.instantiate import target_of, to_dict
 
@@ -24,7 +25,8 @@ class Callback:
 
     All ranks call every method in the same order, so a callback may communicate. ``on_step`` and ``on_evaluation`` get
     the record that is written to metrics.jsonl. Loss, metrics, rate and norm are the same on every rank; times are not.
-    An exception ends the run with its traceback; a ``common.errors.UserError``, with its message.
+    An exception ends the run with its traceback; a ``common.errors.UserError``, with its message. Which parameters are
+    trained (``requires_grad``) cannot be changed.
     """
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
@@ -105,12 +107,24 @@ class Callbacks:
         """
         self.run = run
         self.all = build(section)
+        self._trained = [(name, p, p.requires_grad) for name, p in run.strategy.named_parameters()]
 
     def call(self, method: str, argument: Any) -> None:
-        """Call ``method`` of each callback that has it; see ``Callback``."""
-        for callback in self.all.values():
+        """Call ``method`` of each callback that has it; see ``Callback``.
+
+        Raises:
+            TrainingError: A callback has changed which parameters are trained.
+        """
+        for place, callback in self.all.items():
             if hasattr(callback, method):
                 getattr(callback, method)(self.run, deepcopy(argument))  # it may change what it is given
+                changed = [name for name, parameter, trained in self._trained if parameter.requires_grad != trained]
+                if changed and method != "on_end":
+                    raise TrainingError(
+                        f"step {self.run.step}: callbacks.{place} has changed requires_grad of {changed[0]}, and a run "
+                        "trains the same parameters from its first to its last step: set it in the model before, and "
+                        "train in two runs, the second from the weights of the first (result.state_dict())"
+                    )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have ``load_state_dict``, by name; empty states are left out."""

@@ -82,6 +82,19 @@ def test_a_callback_that_leaves_by_sys_exit_fails_the_run_whatever_its_code(tmp_
     assert not (tmp_path / "summary.json").exists()
 
 
+class Freezing:
+    def on_step(self, run, record):
+        if record["step"] == 2:
+            next(run.strategy.parameters()).requires_grad_(False)
+
+
+def test_a_callback_that_changes_what_is_trained_is_refused_at_its_step(tmp_path):
+    cfg = config(*SHORT)
+    cfg.callbacks = [{"_target_": f"{__name__}.Freezing"}]
+    with pytest.raises(TrainingError, match=r"step 2: callbacks.0 has changed requires_grad of net1.*in two runs"):
+        run_config(cfg, tmp_path)
+
+
 def early_stop(*overrides):
     cfg = config(*SHORT, "train.eval_every=1", "optim.lr=1e-12", *overrides)
     cfg.callbacks = {"early_stop": {"_target_": "training.callbacks.early_stop.EarlyStop", "min_delta": 0.1}}

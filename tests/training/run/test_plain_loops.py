@@ -153,6 +153,15 @@ def plain(net: nn.Module, case: Case, data: TensorData) -> list[float]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the run: in half precision, the number of threads changes the rounding."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the scaler skips the optimizer's first
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_losses_weights_and_evaluation_are_those_of_a_plain_loop(case, tmp_path):
