@@ -49,4 +49,6 @@ def run(composed: Composed, world: World | None) -> Any:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    stopping.ignore()
+    raise SystemExit(code)

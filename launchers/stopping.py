@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -78,6 +79,28 @@ def install_handlers() -> None:
     for signum in SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _take)
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """In the block, note signals as after ``install_handlers``, except those for which a program has a handler."""
+    ours = threading.current_thread() is threading.main_thread()
+    taken = [signum for signum in SIGNALS if ours and signal.getsignal(signum) is signal.SIG_DFL]
+    for signum in taken:
+        signal.signal(signum, _take)
+    try:
+        yield
+    finally:
+        for signum in taken:
+            signal.signal(signum, signal.SIG_DFL)
+        if taken:
+            _state.first = _state.second = None
+
+
+def ignore() -> None:
+    """Ignore the SIGNALS at the end of a program: Python would let them end it while it leaves."""
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def wanted() -> bool:

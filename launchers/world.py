@@ -21,6 +21,7 @@ STORE_FILE = "LAUNCHERS_STORE_FILE"
 LOOPBACK = "127.0.0.1"
 _CLOCK_S = 600
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ports that systems assign by themselves
+_STEP = 1009  # ports between two steps of one job, so that they differ from those of the jobs after it
 _SCONTROL_S = 10.0
 
 
@@ -35,6 +36,7 @@ class World:
         local_size: The number of ranks on this machine.
         origin: "alone" (no others), "local" (started by run_workers), "torchrun", "slurm" (a task of a job step), or
             "environment" (set by hand).
+        machines: The number of machines, if the launcher says it.
     """
 
     rank: int
@@ -42,11 +44,12 @@ class World:
     local_rank: int
     local_size: int
     origin: str
+    machines: int | None = None
 
     @property
     def nodes(self) -> int:
-        """The number of machines, if each has as many ranks as this one."""
-        return -(-self.size // self.local_size)
+        """The number of machines; if the launcher does not say it, as if each had as many ranks as this one."""
+        return self.machines or -(-self.size // self.local_size)
 
     @classmethod
     def alone(cls) -> World:
@@ -86,7 +89,8 @@ class World:
         _check_rank("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
         if local_size > size:
             raise LaunchError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}, the whole run")
-        return cls(rank, size, local_rank, local_size, origin)
+        machines = None if origin == "local" else int(environ.get("GROUP_WORLD_SIZE") or 0) or None
+        return cls(rank, size, local_rank, local_size, origin, machines)
 
 
 def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -124,7 +128,8 @@ def launcher_start(environ: Mapping[str, str] = os.environ) -> tuple[float, str]
         return None
     import psutil
 
-    agent = psutil.Process(os.getppid())
+    agents = (p for p in psutil.Process().parents() if "TORCHELASTIC_RUN_ID" not in p.environ())
+    agent = next(agents)  # between it and this process may be a script (torchrun --no-python)
     began = agent.create_time() // _CLOCK_S * _CLOCK_S
     return began, hashlib.sha256(f"{socket.gethostname()} {agent.pid} {began}".encode()).hexdigest()[:6]
 
@@ -182,22 +187,23 @@ _MPI_NAMES = (
 def step_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return ``environ`` with the variables of a task as torchrun would set them.
 
-    They are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The port follows from the
-    job's number, unless MASTER_PORT is set. If mpirun has started several processes, only the first four are set.
-    Otherwise ``environ`` is returned unchanged.
+    They are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE (the number of machines), MASTER_ADDR and
+    MASTER_PORT. The port follows from the numbers of job and step, unless MASTER_PORT is set. If mpirun has started
+    several processes, only the first four are set. Otherwise ``environ`` is returned unchanged.
     """
     if not _is_step(environ):
         return _mpi_environment(environ)
     tasks = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
-    job = int(environ["SLURM_JOB_ID"])
+    step = int(environ["SLURM_JOB_ID"]) + _STEP * int(environ["SLURM_STEP_ID"])
     return {
         **environ,
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(tasks[int(environ["SLURM_NODEID"])]),
+        "GROUP_WORLD_SIZE": str(len(tasks)),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or node_address(first_node(environ["SLURM_STEP_NODELIST"])),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(_FIRST_PORT + job % _PORTS),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_FIRST_PORT + step % _PORTS),
     }
 
 

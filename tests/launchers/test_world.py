@@ -40,7 +40,8 @@ UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
         pytest.param({**TWO, "MASTER_ADDR": "train-master-0"}, World(1, 2, 0, 1, "environment"), id="a pod holds one"),
         ({**TWO, **LOCAL, "MASTER_ADDR": "node1", **UNDER_TORCHRUN}, World(1, 2, 0, 1, "torchrun")),
         pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 1, 0, 1, "environment"), id="one needs no address"),
-        (STEP, World(3, 5, 1, 2, "slurm")),
+        (STEP, World(3, 5, 1, 2, "slurm", 3)),
+        ({**TWO, **LOCAL, **UNDER_TORCHRUN, "GROUP_WORLD_SIZE": "2"}, World(1, 2, 0, 1, "torchrun", 2)),
         ({**STEP, "RANK": "0", "WORLD_SIZE": "1", **UNDER_TORCHRUN}, World(0, 1, 0, 1, "torchrun")),
         (OPEN_MPI, World(3, 4, 1, 2, "environment")),
         ({**MPICH, "MASTER_PORT": "29500"}, World(3, 4, 1, 2, "environment")),
@@ -87,3 +88,8 @@ def test_the_port_follows_from_the_job_and_the_address_from_the_first_node(monke
 )
 def test_the_first_node_is_read_from_slurms_short_form(short, first):
     assert world.first_node(short) == first
+
+
+def test_two_steps_of_one_job_meet_at_different_ports():
+    ports = {master_address({**STEP, "SLURM_STEP_ID": str(step)})[1] for step in range(10)}
+    assert len(ports) == 10 and all(20000 <= port < 30000 for port in ports)

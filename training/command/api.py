@@ -19,7 +19,7 @@ from conf.composition import Composed, compose
 from conf.instantiate import check_role
 from conf.messages import explain
 from conf.words import hydra_word, key_of, quote_values
-from launchers import World
+from launchers import World, stopping
 from models.given import GIVEN, set_given
 from training.checkpoint.configuration import saved_config
 from training.command.app import execute, plain, run_words
@@ -218,7 +218,7 @@ def _run_words(
     replaced = partial(_replaced, config, objects) if config is not None or objects else None
     set_given(objects)
     try:
-        with _user_errors(), left_as_it_was():
+        with _user_errors(), left_as_it_was(), stopping.handled():
             return run_words(overrides, act, replaced)
     finally:
         set_given(None)

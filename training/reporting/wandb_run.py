@@ -70,6 +70,10 @@ class WandbRun:
             }
         )
         self._logged = -1  # the last step of earlier parts
+        try:
+            Path.home()
+        except RuntimeError:  # a user of a number alone, as in containers
+            os.environ["HOME"] = str(self._run_dir)
         with _service_ended_on_error():
             self._run = self._start_online() if mode == "online" else None
             if self._run is None:

@@ -45,7 +45,7 @@ from training.reporting.monitor import Monitor
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.run.changes import changes, earlier_batches, follows_total
-from training.run.checks.ranks import check_ranks, check_run_directory, check_weights
+from training.run.checks.ranks import check_nodes, check_ranks, check_run_directory, check_weights
 from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
 from training.run.prepare import build_setup
@@ -200,6 +200,7 @@ def _strategy(setup: Setup, world: World, store: Store | None) -> Iterator[Strat
         if mesh.size > 1:
             # With a store, they were started one by one, maybe on several machines.
             _warn(mesh, check_ranks(mesh, setup, alike=store is None))
+            check_nodes(mesh, setup.plan, setup.cfg.parallel.shard, world.local_size)
         options, model, chain = strategy_options(setup.cfg), setup.cfg.model, setup.chain
         anew = setup.cfg.mode == "train" and setup.cfg.train.resume is None
         if model.init_from is not None and (anew or chain.base is not None):

@@ -1,12 +1,16 @@
 """What a run takes over from a checkpoint: all of it, and only what still means the same."""
 
+import signal
+
 import pytest
 import torch
 from torch import nn
 
 from common.errors import CheckpointError
 from data.tensors import TensorData
+from launchers.stopping import Stopped
 from training import train
+from training.callbacks import Callback
 
 WORDS = [
     "parallel.threads=1",
@@ -132,3 +136,23 @@ def test_a_run_with_another_global_batch_size_goes_on_with_the_next_row_of_the_e
         assert len(losses) == steps
         used += [i for loss in losses for i in range(40) if loss >> i & 1]
     assert sorted(used) == [*range(40)]
+
+
+class StopsItself(Callback):
+    """As the system asks a process to end, after its third step."""
+
+    def on_step(self, run, record):
+        if record["step"] == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_of_one_process_in_a_program_saves_when_it_is_told_to_stop(tmp_path):
+    given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    words = [*WORDS, "train.global_batch_size=40", "train.steps=9", f"hydra.run.dir={tmp_path}/run"]
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="stopped after step 4 of 9, saved in .*step-00000004"):
+        train(*words, f"+callbacks.stops._target_={__name__}.StopsItself", **given)
+    assert signal.getsignal(signal.SIGTERM) is before
+    stopped = train(*words, "train.resume=auto", **given).state_dict()
+    whole = train(*words[:-1], f"hydra.run.dir={tmp_path}/whole", **given).state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in stopped.items())

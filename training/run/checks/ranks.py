@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import LaunchError, TrainingError
+from common.errors import LaunchError, PlanError, TrainingError
 from parallel.mesh import Mesh
+from parallel.plan import Plan
 from parallel.strategy import Strategy
 from training.checkpoint.init_from import digest_read
 
@@ -69,6 +70,28 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
         f"{differs}. Give every machine the same working copy, packages, data and weights; launcher.allow_mixed=true "
         "makes this a warning"
     )
+
+
+def check_nodes(mesh: Mesh, plan: Plan, typed: int | None, local_size: int) -> None:
+    """Check that groups of replicas that are to be those of a node are. All ranks call this together.
+
+    Args:
+        mesh: The connected ranks.
+        plan: The layout.
+        typed: The size of groups that was typed; None if that follows from the nodes.
+        local_size: The number of ranks on this rank's node.
+
+    Raises:
+        PlanError: On every rank: nodes have different numbers of ranks.
+    """
+    sizes = dict.fromkeys(map(tuple, mesh.gather((socket.gethostname(), local_size))))
+    if len({size for _, size in sizes}) > 1 and typed is None and 1 < plan.group < mesh.dp:
+        listed = ", ".join(f"{size} on {node}" for node, size in sizes)
+        raise PlanError(
+            f"parallel={plan.strategy} groups the replicas of each node, and the nodes have different numbers of ranks "
+            f"({listed}): start equally many on each (srun --ntasks-per-node, torchrun --nproc-per-node), or set "
+            "parallel.shard to a size of groups"
+        )
 
 
 def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: float) -> str | None:
