@@ -20,7 +20,7 @@ all that a model says; ``parallel.tensor`` does the rest::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -90,6 +90,15 @@ def outputs_of(module: nn.Module) -> int:
 def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:
     """Return how a module is cut, by its name in the chain; None if it is not."""
     return next((cut for pattern, cut in table.items() if fnmatchcase(module, pattern)), None)
+
+
+def is_divided(table: Mapping[str, CutOf], names: Sequence[str], name: str, layer: nn.Module) -> bool:
+    """Return whether ranks that share the sequence have a part of it in a layer: not in the first of ``names``.
+
+    The last one gets the whole sequence, unless they share its vocabulary.
+    """
+    inner = (key for key, _ in layer.named_modules(prefix=name))
+    return name != names[0] and (name != names[-1] or any(isinstance(cut_of(table, k), Vocabulary) for k in inner))
 
 
 def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str, str]) -> None:

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from common.errors import PlanError
 from models.chain import Chain, is_within
 from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
 from parallel.pieces import local, piece_of
-from parallel.plan import HIERARCHICAL, Plan
+from parallel.plan import HIERARCHICAL, Plan, uneven
 from parallel.stage import Stage
 from parallel.tensor import Cutting
 
@@ -144,11 +143,7 @@ class Gradients:
         """Return whether the gradient is a summand. Raises PlanError if it is one in some layers only."""
         names = {name in partial: name for name in self._names[parameter]}
         if len(names) > 1:
-            raise PlanError(
-                f"parallel.tp: {names[True]} and {names[False]} are one parameter of which no rank has a part. Ranks "
-                "compute with it for different parts of the samples in the one and for the whole in the other, so "
-                "their gradients cannot be added up; leave parallel.sequence out, or set parallel.tp=1"
-            )
+            raise uneven(names[True], names[False])
         return True in names
 
     def _present(self) -> list[Tensor]:

@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from common.errors import PlanError
-from models.chain import Chain, Layers
-from models.cut import Columns, CutOf, Region, Rows, Vocabulary, check_pairs, check_table, cut_of, example
+from models.chain import Chain, Layers, is_within
+from models.cut import Columns, CutOf, Region, Rows, Vocabulary, check_pairs, check_table, cut_of, example, is_divided
+from models.losses import loss_of
 from parallel.devices import Hardware
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -158,8 +159,10 @@ def make_plan(
         check_shardable(parallel.name, single_numbers(skeleton))
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     if wanted.tp > 1:
-        check_cuts(chain, skeleton, wanted.tp)
+        check_cuts(chain, skeleton, wanted.tp, wanted.sequence)
     runs = partition_layers(chain.names, parallel.pp * per_rank, parallel.balance, costs)
+    if wanted.sequence:
+        check_ties(chain, skeleton, runs)
     layers = dict(skeleton.items())
     parameters, frozen = _count(layers.values())
     layout = replace(
@@ -386,8 +389,8 @@ def _reshard(parallel, info: StrategyInfo) -> bool | None:
     return bool(parallel.reshard)
 
 
-def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
-    """Check that a model can be cut among ``tp`` ranks. Raises PlanError and ModelError."""
+def check_cuts(chain: Chain, skeleton: Layers, tp: int, sequence: bool) -> None:
+    """Check that a model can be cut among ``tp`` ranks that may share the sequence. Raises PlanError and ModelError."""
     if not chain.cut:
         raise PlanError(
             f"parallel.tp={tp} cuts layers, and this model does not say where: give its chain a table of the products "
@@ -399,6 +402,13 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
         check_pairs(chain.cut, name, layer)
     cuts = {name: (module, cut) for name, module in skeleton.named_modules() if (cut := cut_of(chain.cut, name))}
     cuts = {name: pair for name, pair in cuts.items() if not isinstance(pair[1], Region)}
+    last = chain.names[-1]
+    whole = len(chain.names) > 1 and not is_divided(chain.cut, chain.names, last, skeleton[last])
+    if sequence and whole and loss_of(skeleton[last]) is not None:
+        raise PlanError(
+            f"parallel.sequence=true needs the vocabulary of {last} cut, whose loss gets a part of the sequence; add "
+            "its projection to the chain's cut as Vocabulary(), or leave parallel.sequence out"
+        )
     for name, (module, cut) in cuts.items():
         if _divides(tp, module, cut):
             continue
@@ -413,6 +423,28 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int) -> None:
         raise PlanError(
             f"parallel.tp={tp} does not divide the {parts} {what} of {name}; parallel.tp can be {', '.join(fits) or 1}"
         )
+
+
+def check_ties(chain: Chain, skeleton: Layers, stages: Iterable[Sequence[str]]) -> None:
+    """Check that layers of a stage that share a whole parameter all have a part of the sequence, or all the whole one.
+
+    Raises PlanError.
+    """
+    divided = {name: is_divided(chain.cut, chain.names, name, layer) for name, layer in skeleton.items()}
+    for stage in stages:
+        for pair in chain.tied.items():
+            owners = [name for parameter in pair for name in stage if is_within(parameter, [name])]
+            if len({divided[name] for name in owners}) > 1 and cut_of(chain.cut, pair[0].rpartition(".")[0]) is None:
+                raise uneven(*pair)
+
+
+def uneven(one: str, other: str) -> PlanError:
+    """Return the error for a parameter of which ranks compute with parts of a tensor here and with the whole there."""
+    return PlanError(
+        f"parallel.tp: {one} and {other} are one parameter of which no rank has a part. Ranks compute with it for "
+        "different parts of the samples in the one and for the whole in the other, so their gradients cannot be added "
+        "up; leave parallel.sequence out, or set parallel.tp=1"
+    )
 
 
 def _parts(module: nn.Module, cut: CutOf) -> int:

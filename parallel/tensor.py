@@ -36,10 +36,9 @@ from torch import Tensor, nn
 
 from common.errors import PlanError
 from models.chain import Chain
-from models.cut import Columns, CutOf, Region, Rows, Vocabulary, cut_of
+from models.cut import Columns, CutOf, Region, Rows, cut_of, is_divided
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
-from models.losses import loss_of
 from models.seeds import BySample, Part
 from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
 from parallel.pieces import Cut, Piece, piece_of
@@ -113,7 +112,7 @@ class Cutting:
         layer.register_forward_pre_hook(self._begin)
         names = self._chain.names
         first, last = layer_name == names[0], layer_name == names[-1]
-        divided = self.sequence and not first and not (last and not _has_vocabulary(self._chain, layer_name, layer))
+        divided = self.sequence and is_divided(self._chain.cut, names, layer_name, layer)
         within: dict[nn.Module, CutOf] = {}
         for name, module in list(layer.named_modules(prefix=layer_name)):
             how = cut_of(self._chain.cut, name)
@@ -138,11 +137,6 @@ class Cutting:
         if self.sequence and first and not last:
             layer.register_forward_hook(self._divide)
         if self.sequence and last and not first and not divided:
-            if loss_of(layer) is not None:
-                raise PlanError(
-                    f"parallel.sequence=true needs the vocabulary of {layer_name} cut, whose loss gets a part of the "
-                    "sequence; add its projection to the chain's cut as Vocabulary(), or leave parallel.sequence out"
-                )
             layer.register_forward_pre_hook(self._make_whole)
 
     def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module, divided: bool) -> None:
@@ -304,11 +298,6 @@ class Words:
         padded = F.pad(logits, (0, max(sizes) - logits.shape[-1]))
         parts = self._cutting.line.all_gather(padded)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
-
-
-def _has_vocabulary(chain: Chain, name: str, layer: nn.Module) -> bool:
-    modules = layer.named_modules(prefix=name)
-    return any(isinstance(cut_of(chain.cut, inner), Vocabulary) for inner, _ in modules)
 
 
 # -- operators: x is [b, t, ...] ---------------------------------------------------------------------------------------

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 from parallel.layout import Layout
 from parallel.partition import even_split
 from parallel.plan import Plan
-from planner.work import Works
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def nodes_for(processes: int, per_node: int) -> int:
     return ceil(processes / per_node)
 
 
-def cut(layers: Works, layout: PlannedLayout) -> list[Works]:
+def cut(layers: Sequence[T], layout: PlannedLayout) -> list[Sequence[T]]:
     """Cut the layers into stages."""
     stages = layout.pp * layout.per_rank
     counts = list(layout.counts) or even_split(len(layers) - 2 * layout.ends_on_top, stages)

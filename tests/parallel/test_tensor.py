@@ -13,10 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import Layout, assert_same_training, build, chain_and_batches, parallel_section, train
 from cells import RECIPES
+from omegaconf import OmegaConf
 from slow_cases import with_slow
+from small_models import perceptrons
 from torch import nn
 
 from common.errors import ModelError, PlanError
+from data.tensors import TensorData
 from models import fused_cross_entropy
 from models.chain import Chain, LayerSpec
 from models.cut import Columns, Rows, Vocabulary, check_table
@@ -30,8 +33,14 @@ from parallel import tensor
 from parallel.pieces import Cut, piece_of
 from parallel.plan import make_plan
 from parallel.tensor import Cutting
+from planner.search import layouts
+from planner.work import weights_of
+from training.studies.planning.typed import _problems, tensor_sizes
 
 TWO, SEQUENCE = Layout("tensor", tp=2), Layout("tensor", tp=2, sequence=True)
+WHOLE_HEAD = gpt2("tiny")  # as of transformers, where it has settings that no cut vocabulary has
+WHOLE_HEAD = replace(WHOLE_HEAD, cut={k: cut for k, cut in WHOLE_HEAD.cut.items() if not isinstance(cut, Vocabulary)})
+TIED = replace(perceptrons(), tied={"1.3.weight": "0.3.weight"})  # the first layer gets whole sequences
 STAGES = Layout("pipelined", tp=2, pp=2, chunks=2, sequence=True)
 EXACT = {"steps": 2, "eval_every": 2, "precision": "fp64"}
 
@@ -325,6 +334,8 @@ def planned(chain, **keys):
         (transformer(vocab_size=3), {"tp": 4}, r"4 ranks cannot share the 3 words of encoder.embedding"),
         (resnet50(), {}, r"this model does not say where: .*cut=\{\"fc\": Columns\(\) or Rows\(\), …\}"),
         (gpt2("tiny"), {"tp": 1}, r"parallel=tensor cuts layers among processes, and parallel.tp=1 is one"),
+        (WHOLE_HEAD, {"sequence": True}, r"needs the vocabulary of head cut.*leave parallel.sequence out"),
+        (TIED, {"sequence": True}, r"1.3.weight and 0.3.weight are one parameter .*leave parallel.sequence out"),
         (gpt2("tiny"), {"tp": 1, "name": "ddp", "sequence": True}, r"parallel.sequence=true .*set parallel.tp=2"),
         (gpt2("tiny"), {"name": "pipelined", "pp": 1}, r"pp=1 is one stage; use parallel=tensor, or parallel.pp=2"),
         (gpt2("tiny"), {"name": "single"}, r"parallel=single leaves layers whole, and parallel.tp=2 cuts them"),
@@ -336,6 +347,22 @@ def planned(chain, **keys):
 def test_what_cannot_be_cut_is_refused_with_its_numbers(chain, keys, words):
     with pytest.raises(PlanError, match=words):
         planned(chain, **keys)
+
+
+@pytest.mark.parametrize("chain", [WHOLE_HEAD, TIED], ids=["whole head", "tied"])
+def test_automatic_layouts_divide_no_sequence_where_a_run_refuses_that(chain):
+    tokens = torch.zeros(64, 8, dtype=torch.int64)
+    data = TensorData(tokens, tokens, vocab_size=9)
+    data.prepare()
+    keys = vars(parallel_section(Layout("single")))
+    cfg = {"optim": {"_target_": "torch.optim.AdamW"}, "parallel": keys, "train": {"compile": False}}
+    problem_of, possible = _problems(OmegaConf.create(cfg), chain), 0
+    for tp, sequence in tensor_sizes(chain, data, {}, 2).items():
+        for layout in layouts(weights_of(chain), 2, 2, 2, {tp: sequence}, {}):
+            if not problem_of(layout):
+                planned(chain, **layout.into({}))
+                possible += layout.tp > 1
+    assert possible > 0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from conf.instantiate import to_config, to_dict
 from launchers import World
 from models.given import pack_given, unpack_given
 from parallel.layout import Layout
-from parallel.plan import Plan, single_numbers
+from parallel.plan import Plan
 from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
 from planner.here import Subject, free_memory, measure
@@ -188,8 +188,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     needed = max(work.kept + 2 * work.output for work in model.layers)  # of a layer with its input, for a sample
     rooms = [(n, n, True) for n in counts or _counts(fixed, plan.device_type)]
     tensor = tensor_sizes(setup.chain, setup.data, fixed, max(n for n, *_ in rooms) if cuda else 1)
-    numbers = single_numbers(setup.chain.skeleton())
-    rooms = possible_rooms(cfg, model.layers, rooms, fixed, model.least, tensor, numbers)
+    rooms = possible_rooms(cfg, model.layers, rooms, fixed, model.least, tensor, setup.chain)
     sizes = " and of ".join(f"{n}" for n, *_ in rooms)
     print(f"this machine is measured, in groups of {sizes} processes", flush=True)
     for processes, *_ in rooms:
@@ -199,7 +198,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
         allocation = Allocation.here(plan.precision, plan.device_type, here.process + _RUN)
         kinds.append(Devices(costs, processes, each, allocation, states, True))
-    return accepted(search(model.layers, model.batch, kinds, tensor, fixed, model.least), cfg, numbers), model
+    return accepted(search(model.layers, model.batch, kinds, tensor, fixed, model.least), cfg, setup.chain), model
 
 
 def _data(tree: dict, given: bytes | None) -> Any:

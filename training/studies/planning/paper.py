@@ -18,7 +18,6 @@ from data.dataset import Batch, DataSet
 from models.chain import Chain
 from parallel.devices import parameter_dtype
 from parallel.orders import StageSeconds
-from parallel.plan import single_numbers
 from parallel.strategies import strategy_info
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
@@ -110,8 +109,8 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     data.prepare()
     model = model_of(cfg, chain, data, precision)
     tensor = tensor_sizes(chain, data, fixed, cluster.devices)
-    room, numbers = (cluster.devices, cluster.size, on_job(cfg)), single_numbers(chain.skeleton())
-    possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, numbers)
+    room = cluster.devices, cluster.size, on_job(cfg)
+    possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, chain)
     costs, number = PaperCosts(cluster, precision), parameter_dtype(precision).itemsize
     devices = Devices(
         costs,
@@ -122,7 +121,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
         on_job(cfg),
     )
     found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
-    return accepted(found, cfg, numbers), model
+    return accepted(found, cfg, chain), model
 
 
 def on_paper(cfg: Any) -> bool:

@@ -13,13 +13,13 @@ from conf.instantiate import to_dict
 from data.dataset import DataSet
 from models.chain import Chain
 from parallel.layout import Layout
-from parallel.plan import check_cuts, check_groups, check_numbers, check_shardable
+from parallel.plan import check_cuts, check_groups, check_numbers, check_shardable, check_ties, single_numbers
 from parallel.strategies import strategy_info
-from planner.layout import PlannedLayout
-from planner.search import FREE, WHOLE, Found, layouts
+from planner.layout import PlannedLayout, cut
+from planner.search import FREE, Found, layouts
 from planner.work import Works
 from training.optimizer.checks import check_apart
-from training.run.checks.model import check_one_backward, check_sequences, uneven_sequences
+from training.run.checks.model import check_one_backward, check_sequences
 from training.run.prepare import BALANCES
 
 # (devices of a node, devices, whether a layout must take all of them)
@@ -66,27 +66,32 @@ def tensor_sizes(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: in
         PlanError: The fixed number is not possible.
     """
     skeleton, sizes = chain.skeleton(), {}
+
+    def check(tp: int, sequence: bool) -> None:
+        if tp > 1:
+            check_cuts(chain, skeleton, tp, sequence)
+        if sequence:
+            check_sequences(data, tp)
+            if "sequence" not in fixed:
+                check_ties(chain, skeleton, [chain.names])
+
     for tp in [fixed["tp"]] if "tp" in fixed else range(1, 1 + (most if chain.cut else 1)):
-        try:
-            if tp > 1:
-                check_cuts(chain, skeleton, tp)
-            if fixed.get("sequence"):
-                check_sequences(data, tp)
-        except PlanError:
-            if "tp" in fixed:
-                raise
-        else:
-            sizes[tp] = not uneven_sequences(data, tp)
+        for sequence in sorted({fixed.get("sequence", False), tp > 1 and fixed.get("sequence", True)}):
+            try:
+                check(tp, sequence)
+            except PlanError:
+                if "tp" in fixed and tp not in sizes:
+                    raise
+                break
+            sizes[tp] = sequence
     return sizes
 
 
 def possible_rooms(
     cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int,
-    tensor: Mapping[int, bool] = WHOLE, numbers: Sequence[str] = (),
+    tensor: Mapping[int, bool], chain: Chain,
 ) -> list[Room]:  # fmt: skip
     """Return the rooms that allow a layout. See ``search`` for ``fixed``, ``least`` and ``tensor``.
-
-    ``numbers`` are those of ``parallel.plan.single_numbers``.
 
     Raises:
         PlanError: There is none. The message says which numbers would be possible.
@@ -97,7 +102,7 @@ def possible_rooms(
         for per_node, devices, whole in some:
             yield from layouts(layers, per_node, batch, devices, tensor, given, least, whole)
 
-    problem_of, found, problems = _problems(cfg, numbers), [], {}
+    problem_of, found, problems = _problems(cfg, chain), [], {}
     for room in rooms:
         for layout in having(fixed, [room]):
             if not (problem := problem_of(layout)):
@@ -145,24 +150,26 @@ def check_kept(saved: Layout, cfg: Any) -> None:
         )
 
 
-def accepted(found: Found, cfg: Any, numbers: Sequence[str] = ()) -> Found:
+def accepted(found: Found, cfg: Any, chain: Chain) -> Found:
     """Remove the layouts that do not support the model, the optimizer, train.compile or a typed key of ``_OF_SOME``.
 
     Raises:
         PlanError: No layout is left.
     """
-    problem_of = _problems(cfg, numbers)
+    problem_of = _problems(cfg, chain)
     best = [candidate for candidate in found.best if not problem_of(candidate.layout)]
     if not best:
         raise PlanError(f"of what fits, {problem_of(found.best[0].layout)}")
     return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
 
 
-def _problems(cfg: Any, numbers: Sequence[str]) -> Callable[[PlannedLayout], str]:
+def _problems(cfg: Any, chain: Chain) -> Callable[[PlannedLayout], str]:
     """Return the function that tells why a layout does not support the model, the optimizer or the typed keys.
 
     It returns an empty string for a layout that supports them.
     """
+    skeleton = chain.skeleton()
+    numbers = single_numbers(skeleton)
     optimizer, parallel = to_dict(cfg.optim), to_dict(cfg.parallel)
     of_some = any(parallel[key] not in (None, "none") for key in _OF_SOME)
 
@@ -172,6 +179,8 @@ def _problems(cfg: Any, numbers: Sequence[str]) -> Callable[[PlannedLayout], str
                 check_apart(optimizer, layout.strategy)
             if layout.sharded:
                 check_shardable(layout.strategy, numbers)
+            if layout.sequence:
+                check_ties(chain, skeleton, cut(chain.names, layout))
             if cfg.train.compile:
                 check_one_backward(layout)
             if of_some:
