@@ -16,6 +16,7 @@ OWN_KEYS = {
     "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer", "lora"},
     "optim": {"decay_vectors", "rates", "update", "others"},
 }
+LORA = ("rank", "alpha", "dropout", "targets")  # the keys of model.lora, besides base
 # What a command does: ``mode=NAME`` is training/command/modes/NAME.py.
 MODES = ("train", "eval", "plan", "export", "sample", "verify", "compare")
 # The key of a plain configuration with how it was composed (see conf.composition.Composed.plain).

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.files import TYPED_IN
 from common.machine import changed_environment
-from conf import CHOSEN, COMMAND, FOLDER, ON_TOP, TRAINED, masking
+from conf import CHOSEN, COMMAND, FOLDER, LORA, ON_TOP, TRAINED, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
 from conf.schema import Parallel, Root, register
@@ -123,7 +123,8 @@ class Composed:
         return replace(self, cfg=check_keys(with_schema(self.cfg)), saved=None)
 
     def made_by_program(self, cfg: Any) -> Composed:
-        """Return a copy with a configuration that a program has made, and update its file."""
+        """Return a copy with a configuration that a program has made, after checking its keys, and update its file."""
+        check_keys(with_schema(cfg))
         self._write("config.yaml", cfg)
         return replace(self, cfg=cfg, choices=None)
 
@@ -293,7 +294,7 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
     Raises:
         HydraException: A schema does not have a key. The message names the key, and the nearest that exists.
     """
-    known = getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
+    known = (*LORA, "base") if path == "model.lora" else getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
     names: list[Any] = list(cfg)  # Any: OmegaConf's functions declare different types for keys
     for name in names:
         key = f"{path}.{name}" if path else str(name)

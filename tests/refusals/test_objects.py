@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from composed import config
+from omegaconf import OmegaConf
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +19,7 @@ from models.chain import Chain, LayerSpec
 from models.given import set_given
 from models.losses import ClassCrossEntropy, SquaredError, Sums
 from models.sequential import chain_of
-from training import train
+from training import load_config, train
 from training.command.api import with_given
 from training.run.prepare import prepare
 
@@ -131,6 +132,12 @@ def source(*given):
     return Given(train=Reads(given[0] if len(given) == 1 else given), valid=None, test=None, description="x")
 
 
+def with_foo():
+    config = load_config("model.lora.rank=2")
+    OmegaConf.update(config, "model.lora.foo", 1, force_add=True)
+    return config
+
+
 # What is refused when it is made or handed over: no configuration is composed.
 AT_ONCE = {
     "another loss of torch": (lambda: chain(nn.NLLLoss()), r"NLLLoss is not a loss.*CrossEntropyLoss\(\).*'A loss'"),
@@ -174,6 +181,12 @@ AT_ONCE = {
     "two models": (lambda: train("model=gpt2", model=chain()), "model is given twice: by 'model=gpt2'"),
     "one tensor": (lambda: train(model=chain(), data=INPUTS), f"Tensor is not a data set.*{WRITE_TENSORS}"),
     "a Dataset of torch": (lambda: train(data=torch.utils.data.TensorDataset(INPUTS, LABELS)), WRITE_TENSORS),
+    "targets of no adapters": (lambda: train("model.lora.targets=[0]", model=chain()), "without model.lora.rank"),
+    "a tokenizer for tensors": (
+        lambda: train("model=llama", "+model.tokenizer=x", data=data()), "model.tokenizer has no effect",
+    ),
+    "a key of no section": (lambda: load_config("+train.foo=1"), "no key train.foo"),
+    "a key that a program adds": (lambda: train(config=with_foo()), "no key model.lora.foo"),
     "a dict as configuration": (lambda: train(config={"train": {"steps": 4}}), "result of load_config, not a dict"),
 }
 

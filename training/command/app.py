@@ -11,6 +11,7 @@ from typing import Any
 
 from common.errors import TrainingError, exit_is_failure
 from conf.composition import Composed, compose_and_run
+from conf.effects import check_effects
 from conf.instantiate import use_code_of
 from conf.words import quote_values
 from launchers import World
@@ -84,6 +85,7 @@ def _complete_and_act(act: Callable, replaced: Callable[[Any], Any] | None, comp
         composed = composed.complete()
         if replaced is not None:
             composed = composed.made_by_program(replaced(composed.cfg))
+        check_effects(composed.cfg, composed.typed)
         return act(composed, World.detect())
 
 

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
 from conf.composition import Composed, check_keys, named
+from conf.effects import check_effects
 from conf.instantiate import add_to_path, to_config, to_dict
 from conf.masking import mask_files, mask_secrets
 from conf.words import expand_lists, hydra_word
@@ -92,6 +93,7 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
 
     def compose(job: list[str]) -> Any:
         cfg = check_keys(loader.load_sweep_config(config, job))
+        check_effects(cfg, [] if task.brought else job)  # a job adds the checkpoint's values first
         of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
         if of not in problems:
             problems[of] = None if task.brought else _problem_of(cfg, task.folders)

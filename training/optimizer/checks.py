@@ -33,6 +33,8 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         if section is not config and (twice := {"decay_vectors", "rates", "others"} & section.keys()):
             key = min(twice)
             raise TrainingError(f"optim.others.{key} has no effect: optim.{key} applies to both optimizers")
+        if section.get("update") is not None and update_of({**section, "update": None}) is not None:
+            raise TrainingError(f"{place}.update has no effect: it is for optimizers not of torch. Leave it out")
         if "lr" not in section:
             raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
         if type(lr := section["lr"]) not in (int, float) or not math.isfinite(lr):

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from common.errors import TrainingError
-from conf import OWN_KEYS
-from conf.instantiate import build, environment, instantiate, target_of, to_config, to_dict
+from conf import LORA, OWN_KEYS
+from conf.instantiate import build, checked_arguments, environment, instantiate, target_of, to_config, to_dict
 from data.dataset import DataSet
 from launchers import World, call_in_workers
 from launchers.heartbeat import note
@@ -227,7 +227,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     arguments = {key: value for key, value in model.items() if key not in dropped}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
         arguments["vocab_size"] = vocab_size
-    elif model.get("extra_tokens") is not None:
+    elif "vocab_size" in arguments and model.get("extra_tokens") is not None:
         arguments["vocab_size"] = vocabulary_with(arguments["vocab_size"], model.extra_tokens)
     if "loss" in arguments and "loss" not in inspect.signature(target_of("model", arguments)).parameters:
         raise TrainingError(f"model.loss={loss}: write 'model.loss={{_target_: models.losses.SquaredError}}'")
@@ -267,6 +267,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     if (lora := model.get("lora")) is not None and lora.rank is not None:
         if model.get("extra_tokens") is not None:
             raise TrainingError("model.extra_tokens with model.lora.rank: the new tokens' rows would not be trained")
-        targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
-        chain = adapt(chain, lora.rank, lora.alpha, lora.dropout, targets)
+        given = {key: value for key, value in to_dict(lora).items() if key in LORA}
+        given["targets"] = [lora.targets] if isinstance(lora.targets, str) else given["targets"]
+        chain = adapt(chain, **checked_arguments("models.lora.adapt", given, "model.lora."))
     return chain
