@@ -124,6 +124,10 @@ def check_fractions(fractions: Mapping[str, float], prefix: str = "") -> None:
         raise DataError(f"{named} must be 0 or more, and less than 1 together")
 
 
+ONE_TARGET = (
+    "a loss gets one tensor of them. Join them, torch.cat([a, b], dim=1), and let the loss take them apart; or give "
+    "the others as inputs, which the model returns with its output"
+)
 _Data = TypeVar("_Data", bound="DataSet")
 
 
@@ -147,6 +151,8 @@ def to_tensor(name: str, given: Any) -> Tensor:
     """
     import torch
 
+    if name == "targets" and isinstance(given, (tuple, list)) and getattr(given[0] if given else None, "shape", ()):
+        raise DataError(f"{len(given)} targets: {ONE_TARGET}")
     try:
         tensor = torch.as_tensor(given).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,53 @@ from common.errors import ModelError
 IGNORED = -100  # torch's own ignore_index
 # Names of the other numbers in a step's record of metrics.jsonl.
 _RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped"}
+
+
+# Losses of these modules are sums over samples, and leave out those of weight 0.
+_BY_SAMPLE = (__name__, "models.fused_cross_entropy")
+
+
+@dataclass
+class Replicas:
+    """What ``gather`` does in this process. A step sets it.
+
+    Attributes:
+        gather: Returns the rows of all replicas; None if there is one.
+        filled: If a micro-batch of evaluation is filled up: the number of its samples that count, and of all.
+        called: Whether ``gather`` was called.
+    """
+
+    gather: Callable[[Tensor], Tensor] | None = None
+    filled: tuple[int, int] | None = None
+    called: bool = False
+
+
+replicas = Replicas()
+
+
+def gather(features: Any) -> Any:
+    """Return the rows of all replicas, in the order of the global batch, for a loss or a layer that compares samples.
+
+    The gradient of a replica's rows is the sum of what all replicas give them. A loss that computes the whole batch's
+    value on each replica, and returns its ``Sums``, thus trains as in one process. All replicas must call it equally
+    often. The samples that fill up the last batch of an evaluation are left out.
+
+    Args:
+        features: [b, ...], or a tuple of such tensors.
+
+    Returns:
+        [global batch, ...] of each; in one process what was given.
+
+    Raises:
+        PlanError: The layout divides a replica's samples among micro-batches (``parallel.chunks`` above 1).
+    """
+    if isinstance(features, tuple):
+        return tuple(map(gather, features))
+    replicas.called = True
+    if replicas.filled is not None:
+        counted, whole = replicas.filled
+        features = features[: len(features) * counted // whole]
+    return features if replicas.gather is None else replicas.gather(features)
 
 
 class Sums(NamedTuple):
@@ -140,6 +188,12 @@ def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
         return targets
     padding = weights.view(-1, *[1] * (targets.dim() - 1)) == 0
     return targets.masked_fill(padding, IGNORED)
+
+
+def is_by_sample(loss: Any) -> bool:
+    """Return whether a loss, or a layer's method, is known to be a sum over samples without those of weight 0."""
+    call = loss if loss is None or inspect.isroutine(loss) else type(loss).__call__
+    return getattr(call, "__module__", None) in _BY_SAMPLE
 
 
 def loss_of(layer: Any) -> Callable[..., Any] | None:

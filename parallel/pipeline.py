@@ -28,6 +28,7 @@ from torch import Tensor
 
 from data.dataset import Batch
 from models.chain import Chain
+from parallel.gathering import gathering
 from parallel.mesh import Mesh
 from parallel.pipe_stage import PipeStage
 from parallel.plan import Plan
@@ -64,7 +65,8 @@ class Pipeline(Strategy):
         """Return torch's stages and schedule for micro-batches of the shape of ``microbatch``."""
         shapes = tuple(tensor.shape for tensor in microbatch.input_tensors)
         if shapes not in self._by_shape:
-            borders = stage_borders(self.plan, self.chain, microbatch)
+            with gathering(self.plan):  # nothing is sent
+                borders = stage_borders(self.plan, self.chain, microbatch)
             stages = [
                 self._stage_class(self, stage, module, index, borders[index], borders[index + 1])
                 for stage, module, index in zip(self.stages, self._modules, self.indices, strict=True)
@@ -100,8 +102,8 @@ class Pipeline(Strategy):
         arguments = {"samples": samples, "target": samples}
         if any(stage.ends_chain for stage in self.stages):
             arguments["targets"] = batch.targets
-            if batch.weights is not None:
-                arguments["weights"] = batch.weights
+        if batch.weights is not None:
+            arguments["weights"] = batch.weights
         return arguments
 
     def all_sum(self, vector: Tensor) -> list[float]:

@@ -37,7 +37,6 @@ class _OnSeveralDevices(nn.Module):
         for stage in self._stages:
             if stage.ends_chain:
                 targets = targets.to(stage.device, non_blocking=True)
-                weights = weights if weights is None else weights.to(stage.device, non_blocking=True)
             # A copy on the same device, too: the stage may change it in place, unseen by the one before.
             tensors = tuple(tensor.to(stage.device, non_blocking=True, copy=True) for tensor in as_tuple(output))
             output = stage(*tensors, samples=samples, targets=targets, weights=weights)
@@ -67,6 +66,7 @@ class _OnCopies(nn.Module):
         self._copies = nn.DataParallel(_Copy(stage, indices, precision), indices)
 
     def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None) -> Tensor:
+        weights = None if weights is None else weights.to(targets.device)  # which DataParallel scatters
         return self._copies(*tensors, samples=tuple(samples), targets=targets, weights=weights).sum()
 
 

@@ -10,9 +10,10 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -21,13 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.errors import PlanError
-from data.dataset import Batch
+from data.dataset import Batch, Source
 from models.batchnorm import StepBatchNorm
 from models.chain import CPU, LOSS, Chain, Tensors, as_tuple, checked, converted, without_weights
-from models.losses import Loss, copy_to_try, loss_of
+from models.losses import Loss, copy_to_try, is_by_sample, loss_of, replicas
 from models.seeds import Samples, computing, seeded
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.plan import Plan
+
+_ASKED, _MOST_OUTPUTS = 8, 10**7  # samples for which a loss is asked, and elements of their outputs
+_SAME = 1e-3  # relative difference of losses that may be rounding
 
 
 @dataclass(frozen=True)
@@ -193,29 +197,56 @@ def reads_numbers(name: str, layer: nn.Module) -> PlanError:
     )
 
 
-def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
-    """Find the layers whose random numbers in training depend on how the batch is cut; ``LOSS`` stands for the loss.
+@dataclass
+class OfMicrobatch:
+    """What depends on how the batch is cut.
 
-    These are layers that draw by themselves (``F.dropout``, ``nn.MultiheadAttention``, ``torch.rand``), and layers in
-    which dropout by sample cannot tell the samples apart, because the first dimension of its input is not that of the
-    batch: it does not double with the number of samples. The search ends at a layer that cannot be computed on the meta
+    Attributes:
+        drawing: The layers whose random numbers do; ``LOSS`` stands for the loss. They draw by themselves
+            (``F.dropout``, ``nn.MultiheadAttention``, ``torch.rand``), or have dropout by sample that cannot tell the
+            samples apart, because the first dimension of its input is not that of the batch.
+        passing: The layers that pass on a number computed from all samples, such as an auxiliary loss.
+        gathers: Whether a layer or the loss calls ``models.losses.gather``.
+        given: What the loss gets from the model for twice the samples, on the meta device; None if it is not known.
+        sample_dims: The dimensions of samples of each of these tensors; None if they are not known.
+    """
+
+    drawing: list[str] = field(default_factory=list)
+    passing: list[str] = field(default_factory=list)
+    gathers: bool = False
+    given: Tensors | None = None
+    sample_dims: list[list[int]] | None = None
+
+
+def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
+    """Return ``OfMicrobatch.drawing`` of a training step."""
+    return of_microbatch(chain, sample).drawing
+
+
+def of_microbatch(chain: Chain, sample: Batch, training: bool = True) -> OfMicrobatch:
+    """Find what depends on how the batch is cut, in training or in evaluation.
+
+    A dimension of samples doubles with their number. The search ends at a layer that cannot be computed on the meta
     device.
     """
     once = sample.to("meta")
     batches = [once, once.map(lambda tensor: torch.cat((tensor, tensor)))]
     inputs = [batch.input_tensors for batch in batches]
-    known: dict[tuple, tuple[bool, list[Tensors]]] = {}
-    found, outputs = [], []
+    known: dict[tuple, tuple[bool, bool, list[Tensors]]] = {}
+    found, given = OfMicrobatch(), [*inputs]
+    replicas.called = False
     for layer in chain.layers:
         last = layer is chain.layers[-1]
         key = layer.build, last, *((t.shape, t.dtype) for t in inputs[0])
         if key not in known:
-            module = layer.made()
-            seen, notes, outputs = False, [], []
+            module = layer.made().train(training)
+            seen, passes, notes, outputs = False, False, [], []
+            of_samples = _sample_dims(*inputs)
             for batch, tensors in zip(batches, inputs, strict=True):
                 notes.append([])
+                samples = [tensor for tensor, dims in zip(tensors, of_samples, strict=True) if dims]
                 try:
-                    with torch.no_grad(), _Draws(len(batch), notes[-1]) as draws:
+                    with torch.no_grad(), _Draws(len(batch), notes[-1], samples) as draws:
                         if last and loss_of(module) is not None:
                             _loss(chain.loss, module, tensors, batch.targets)
                         else:
@@ -224,14 +255,27 @@ def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
                     return found
                 seen |= draws.seen
             doubled = [(name, (2 * shape[0], *shape[1:])) for name, shape in notes[0]]
-            known[key] = seen or doubled != notes[1], outputs
-        draws_by_itself, outputs = known[key]
-        inputs = list(map(as_tuple, outputs))
-        if draws_by_itself:
-            found.append(layer.name)
-    if outputs and _loss_draws(chain, outputs[0], once):
-        found.append(LOSS)
+            if outputs:
+                each = zip(as_tuple(outputs[1]), _sample_dims(*map(as_tuple, outputs)), strict=True)
+                passes = any(len(dims) != 1 and draws.computes(tensor) for tensor, dims in each)
+            known[key] = seen or doubled != notes[1], passes and not replicas.called, outputs
+            found.gathers |= replicas.called
+            replicas.called = False
+        draws_by_itself, passes, outputs = known[key]
+        given, inputs = outputs or inputs, list(map(as_tuple, outputs))
+        found.drawing += [layer.name] * draws_by_itself
+        found.passing += [layer.name] * passes
+    found.given, found.sample_dims = given[1], _sample_dims(*map(as_tuple, given))
+    if inputs:
+        found.drawing += [LOSS] * _loss_draws(chain, given[0], once)
+        found.gathers |= replicas.called
     return found
+
+
+def _sample_dims(once: Sequence[Tensor], twice: Sequence[Tensor]) -> list[list[int]]:
+    """Return the dimensions of each tensor that are others for twice the samples."""
+    pairs = zip(once, twice, strict=True)
+    return [[i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n] for a, b in pairs]
 
 
 @dataclass(frozen=True)
@@ -280,6 +324,49 @@ def writes_of(chain: Chain, sample: Batch | None) -> Writes:
     except Exception:  # a user's code
         return Writes([*inputs, *names[at:]], [*others, *names[at:]])
     return Writes(inputs, others)
+
+
+def some_samples(
+    tensors: Sequence[Tensor], sample_dims: Sequence[Sequence[int]], first: int, count: int, whole: int
+) -> tuple[Tensor, ...]:
+    """Return ``count`` samples from ``first`` on, of ``whole`` in each tensor along its ``sample_dims``."""
+
+    def part(x: Tensor, dims: Sequence[int]) -> Tensor:
+        for dim in dims:
+            each = x.shape[dim] // whole  # of a sample
+            x = x.narrow(dim, first * each, count * each)
+        return x
+
+    return tuple(map(part, tensors, sample_dims))
+
+
+def differs_by_halves(chain: Chain, cut: OfMicrobatch, source: Source, whole: int) -> bool:
+    """Return whether the loss of some samples, with made-up outputs, is not the sum of the losses of both halves.
+
+    It is not asked if it is known to be a sum over samples, gathers, or fails, or if its outputs are unknown or large.
+    ``cut`` is of ``whole`` / 2 samples, and targets are those of ``source``.
+    """
+    last, few = chain.names[-1], min(_ASKED, whole)
+    own = loss_of(chain.skeleton([last])[last])
+    if is_by_sample(own or chain.loss) or cut.given is None or cut.gathers:
+        return False
+
+    def sums(first: int, count: int) -> Tensor:
+        some = some_samples(outputs, cut.sample_dims, first, count, few)
+        given = some if own else (some if isinstance(cut.given, tuple) else some[0],)
+        return loss(*given, targets[first : first + count], None).stack()
+
+    with suppress(Exception), torch.no_grad():  # a user's code
+        outputs = some_samples(as_tuple(cut.given), cut.sample_dims, 0, few, whole)
+        if sum(tensor.numel() for tensor in outputs) <= _MOST_OUTPUTS:
+            generator = torch.Generator().manual_seed(0)
+            outputs = tuple(torch.rand(t.shape, generator=generator).to(t.dtype) for t in outputs)
+            rows = np.linspace(0, len(source) - 1, few).astype(np.int64)
+            targets = converted(Batch(*source.read(rows, 0)).targets, torch.float32)
+            loss = loss_of(chain.build([last], 0, CPU)[last]) if own else copy_to_try(chain.loss)
+            both = sums(0, few // 2) + sums(few // 2, few // 2)
+            return not torch.allclose(both, sums(0, few), rtol=_SAME, equal_nan=True)
+    return False
 
 
 def _loss_draws(chain: Chain, output: Tensors, batch: Batch) -> bool:
@@ -418,11 +505,15 @@ def _tensors_of(module: nn.Module) -> dict[str, int]:
 
 
 class _Draws(Watch):
-    """Detects operators that draw random numbers. Dropout by sample draws none here and is added to ``notes``."""
+    """Detects operators that draw random numbers, and what is computed from ``inputs``.
 
-    def __init__(self, samples: int, notes: list) -> None:
+    Dropout by sample draws none here and is added to ``notes``.
+    """
+
+    def __init__(self, samples: int, notes: list, inputs: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.seen = False
+        self._computed = {id(tensor): tensor for tensor in inputs}  # which keeps them, and thus their ids
         self._computing = computing(Samples(samples, notes=notes))
 
     def __enter__(self):
@@ -441,6 +532,17 @@ class _Draws(Watch):
             given |= dict(zip(given, args, strict=False)) | kwargs
             # Attention has this tag because it may apply dropout.
             self.seen |= given.get("dropout_p", given.get("p")) != 0.0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(operator, types, args, kwargs)
+        if self._computed and ".new_" not in str(operator) and "_like." not in str(operator):  # these use a shape only
+            if any(map(self.computes, tree_leaves((args, kwargs)))):
+                self._computed |= {id(t): t for t in tree_leaves(result) if isinstance(t, Tensor)}
+        return result
+
+    def computes(self, tensor: Any) -> bool:
+        """Return whether a tensor is computed from the inputs."""
+        return id(tensor) in self._computed
 
 
 class _Kept(Watch):

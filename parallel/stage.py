@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from inspect import unwrap
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
 from models.chain import LOSS, Chain, Tensors, converted, is_within
-from models.losses import Sums, loss_of
+from models.losses import Sums, is_by_sample, loss_of, replicas
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
-from parallel.shape_inference import Writes
+from parallel.shape_inference import Writes, some_samples
 
 # The attribute of an error with a description of the layer that raised it.
 RAISED_IN = "raised_in_layer"
@@ -34,6 +36,8 @@ class Stage(nn.Module):
         layer_hook: A function that all stages of this process call in place of each layer and of the loss, or None.
             ``layer_hook(stage, name, where, layer, *tensors)`` returns the result of ``layer(*tensors)``; ``where`` is
             that of ``compute_layer``.
+        sample_dims: For each tensor that the loss gets from the model, its dimensions of samples, as
+            ``parallel.shape_inference.of_microbatch`` finds them; None if they are not known.
     """
 
     layer_hook: ClassVar[Callable | None] = None
@@ -84,6 +88,10 @@ class Stage(nn.Module):
             self.layers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # no overload has it
         first, self._last = chain.names[0], chain.names[-1]
         self.begins_chain, self.ends_chain = names[0] == first, names[-1] == self._last
+        self.sample_dims: Sequence[Sequence[int]] | None = None
+        last = self.layers.get_submodule(self.layers.names[-1])
+        loss = chain.loss if loss_of(last) is None else getattr(type(last), "loss", None)
+        self.leaves_out = not self.ends_chain or is_by_sample(loss)
         self.step = 0
         self.loss_scale = 1.0
         self.sums: list[Tensor] = []
@@ -123,7 +131,7 @@ class Stage(nn.Module):
         targets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensors:
-        """Compute one micro-batch.
+        """Compute one micro-batch. Samples of weight 0, which fill up the last batch of an evaluation, do not count.
 
         Args:
             *tensors: [b, ...] each: the batch's inputs, or the output of the stage before.
@@ -131,7 +139,7 @@ class Stage(nn.Module):
                 Random numbers depend on them. A schedule of torch cuts them out of a tensor and gives [1, 2] int64 on
                 the CPU.
             targets: [b, ...], used by the stage that ends the chain and ignored by the others.
-            weights: [b], likewise.
+            weights: [b], likewise: 1, or 0 for the last ones. They are best on the CPU, where they are counted.
 
         Returns:
             The next stage's input. The stage that ends the chain returns the scalar to differentiate, which is the
@@ -139,13 +147,27 @@ class Stage(nn.Module):
         """
         first, count = samples.flatten().tolist() if isinstance(samples, Tensor) else samples
         tensors = tuple(map(self._as_received, tensors))
+        counted = count if weights is None else int(weights.count_nonzero())
+        replicas.filled = None if counted == count else (counted, count)
+        if not self.ends_chain:
+            targets = weights = None
+        elif targets is not None and weights is not None:
+            weights = weights.to(targets.device, non_blocking=True)
+            if 0 < counted < count and not self.leaves_out:
+                targets = targets[:counted]
+                if self.sample_dims is None and self.begins_chain:  # not all models can be asked for them
+                    tensors, weights, count = tuple(x[:counted] for x in tensors), weights[:counted], counted
+                    replicas.filled = None
         # If nothing is random, the samples are left out, so that the stage is compiled once for all micro-batches.
         where = None if self._compiled_whole else (first, count)
-        if targets is None or not self.ends_chain:
-            return self._as_output(self._compute(where, tensors, None, weights))
-        sums = self._compute(where, tensors, targets, weights)
-        self.sums.append(sums.stack())
-        return sums.loss * self.loss_scale
+        kept = nullcontext() if self.training else fork_rng([self.device] * (self.device.type == "cuda"))
+        with kept:  # what an evaluation draws changes nothing after it
+            result = self._compute(where, tensors, targets, weights)
+        if not isinstance(result, Sums):
+            return self._as_output(result)
+        if counted:
+            self.sums.append(result.stack())
+        return result.loss * self.loss_scale
 
     @overload
     def _compute(
@@ -188,10 +210,15 @@ class Stage(nn.Module):
             if name != self._last:
                 output = converted(output, self._between_layers)
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
-        if head_loss is not None:
-            return self.compute_layer(last_name, head_loss, where, *tensors, targets, weights)
         if targets is None:
             return output
+        if weights is not None and len(weights) > len(targets):
+            dims = self.sample_dims or [[0]] * len(tensors)
+            tensors = some_samples(tensors, dims, 0, len(targets), len(weights))
+            weights, output = weights[: len(targets)], tensors if isinstance(output, tuple) else tensors[0]
+            replicas.filled = None
+        if head_loss is not None:
+            return self.compute_layer(last_name, head_loss, where, *tensors, targets, weights)
         if LOSS in self._writes.inputs:
             copies = self._copied(tensors)
             output = copies if isinstance(output, tuple) else copies[0]
@@ -256,9 +283,9 @@ class Stage(nn.Module):
         """
         call = layer if Stage.layer_hook is None else partial(Stage.layer_hook, self, name, where, layer)
         try:
-            if not self.training or where is None:
+            if where is None:
                 return call(given, *more)
-            first, count = where
+            first, count = where  # step 0 is an evaluation
             # Random numbers that the layer draws by itself depend on the micro-batch, its dropout on the sample.
             seed = derive_seed(self.seed, self.step, first, name)
             # The generator is that of the inputs' device: ``data_parallel`` runs copies of the stage on other devices.

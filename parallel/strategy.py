@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 
 import torch
@@ -25,11 +25,12 @@ from models.batchnorm import StepBatchNorm
 from models.chain import Chain
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
+from parallel.gathering import gathering
 from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import REPLICAS, SHARDS, Mesh
 from parallel.pieces import Boxes, Piece, fill, piece_of, whole
 from parallel.plan import Plan
-from parallel.shape_inference import trace, writes_of
+from parallel.shape_inference import of_microbatch, trace, writes_of
 from parallel.sharding import Sharding
 from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
@@ -167,6 +168,7 @@ class Strategy(ABC):
         self.computing: tuple[str, int] | None = None
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
+        self._first = 0  # the index of the global batch's first sample, in an evaluation that of the split
         self._counts_samples = mesh.counts(REPLICAS)  # samples are divided along these axes
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         each = max(1, sample.targets.numel()) / len(sample) if sample is not None else 1.0
@@ -245,14 +247,21 @@ class Strategy(ABC):
             self.statistics.update()
         return result
 
-    def eval_step(self, batch: Batch) -> Tensor:
+    def eval_step(self, batch: Batch, number: int = 1) -> Tensor:
         """Evaluate this replica's batch, without gradients.
+
+        ``number`` is that of the global batch in the split, from 1, on which random numbers depend.
 
         Returns [loss sum, count, metric sums...] in ``sum_dtype``; zeros if this rank does not compute the loss. Add up
         the vectors of all batches and pass the sum to ``all_sum``.
         """
+        last = self.stages[-1]
+        if not last.leaves_out and last.sample_dims is None and batch.weights is not None and not batch.weights.all():
+            last.sample_dims = of_microbatch(self.chain, batch.chunks(self.plan.chunks)[0]).sample_dims
+        self._first = (number - 1) * self.plan.global_batch_size
         with self._step():
             self.forward(self._placed(batch))
+        self._first = 0
         return self.take_sums()
 
     @abstractmethod
@@ -273,7 +282,8 @@ class Strategy(ABC):
         for stage in self.stages:
             stage.begin(training, step or 0, loss_scale)
         try:
-            with torch.set_grad_enabled(training), self._autocast:
+            gathers = gathering(self.plan, self.mesh.axis(*REPLICAS), self.options.compile)
+            with torch.set_grad_enabled(training), self._autocast, gathers:
                 yield
         except Exception as error:
             if "reentrant backward" in str(error):  # DistributedDataParallel's
@@ -311,7 +321,8 @@ class Strategy(ABC):
             tensor = tensor.to(self.device, non_blocking=True)
             return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-        return batch.map(placed)
+        weights = None if batch.weights is None else batch.weights.to(self._dtype)  # a stage counts them on the host
+        return replace(batch.map(placed), weights=weights)
 
     def _agree(self, targets: int, stop: bool, loss_limit: float) -> StepResult:
         """Agree on the step's numbers by one small all-reduce: loss, count, metrics, squared norm and the stop flag.
@@ -448,7 +459,7 @@ class Strategy(ABC):
         """Return [chunks, 2]: the index of each micro-batch's first sample in the global batch, and its size."""
         chunks = self.plan.chunks
         count = len(batch) // chunks
-        first = (torch.arange(chunks) + self._replica * chunks) * count
+        first = (torch.arange(chunks) + self._replica * chunks) * count + self._first
         return torch.stack((first, torch.full_like(first, count)), dim=1)
 
     def take_sums(self) -> Tensor:

@@ -17,7 +17,7 @@ from data.dataset import DataSet, InMemory, Source
 from data.tensors import TensorData
 from models.chain import Chain, LayerSpec
 from models.given import set_given
-from models.losses import ClassCrossEntropy, SquaredError, Sums
+from models.losses import ClassCrossEntropy, SquaredError, Sums, gather
 from models.sequential import chain_of
 from training import load_config, train
 from training.command.api import with_given
@@ -171,6 +171,7 @@ AT_ONCE = {
     "a sparse tensor": (lambda: data(INPUTS.to_sparse()), "sparse"),
     "a list of inputs": (lambda: data([INPUTS, INPUTS]), "a tuple of them for a model with several inputs"),
     "no targets": (lambda: data(INPUTS, None), "targets: NoneType is not a tensor"),
+    "two targets": (lambda: data(INPUTS, (LABELS, INPUTS)), "2 targets: a loss gets one tensor of them. Join them"),
     "fewer targets": (lambda: data(INPUTS, LABELS[:20]), "40 inputs and 20 targets"),
     "tokens without length": (lambda: data(LABELS, vocab_size=4), r"tokens, whole numbers \[n, t\]"),
     "tokens beyond the vocabulary": (lambda: data(LABELS[:, None] + 5, vocab_size=4), "from 5 to 6, but vocab_size=4"),
@@ -249,6 +250,18 @@ def test_what_is_of_a_wrong_kind_is_refused_at_once(name):
     misuse, message = AT_ONCE[name]
     with pytest.raises(UserError, match=f"(?s){message}"):
         misuse()
+
+
+def test_a_loss_that_gathers_is_refused_before_the_run_where_micro_batches_divide_the_samples(cfg):
+    tree, gathers = to_dict(cfg), Loss(lambda o, t: Sums(summed(gather(o), gather(t)), torch.tensor(len(gather(o)))))
+    tree["parallel"]["chunks"] = 2
+    objects = {"model": chain(gathers), "data": data()}
+    set_given(objects)
+    try:
+        with pytest.raises(UserError, match=r"gather\(\) compares all samples.*chunks=2.*set parallel.chunks=1"):
+            prepare(with_given(to_config(tree), objects))
+    finally:
+        set_given({})
 
 
 @pytest.mark.parametrize("name", BEFORE_THE_RUN)

@@ -41,7 +41,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     read = read_ahead(batches, pin_memory=strategy.device.type == "cuda", timeout_s=strategy.options.timeout_s)
     for done, batch in enumerate(read, 1):
         heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
-        sums = strategy.eval_step(batch)
+        sums = strategy.eval_step(batch, done)
         total = sums if total is None else total + sums
         if done == asked < len(batches):  # all ranks agree on the number of batches until the next check
             stops, seconds = strategy.sum_of(stopping.wanted(), (time.perf_counter() - begin) / mesh.size)

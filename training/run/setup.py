@@ -21,7 +21,7 @@ from data.dataset import Batch, DataSet, Source
 from data.loader import EvalBatches, TrainBatches
 from models.chain import LOSS, Chain
 from parallel.plan import Plan
-from parallel.shape_inference import drawing_by_microbatch
+from parallel.shape_inference import differs_by_halves, of_microbatch
 from parallel.strategies import strategy_info
 from planner.work import Works, work_of
 
@@ -117,18 +117,21 @@ class Setup:
     @cached_property
     def by_microbatch(self) -> tuple[str | None, list[str]]:
         """The micro-batch size, if numbers depend on it (otherwise None), and a line for each reason why they do."""
-        plan, size, lines = self.plan, None, []
+        plan, size, lines, cut = self.plan, None, [], of_microbatch(self.chain, self.sample)
         info = strategy_info(plan.strategy)
         copies = len(plan.devices) if info.several_devices and not info.stages else 1
         each, pieces = plan.microbatch_size // copies, plan.dp * plan.chunks * copies
-        if drawing := drawing_by_microbatch(self.chain, self.sample):
+        if drawing := cut.drawing:
             size = f"{each}"
-            layers = [name for name in drawing if name != LOSS]
-            named = " and ".join([", ".join(layers[:3]), *[f"{len(layers) - 3} more"] * (len(layers) > 3)])
-            who = [f"layer{'s' * (len(layers) > 1)} {named}"] * bool(layers)
-            who += [f"the loss {type(self.chain.loss).__name__}"] * (LOSS in drawing)
-            draw = f"{' and '.join(who)} {'draws by itself' if len(drawing) == 1 else 'draw by themselves'}"
+            draw = f"{self._named(drawing)} {'draws by itself' if len(drawing) == 1 else 'draw by themselves'}"
             lines.append(f"numbers depend on the micro-batch ({size} sample{'s' * (each > 1)}): {draw}")
+        source, twice = self.data.train, 2 * plan.microbatch_size
+        loss = LOSS not in drawing and differs_by_halves(self.chain, cut, source, twice)
+        if whole := [*cut.passing, *[LOSS] * loss]:
+            size = f"{each}"
+            alike = f"the numbers of parallel=single parallel.chunks={pieces}"
+            if pieces > 1:
+                lines.append(f"{self._named(whole)} over micro-batches of {each}: {alike}")
         if self.has_batchnorm:
             replicas = plan.dp if self.cfg.parallel.sync_batchnorm else 1
             size = f"{each * replicas}" + f" ({each} of each of {replicas} replicas)" * (replicas > 1)
@@ -138,6 +141,14 @@ class Setup:
             if pieces > 1:
                 lines.append(f"BatchNorm over micro-batches of {size}: {alike}")
         return size, lines
+
+    def _named(self, names: Sequence[str]) -> str:
+        """Return some layers, and the loss, in words."""
+        layers = [name for name in names if name != LOSS]
+        named = " and ".join([", ".join(layers[:3]), *[f"{len(layers) - 3} more"] * (len(layers) > 3)])
+        who = [f"layer{'s' * (len(layers) > 1)} {named}"] * bool(layers)
+        who += [f"the loss {type(self.chain.loss).__name__}"] * (LOSS in names)
+        return " and ".join(who)
 
 
 def data_digest(data: DataSet, splits: Sequence[Source | None] | None = None) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -11,7 +12,7 @@ from composed import config, execute
 
 from common.errors import UserError
 from models.chain import Chain, LayerSpec
-from models.losses import SquaredError
+from models.losses import SquaredError, Sums, gather
 from training.run.prepare import describe, prepare
 
 TINY = ["model=gpt2", "model.size=tiny"]
@@ -154,6 +155,60 @@ def test_the_plan_says_over_what_batchnorm_normalises(words, said):
     setup = prepare(config("model=convnet", "train.global_batch_size=64", "device=cpu", *words))
     assert setup.by_microbatch[1] == ([] if said is None else [f"BatchNorm over micro-batches {said}"])
     assert (said or "")[3:5] in setup.by_microbatch[0]
+
+
+class Passes(torch.nn.Linear):
+    """Passes on a number beside its output: what ``number`` gives of its input."""
+
+    def __init__(self, number):
+        super().__init__(10, 5)
+        self.number = number
+
+    def forward(self, x):
+        return super().forward(x), self.number(x)
+
+
+class First(SquaredError):
+    def __call__(self, output, targets, weights):
+        return super().__call__(output[0], targets, weights)
+
+
+class Contrast:
+    metrics = ()
+
+    def __init__(self, of=lambda features: features):
+        self.of = of
+
+    def __call__(self, output, targets, weights):
+        x, y = self.of(output), self.of(targets)
+        loss = torch.nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)), reduction="sum")
+        return Sums(loss, torch.tensor(len(x)))
+
+
+class OwnSquaredError(SquaredError):
+    def __call__(self, output, targets, weights):
+        return super().__call__(output, targets, weights)
+
+
+linear = partial(torch.nn.Linear, 10, 5)
+WHOLE = {
+    "contrastive": (linear, Contrast(), "the loss Contrast"),
+    "gathered": (linear, Contrast(gather), None),
+    "a sum": (linear, OwnSquaredError(), None),
+    "an auxiliary loss": (lambda: Passes(lambda x: x.mean(0).square().sum()), First(), "layer only"),
+    "a gathered one": (lambda: Passes(lambda x: gather(x).mean(0).square().sum()), First(), None),
+    "a constant": (lambda: Passes(lambda x: x.new_zeros(()) + torch.arange(x.shape[1])), First(), None),
+    "each with all": (lambda: Passes(lambda x: x @ x.T), First(), "layer only"),
+}
+
+
+@pytest.mark.parametrize("build, loss, said", WHOLE.values(), ids=WHOLE)
+def test_the_plan_says_which_layers_and_losses_take_the_micro_batch_as_a_whole(build, loss, said):
+    setup = prepare(config("train.global_batch_size=16", "device=cpu", "parallel=ddp", "parallel.dp=2"))
+    mine = replace(setup, chain=Chain([LayerSpec("only", build)], loss=loss))
+    line = f"{said} over micro-batches of 8: the numbers of parallel=single parallel.chunks=2"
+    assert mine.by_microbatch == (("8", [line]) if said else (None, []))
+    assert said is None or line in describe(mine)
 
 
 class OwnDropout(torch.nn.Linear):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import DataError, ModelError, PlanError, TrainingError, UserError, add_note
-from data.dataset import Batch, DataSet, InMemory, Source
+from data.dataset import ONE_TARGET, Batch, DataSet, InMemory, Source
 from models.batchnorm import StepBatchNorm
 from models.chain import Layers, Tensors, as_tuple, checked, converted
 from models.losses import IGNORED, check_sums, copy_to_try
@@ -67,6 +67,8 @@ def check_read(setup: Setup) -> None:
                     "a generator that is seeded by (epoch, index)"
                 )
             return
+        if isinstance(given[1], (tuple, list)):
+            raise DataError(f"{type(source).__name__}.read() returned {len(given[1])} targets: {ONE_TARGET}")
     kinds = ", ".join(_kind(part) for part in given) if isinstance(given, (tuple, list)) else _kind(given)
     raise DataError(
         f"{type(source).__name__}.read() returned {kinds} for one index; it must return (inputs, targets): tensors "

@@ -164,7 +164,7 @@ class Runs:
         optimizer = self.cfg.optim._target_.rpartition(".")[2]
         began, result = time.monotonic(), Compared(typed_name(layout, precision), layout, precision, optimizer)
         try:
-            if layout.dp > 1 and layout.dp * layout.chunks != self.microbatches:
+            if layout.dp > 1 and self.microbatches > 1 and layout.dp * layout.chunks != self.microbatches:
                 raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {layout.dp} replicas")
             if layout.processes > self.cfg.verify.processes:
                 result.needs = layout.processes

@@ -26,7 +26,7 @@ from models.batchnorm import StepBatchNorm
 from models.chain import CPU, LOSS, Chain, as_tuple, converted, is_within
 from models.losses import loss_of
 from parallel.devices import parameter_dtype
-from parallel.shape_inference import drawing_by_microbatch, trace
+from parallel.shape_inference import OfMicrobatch, of_microbatch, trace
 from parallel.stage import Stage
 from training.run.setup import Setup
 
@@ -37,7 +37,6 @@ _DRAWS = 11
 _PATIENCE_S = 60.0  # what batches above the verified one may take
 _MODES = TRAINING, EVALUATION = "training", "evaluation"
 _FLOOR = 1e-3  # what is below this part of the largest of all tensors may be rounding alone
-_LAST_IGNORED = torch.tensor([1.0, 1.0, 1.0, 0.0])
 Tensors = Mapping[Any, Tensor | None]
 
 
@@ -69,9 +68,14 @@ class Layer:
     "numbers"; "sums" are the loss with its count and metrics.
     """
 
-    def __init__(self, setup: Setup, name: str, inputs: tuple[Tensor, ...], samples: Batch, drawing: bool) -> None:
-        """Build the layer and run it on the first of ``samples``, from which ``inputs`` were computed."""
-        self.chain, self.name, self.inputs, self.samples, self.drawing = setup.chain, name, inputs, samples, drawing
+    def __init__(
+        self, setup: Setup, name: str, inputs: tuple[Tensor, ...], samples: Batch, cut: dict[bool, OfMicrobatch]
+    ) -> None:
+        """Build the layer and run it on the first of ``samples``, from which ``inputs`` were computed.
+
+        ``cut`` is what depends on the micro-batch in training, and in evaluation.
+        """
+        self.chain, self.name, self.inputs, self.samples, self.cut = setup.chain, name, inputs, samples, cut
         self.seed, self.dtype = setup.cfg.seed, parameter_dtype(setup.plan.precision)
         self.stage = Stage(self.chain, [name], seed=self.seed, device=CPU, dtype=self.dtype)
         self.module: nn.Module = self.stage.layers[name]
@@ -92,7 +96,6 @@ class Layer:
         self,
         training: bool,
         rows: slice = _FEW,
-        weights: Tensor | None = None,
         again: bool = False,
         backward: bool = True,
         state: int = 0,
@@ -102,14 +105,14 @@ class Layer:
         Python's and numpy's generators are in the state number ``state``: it alone decides what is drawn from them.
         """
         with _generators(state, self.drawn[training]):
-            return self._run(training, rows, weights, again, backward)
+            return self._run(training, rows, again, backward)
 
-    def _run(self, training: bool, rows: slice, weights: Tensor | None, again: bool, backward: bool) -> dict:
+    def _run(self, training: bool, rows: slice, again: bool, backward: bool) -> dict:
         first, last, _ = rows.indices(len(self.samples))
         stage, where = self.stage, (first, last - first)
         stage.recompute = again
         stage.zero_grad()
-        stage.begin(training, step=1)
+        stage.begin(training, step=int(training))
         inputs = self.rows(rows)
         with torch.set_grad_enabled(training):
             outputs = as_tuple(stage(*inputs, samples=where))
@@ -118,7 +121,7 @@ class Layer:
         stage.recompute = False
         if stage.ends_chain:
             with torch.no_grad():
-                stage(*self.rows(rows), samples=where, targets=self.samples.targets[rows], weights=weights)
+                stage(*self.rows(rows), samples=where, targets=self.samples.targets[rows])
         stage.end()
         seen: dict[str, Tensors] = {"inputs": dict(enumerate(inputs)), "given": dict(enumerate(outputs))}
         seen["outputs"] = {i: t for i, t in enumerate(outputs) if t.dim() and len(t) % (last - first) == 0}
@@ -170,14 +173,18 @@ class Layer:
         parameters = self.chain.build(names, self.seed, CPU, self.dtype).named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in parameters if is_within(name, [self.name])}
 
-    def rule(self) -> str | None:
-        """Return the rule of this project by which its results depend on the micro-batch in training."""
-        if self.norms:
+    def rule(self, training: bool) -> str | None:
+        """Return the rule of this project by which its results depend on the micro-batch in a mode."""
+        if self.norms and training:
             return (
                 "BatchNorm normalizes by the micro-batch: compare with parallel=single in micro-batches of the same "
                 "size, or use parallel.sync_batchnorm=true"
             )
-        return "draws random numbers by itself: seeded for each micro-batch" if self.drawing else None
+        drawing, ends = self.cut[training].drawing, self.stage.ends_chain
+        if self.name in drawing or (ends and LOSS in drawing):
+            who = "" if self.name in drawing else f"{self.loss} "
+            return f"{who}draws random numbers from torch's generator: seeded for each micro-batch"
+        return "gathers the samples of all replicas" if ends and self.cut[training].gathers else None
 
 
 def _weighed(output: Tensor, count: int) -> Tensor:
@@ -268,7 +275,7 @@ class Same:
 
     text: str
     pair: Callable[[Layer, bool], tuple[Tensors, Tensors]]
-    rule: Callable[[Layer], str | None] = lambda layer: None
+    rule: Callable[[Layer, bool], str | None] = lambda layer, training: None
     modes: Sequence[str] = _MODES
 
     def __call__(self, layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
@@ -281,7 +288,7 @@ class Same:
                 yield f"{self.text.format(what='', mode=mode, loss='')}: {_first_line(error)}", False
                 continue
             if size > tolerance:
-                rule = self.rule(layer) if training else None
+                rule = self.rule(layer, training)
                 text = rule or self.text.format(what=what, mode=mode, loss=layer.loss)
                 yield f"{text} (by {size:.0e})", rule is not None
 
@@ -343,7 +350,7 @@ PROBES: dict[str, list[Callable[[Layer, float], Iterator[tuple[str, bool]]]]] = 
         Same("samples see each other in {mode}: half of a batch gives other numbers than the whole",
              lambda layer, training: layer.joined(training, "outputs"), Layer.rule),
         Same("", lambda layer, training: (layer.halves[True][0]["numbers"], layer.seen[True]["numbers"]),
-             lambda layer: "passes on a number of its micro-batch: results depend on its size", [TRAINING]),
+             lambda layer, training: "passes on a number of its micro-batch: results depend on its size", [TRAINING]),
     ],
     "recomputation": [
         Same("gives other gradients under train.activation_checkpointing",
@@ -353,9 +360,6 @@ PROBES: dict[str, list[Callable[[Layer, float], Iterator[tuple[str, bool]]]]] = 
     "loss": [
         Same("{loss} of a batch is not the sum over its halves in {mode}: give the sum of terms and their number",
              lambda layer, training: layer.joined(training, "sums"), Layer.rule),
-        Same("{loss} counts samples of weight 0, by which evaluation fills up its last batch",
-             lambda layer, training: (layer.run(False, weights=_LAST_IGNORED.to(layer.dtype))["sums"],
-                                      layer.run(False, slice(0, _SAMPLES - 1))["sums"]), modes=[EVALUATION]),
     ],
     "sizes": [_sizes],
     "outputs": [_outputs],
@@ -414,16 +418,15 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
     ``kept`` lists the bytes that each layer keeps per sample for the backward; None if they are unknown.
     """
     chain, dtype, step = setup.chain, parameter_dtype(setup.plan.precision), setup.plan.microbatch_size
-    drawing = drawing_by_microbatch(chain, setup.sample)
+    cut = {training: of_microbatch(chain, setup.sample, training) for training in (True, False)}
     sizes = sorted({size for size in (step, own) if size > _SAMPLES})
     indices = np.arange(max([_SAMPLES, *sizes]), dtype=np.int64) % len(setup.data.train)
     samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: converted(t, dtype))
     layers, too_large, inputs = [], [], samples.input_tensors
     for i, name in enumerate(chain.names):
         _check_stopped()
-        draws = name in drawing or (name == chain.names[-1] and LOSS in drawing)
         try:
-            layers.append(layer := Layer(setup, name, inputs, samples, draws))
+            layers.append(layer := Layer(setup, name, inputs, samples, cut))
         except Exception as error:  # a user's code
             text = f"{_SAMPLES} samples cannot be computed in {setup.plan.precision}: {_first_line(error)}"
             if "double" in text.lower():
@@ -449,7 +452,7 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
 
 def _found(same: Callable, layer: Layer, tolerance: float) -> list[tuple[str, bool]]:
     try:
-        return list(same(layer, tolerance))
+        return list({text.partition(" (by ")[0]: (text, holds) for text, holds in same(layer, tolerance)}.values())
     except Exception as error:  # a user's code
         return [(f"some numbers of samples cannot be computed: {_first_line(error)}", False)]
 

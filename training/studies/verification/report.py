@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
@@ -24,6 +25,7 @@ from conf.instantiate import environment, to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import Interrupted, World, start_fork_server
 from parallel.layout import Layout
+from parallel.shape_inference import of_microbatch
 from training.reporting.console import columns
 from training.reporting.environment import describe
 from training.reporting.page import render
@@ -145,10 +147,17 @@ def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
 
+    reasons: dict[str, str] = {}  # and the first layout that had each
+
     def note(result: Finding | Compared, said: str = "") -> None:
         report.seconds = time.monotonic() - began
         write(report, run_dir)
-        print(f"  {_mark(result)} {said}{result}", flush=True)
+        words = str(result)
+        if isinstance(result, Compared) and result.holds is None:
+            first = reasons.setdefault(re.sub(r"\d+", "", result.reason), result.name)
+            if first != result.name and len(result.reason) > len(first):
+                words = f"{result.name}: as {first}"
+        print(f"  {_mark(result)} {said}{words}", flush=True)
 
     try:
         for finding in probe(setup, own):
@@ -204,7 +213,8 @@ def _layouts(
     """Yield the comparison of one process, then of the typed layout or of all layouts, each when it has ended."""
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
-    count = next(n for n in (4, 2, 1) if batch % n == 0)
+    gathers = of_microbatch(setup.chain, setup.sample).gathers  # no layout divides a replica's samples
+    count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
     wanted = list(layouts(cfg.verify.processes, count, cfg.parallel.order))
     if setup.chain.cut:
         wanted += layouts_of_shared_layers(cfg.verify.processes, count, cfg.parallel.order)
@@ -214,7 +224,7 @@ def _layouts(
         plan = prepare(in_layout(cfg, layout, steps=cfg.verify.steps)).plan
         balance = plan.balance if isinstance(layout.balance, str) else layout.balance  # of measured times: here once
         layout = replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks, balance=balance)
-        count, wanted = plan.dp * plan.chunks, [layout]
+        count, wanted = 1 if gathers else plan.dp * plan.chunks, [layout]
         cfg.verify.processes = plan.processes
     by_rule = any(finding.probe in ("halves", "loss") and finding.text and finding.holds for finding in report.probes)
     others = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]

@@ -19,7 +19,7 @@ from common.errors import UserError
 from launchers import Interrupted
 from models.chain import Chain, LayerSpec
 from models.given import set_given
-from models.losses import ClassCrossEntropy
+from models.losses import ClassCrossEntropy, Sums, gather
 from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
@@ -70,6 +70,42 @@ def test_a_coin_is_named_and_never_taken_for_samples_that_see_each_other():
     for source in (hidden, random.random, lambda: 1 + random.random()):  # the last one never falls on the other side
         found = findings(chain(partial(Coin, source)))
         assert [(one.probe, one.layer) for one in found if one.text] == [("repeats", "b (Coin)")], found
+
+
+class Noise(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+class NoiseInEvaluation(Noise):
+    def forward(self, x):
+        return x if self.training else super().forward(x)
+
+
+class NoisyLoss(ClassCrossEntropy):
+    def __call__(self, output, targets, weights):
+        return super().__call__(output + torch.randn_like(output), targets, weights)
+
+
+class Gathering(ClassCrossEntropy):
+    def __call__(self, output, targets, weights):
+        sums = super().__call__(gather(output), gather(targets), weights)
+        return Sums(sums.loss * sums.count, *sums[1:])
+
+
+SEEDED = "draws random numbers from torch's generator: seeded for each micro-batch"
+BY_RULE = {
+    "a layer": (partial(chain, Noise), "halves", "b (Noise)", SEEDED),
+    "a layer in evaluation": (partial(chain, NoiseInEvaluation), "halves", "b (NoiseInEvaluation)", SEEDED),
+    "a loss": (partial(chain, loss=NoisyLoss()), "loss", "c (Last)", f"loss NoisyLoss {SEEDED}"),
+    "all replicas": (partial(chain, loss=Gathering()), "loss", "c (Last)", "gathers the samples of all replicas"),
+}
+
+
+@pytest.mark.parametrize("model, name, layer, text", BY_RULE.values(), ids=BY_RULE)
+def test_what_is_seeded_or_gathered_is_a_finding_by_rule_that_is_said_once(model, name, layer, text):
+    (found,) = [one for one in findings(model()) if one.text]
+    assert (found.probe, found.layer, found.text.partition(" (by")[0], found.holds) == (name, layer, text, True)
 
 
 def test_as_many_samples_as_the_run_has_in_a_micro_batch_are_computed_at_once(tmp_path, monkeypatch):

@@ -217,11 +217,6 @@ class MeanOfSome:
         return Sums(total / some.clamp(min=1) * len(targets), torch.tensor(len(targets), device=output.device))
 
 
-class IgnoresWeights(ClassCrossEntropy):
-    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        return super().__call__(output, targets, None)
-
-
 def chain(b: Callable[[], nn.Module] = nn.Tanh, loss=None, **more) -> Chain:
     layers = [LayerSpec("a", partial(nn.Linear, 8, 8)), LayerSpec("b", b), LayerSpec("c", Last)]
     return Chain(layers, loss=loss or ClassCrossEntropy(), **more)
@@ -285,8 +280,6 @@ ZOO = [
     Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "see each other in evaluation", SMALLER),
     Broken("contrastive", partial(chain, loss=Contrastive()), "loss", "c", "Contrastive of a batch is not", SMALLER),
     Broken("mean of some", partial(chain, loss=MeanOfSome()), "loss", "c", "MeanOfSome of a batch is not", SMALLER),
-    # All layouts fill up their last batch alike.
-    Broken("weights ignored", partial(chain, loss=IgnoresWeights()), "loss", "c", "counts samples of weight 0"),
     # The layer before does not need what it gave; one that does is refused by torch in every layout.
     Broken("in place", partial(chain, InPlace), "leaves its input", "b", "writes into its input"),
     # Whichever layer is built last overwrites the weights of the other, in every layout.

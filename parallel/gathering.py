@@ -1,0 +1,67 @@
+"""Rows of all replicas, for losses and layers that compare samples: what ``models.losses.gather`` does in a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from common.errors import PlanError
+from models.losses import replicas
+from parallel.mesh import Axis
+from parallel.plan import Plan
+
+
+@contextmanager
+def gathering(plan: Plan, axis: Axis | None = None, compiled: bool = False) -> Iterator[None]:
+    """Let ``gather`` return the rows of the replicas along ``axis`` inside the block, or without one what it is given.
+
+    If the plan divides the samples of a replica, ``gather`` raises PlanError. ``compiled`` is whether layers or losses
+    are compiled.
+    """
+    before, gather = replicas.gather, None
+    if plan.chunks > 1 or (len(plan.stages) == 1 and len(plan.devices) > 1):
+        gather = partial(_refuse, plan)
+    elif axis is not None and axis.size > 1:
+        gather = partial(_all_rows, axis)
+    replicas.gather = torch.compiler.disable(gather) if compiled and gather is not None else gather
+    try:
+        yield
+    finally:
+        replicas.gather, replicas.filled = before, None
+
+
+def _refuse(plan: Plan, rows: Tensor) -> Tensor:
+    raise PlanError(
+        f"models.losses.gather() compares all samples of a step at once, and parallel={plan.strategy} "
+        f"parallel.chunks={plan.chunks} divides those of a replica; set parallel.chunks=1, with more replicas "
+        "(parallel=ddp, fsdp or hsdp) if the samples do not fit into memory"
+    )
+
+
+def _all_rows(axis: Axis, rows: Tensor) -> Tensor:
+    return _Gather.apply(rows, axis)
+
+
+class _Gather(torch.autograd.Function):
+    """All rows of the ranks along an axis. The gradient of a rank's rows is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, axis: Axis) -> Tensor:
+        counts = [int(n) for n in torch.cat(axis.all_gather(torch.tensor([len(rows)], device=rows.device)))]
+        padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, max(counts) - len(rows)))
+        ctx.axis, ctx.first, ctx.count = axis, sum(counts[: axis.index]), len(rows)
+        return torch.cat([part[:n] for part, n in zip(axis.all_gather(padded), counts, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).clone()  # each replica adds its own
+        dist.all_reduce(total, group=ctx.axis.group)
+        return total.narrow(0, ctx.first, ctx.count).to(gradient.dtype), None
