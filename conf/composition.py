@@ -147,8 +147,8 @@ class Composed:
         return to_config(tree)
 
     def words(self) -> list[str]:
-        """Return the words that compose this configuration; empty if a program has made it."""
-        return [] if self.choices is None else [*self.own_options, *masking.mask_secrets([*self.typed])]
+        """Return the words that were typed, or given by a program that has made more of the configuration."""
+        return [*self.own_options, *masking.mask_secrets([*self.typed])]
 
     def differences(self) -> tuple[dict[str, str], list[str]]:
         """Return the option of each group, and the other typed words, which may contain secrets."""

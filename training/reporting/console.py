@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
@@ -177,6 +177,13 @@ def describe_results(
     return "\n".join([*lines, *_speed(summary, idle), f"files: {run_dir}"])
 
 
+def call_of(words: Iterable[str], given: Iterable[str] | None = None) -> str:
+    """Return the command with some words, or a Python program's call, with the names of the objects ``given``."""
+    if given is None:
+        return shlex.join(["python", "train.py", *words])
+    return f"training.train({', '.join([*map(json.dumps, words), *(f'{name}=...' for name in given)])})"
+
+
 def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python: bool = False) -> str:
     """Return the commands that evaluate a checkpoint and that continue its training.
 
@@ -187,14 +194,10 @@ def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python:
         typed: The words that the user typed and that a checkpoint does not keep.
         python: Whether to return calls for a Python program.
     """
-
-    def command(*words: str) -> str:
-        given = f"training.train({', '.join(map(json.dumps, words))})"
-        return given if python else f"python train.py {shlex.join(words)}"
-
+    given = () if python else None
     where = [word for word in typed if not word.startswith("callbacks")]
-    evaluate = command("mode=eval", f"checkpoint={link}", *where)
-    return f"evaluate: {evaluate}\ncontinue: {command(f'train.resume={link}', *length, *typed)}"
+    evaluate = call_of(["mode=eval", f"checkpoint={link}", *where], given)
+    return f"evaluate: {evaluate}\ncontinue: {call_of([f'train.resume={link}', *length, *typed], given)}"
 
 
 def _speed(summary: Mapping[str, Any], idle: str) -> list[str]:

@@ -53,6 +53,15 @@ def test_the_words_of_the_command_line_give_a_summary_and_a_directory(tmp_path, 
     assert set(result.state_dict()) == {"net1.weight", "net1.bias", "net2.weight", "net2.bias"}
 
 
+def test_the_layouts_to_copy_are_calls_with_the_words_and_names_of_what_was_given(tmp_path, own, capsys):
+    net, data = own
+    words = ["mode=plan", "cluster=h200x8", "parallel=auto", "optim.lr=0.5", f"hydra.run.dir={tmp_path}/run"]
+    train(*words, model=net, loss=nn.CrossEntropyLoss(), data=data)
+    said = capsys.readouterr().out
+    assert 'training.train("optim.lr=0.5", "parallel=ddp", "parallel.dp=8", ' in said and "train.py" not in said
+    assert ', model=..., data=...)' in said
+
+
 def test_a_configuration_is_composed_changed_and_run(tmp_path):
     cfg = load_config(*QUICK, "model=convnet", "data.image_size=8", "model.image_size=8")
     assert (cfg.model.name, cfg.train.steps) == ("convnet", 4)

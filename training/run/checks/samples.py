@@ -336,4 +336,4 @@ def _described(tensor: Any) -> str:
 
 def check_length_of_run(setup: Setup) -> None:
     """Count the steps of the run, which raises DataError if the data have too few samples for one."""
-    setup.total_steps  # noqa: B018
+    setup.per_epoch, setup.total_steps  # noqa: B018

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,6 +15,7 @@ from common.errors import PlanError
 from conf.instantiate import to_dict
 from data.dataset import Batch, DataSet
 from models.chain import Chain
+from models.given import given_objects
 from parallel.devices import parameter_dtype
 from parallel.orders import StageSeconds
 from parallel.strategies import strategy_info
@@ -28,7 +28,7 @@ from planner.step import Seconds, slowed, stage_seconds
 from planner.work import Works, work_of
 from training.optimizer.checks import check_others
 from training.optimizer.kinds import mean_states
-from training.reporting.console import columns
+from training.reporting.console import call_of, columns
 from training.run.prepare import checked_model_and_data
 from training.studies.planning import AUTO
 from training.studies.planning.typed import accepted, fixed_of, possible_rooms, tensor_sizes
@@ -212,8 +212,9 @@ class Model:
         yield f"to copy, the best of each strategy, the fastest first{without}:"
         for candidate in best.values():
             nodes, processes = candidate.layout.nodes, candidate.layout.processes
-            gpus = f" launcher.gpus_per_node={processes // nodes}" * on_gpus  # without it, a job gets none
-            yield f"  {command(words, candidate)}" + f" launcher=slurm launcher.nodes={nodes}{gpus}" * for_job
+            job = ["launcher=slurm", f"launcher.nodes={nodes}"] * for_job
+            job += [f"launcher.gpus_per_node={processes // nodes}"] * (for_job and on_gpus)  # a job gets none without
+            yield f"  {command(words, candidate, job)}"
 
     def batchnorm_of(self, candidate: Candidate, cfg: Any) -> list[str]:
         """Return a line that names the layout of one process with the same micro-batches; none without BatchNorm."""
@@ -251,14 +252,14 @@ def best_of_each(found: Found) -> dict[str, Candidate]:
     return best
 
 
-def command(words: Sequence[str], candidate: Candidate) -> str:
-    """Return the typed command, changed to train in a candidate's layout."""
+def command(words: Sequence[str], candidate: Candidate, more: Sequence[str] = ()) -> str:
+    """Return the typed command, or the call of a Python program, changed to train in a candidate's layout."""
     said = {*_OF_LAYOUT}
     if strategy_info(candidate.layout.strategy).several_devices:
         said.remove("parallel.pp")  # the stages of one process are typed, and no part of what is predicted
     keys = {word: word.partition("=")[0] for word in words}
     own = [word for word, key in keys.items() if key not in said and key.partition(".")[0] not in _NOT_COPIED]
-    return shlex.join(["python", "train.py", *dict.fromkeys([*own, *candidate.layout.words()])])
+    return call_of([*dict.fromkeys([*own, *candidate.layout.words()]), *more], given_objects())
 
 
 def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:
