@@ -172,7 +172,7 @@ def _trace(
                     output, sizes, counted = run(kept, draws)
                 elif real:
                     output, sizes, counted = run()
-                    draws.seen = True
+                    draws.seen, counted.uncounted = True, {f"layer {layer.name!r}"}
                 else:
                     raise
             tensors = checked(layer.name, module, output)

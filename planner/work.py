@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,29 @@ from data.dataset import Batch
 from models.chain import Chain
 from parallel.shape_inference import trace
 
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_aten = torch.ops.aten
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _of_groups(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    """Count the products of groups: of rows, of columns, of what is summed over, or one for each of a batch."""
+    return 2 * x.numel() * weight.shape[-1] // (len(x) if x.dim() > weight.dim() else 1)
+
+
+# FLOPs of operators for which torch has no formula, from their arguments.
+_FORMULAS: dict[Any, Callable[..., float]] = {
+    _aten.mkldnn_rnn_layer: lambda x, w, u, *_, **__: 2 * x.shape[:-1].numel() * (w.numel() + u.numel()),
+    _aten._trilinear: lambda x, w, *_, **__: 2 * x.shape[:-1].numel() * w.numel(),  # nn.Bilinear
+    _aten._grouped_mm: _of_groups,
+    _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
+    _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
+    _aten.dot: lambda x, *_, **__: 2 * x.numel(),
+    _aten._euclidean_dist: lambda x, y, *_, **__: 2 * x.numel() * y.shape[-2],
+    _aten._cdist_forward: lambda x, y, *_, **__: 3 * x.numel() * y.shape[-2],
+}
+_KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces; of the operators of others, nothing is known
+# Operators without a formula whose work is more than a little for each of their numbers.
+_LARGE = re.compile(r"_mm$|attention|cdist|cholesky|ctc_loss|fft|linalg_(?!check)|matrix_exp|rnn|sparse|svd|triangular")
 
 
 class Tie(NamedTuple):
@@ -51,6 +74,7 @@ class LayerWork:
             operators that are as wide as the output (norms, residual connections, dropout).
         masked: The FLOPs of ``attention`` that its kernel leaves out.
         kept_whole: The bytes of ``kept`` that tensor parallelism leaves whole, likewise; None if they are not counted.
+        uncounted: What has no formula for its FLOPs.
     """
 
     name: str = field(compare=False)  # layers that are alike are equal
@@ -69,6 +93,7 @@ class LayerWork:
     whole: float = 0
     masked: float = 0
     kept_whole: float | None = None
+    uncounted: frozenset[str] = frozenset()
 
     @property
     def trained(self) -> int:
@@ -103,7 +128,8 @@ class Counted(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry  # late: it looks for Triton
 
         super().__init__()
-        self._formulas = flop_registry
+        self._formulas = flop_registry | _FORMULAS
+        self.uncounted: set[str] = set()
         self.flops = self.attention = self.masked = self.moved = 0.0
         self.products = 0
         self.moved_by_width: dict[int, float] = defaultdict(float)
@@ -111,6 +137,7 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         output = operator(*args, **(kwargs or {}))
         if not isinstance(operator, OpOverload):
+            self.uncounted.add(str(operator))
             return output
         packet = operator.overloadpacket
         if packet is _ATTENTION:
@@ -123,6 +150,8 @@ class Counted(TorchDispatchMode):
             self.flops += self._formulas[packet](*args, **(kwargs or {}), out_val=output)
             self.products += 1
         elif operator.namespace != "prim" and not operator.is_view:
+            if operator.namespace not in _KNOWN or _LARGE.search(packet.__name__):
+                self.uncounted.add(f"{operator.namespace}.{packet.__name__}")
             tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and not t.is_nested]
             if not any(isinstance(t, nn.Parameter) and t.dim() > 1 for t in tensors):  # casts, once for all samples
                 size = sum(t.numel() * t.itemsize for t in tensors)
@@ -183,7 +212,7 @@ def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork]
             work, flops=t.work.flops / least, attention=t.work.attention / least,
             masked=t.work.masked / least, products=t.work.products,
             moved=t.work.moved / least, output=t.output_bytes / least, kept=t.kept / least, cast=t.cast,
-            hidden=sum(prod(spec.shape) for spec in t.outputs) / least,
+            hidden=sum(prod(spec.shape) for spec in t.outputs) / least, uncounted=frozenset(t.work.uncounted),
             whole=sum(t.work.moved_by_width[n] for n in {spec.shape[-1] for spec in t.outputs if spec.shape}) / least,
         )
         for work, t in zip(weights_of(chain), traces, strict=True)

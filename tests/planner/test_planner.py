@@ -12,8 +12,11 @@ from math import inf
 
 import pytest
 import torch
+import torch.nn.functional as F
 from composed import compose, execute, plain
 from omegaconf import OmegaConf
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from common.errors import PlanError, UserError
 from conf import FOLDER, composition, options
@@ -22,6 +25,7 @@ from conf.keys import read_options
 from data.dataset import Batch
 from models.gpt2 import gpt2
 from models.llama import llama
+from models.sequential import chain_of
 from parallel.strategies import STRATEGIES
 from planner.balance import equal_stages
 from planner.cluster import Cluster, Link, read_cluster
@@ -83,6 +87,59 @@ def test_grouped_heads_have_fewer_products():
     chain = llama("tiny", n_layer=1, n_embd=32, n_head=4, kv_heads=1, head_dim=8, mlp_width=48, vocab_size=64)
     (_, block, _), _ = work_of(chain, Batch(tokens, tokens), "fp32")
     assert block.flops == 2 * 8 * (2 * 32 * 32 + 2 * 32 * 8 + 3 * 32 * 48)
+
+
+class First(nn.Module):
+    """What ``call`` computes with a module and x [b, 16, 32], or the first of it, as two numbers for each sample."""
+
+    def __init__(self, module, call):
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, x):
+        y = self.call(self.module, x)
+        return (y[0] if isinstance(y, tuple) else y).flatten(1).mean(1, keepdim=True).expand(-1, 2)
+
+
+def call(module, x):
+    return module(x)
+
+
+def grouped(module, x):
+    ends = torch.arange(1, 5, dtype=torch.int32, device=x.device) * (len(x) * 4)
+    rows = F.grouped_mm(x.flatten(0, 1).bfloat16(), module.weight.view(4, 32, 16).bfloat16(), offs=ends)
+    return rows.float().view(len(x), 16, 16)
+
+
+# FLOPs of arithmetic for a sample [16, 32]; None where torch's operator has no formula, and is named.
+COUNTED = {
+    "nn.LSTM": (nn.LSTM(32, 64, batch_first=True), call, 2 * 16 * 4 * 64 * (32 + 64)),
+    "two ways, two layers": (
+        nn.LSTM(32, 64, 2, batch_first=True, bidirectional=True), call, 2 * 16 * 2 * 4 * 64 * (32 + 64 + 128 + 64),
+    ),
+    "projected": (nn.LSTM(32, 64, batch_first=True, proj_size=8), call, 2 * 16 * (4 * 64 * (32 + 8) + 64 * 8)),
+    "nn.GRU": (nn.GRU(32, 64, batch_first=True), call, 2 * 16 * 3 * 64 * (32 + 64)),
+    "nn.RNN": (nn.RNN(32, 64, batch_first=True), call, 2 * 16 * 64 * (32 + 64)),
+    "nn.Bilinear": (nn.Bilinear(32, 32, 8), lambda module, x: module(x, x), 2 * 16 * 8 * 32 * 32),
+    "attention": (nn.Identity(), lambda _, x: F.scaled_dot_product_attention(*[x[:, None]] * 3), 4 * 16 * 16 * 32),
+    "groups": (nn.Linear(32, 64, bias=False), grouped, 2 * 16 * 32 * 16),
+    "a vector": (nn.Linear(32, 1), lambda module, x: x @ module.weight[0], 2 * 16 * 32),
+    "a transposed convolution": (nn.ConvTranspose1d(16, 8, 4, 2), call, 2 * 16 * 32 * 8 * 4),
+    "einsum": (nn.Linear(32, 64), lambda m, x: torch.einsum("bti,hi->bth", x, m.weight), 2 * 16 * 32 * 64),
+    "aten.linalg_matrix_exp": (nn.Identity(), lambda _, x: torch.linalg.matrix_exp(x[:, :, :16]), None),
+    "aten._fft_r2c": (nn.Identity(), lambda _, x: torch.fft.rfft(x).abs(), None),
+    "layer '0'": (nn.Identity(), lambda _, x: flex_attention(*[x.detach()[:, None]] * 3), None),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about flex_attention
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_flops_of_operators_are_those_of_arithmetic_or_the_operator_is_named(name):
+    module, computed, flops = COUNTED[name]
+    chain = chain_of(nn.Sequential(First(module, computed), nn.Linear(2, 2)), nn.CrossEntropyLoss())
+    (work, last), _ = work_of(chain, Batch(torch.randn(4, 16, 32), torch.zeros(4, dtype=torch.long)), "fp32")
+    assert work.flops + work.attention == pytest.approx(flops or 0, rel=0.05)
+    assert work.uncounted == (frozenset() if flops is not None else {name}) and last.flops == 2 * 2 * 2
 
 
 # -- what is predicted -------------------------------------------------------------------------------------------------

@@ -205,6 +205,8 @@ class Model:
         yield ""
         yield columns([head + ["MFU"] * (peak is not None), *rows])
         yield ""
+        if peak is not None and (uncounted := sorted({name for work in self.layers for name in work.uncounted})):
+            yield f"no FLOP formula for {', '.join(uncounted)}: counted as 0"
         for name, candidate in found.nearest.items():
             needed, there = (size / 2**30 for size in (candidate.memory.total, candidate.devices.memory))
             yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({candidate.name})"
