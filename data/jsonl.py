@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -28,6 +28,7 @@ from data.documents import TO_UTF8, files_of, is_utf16, split_of
 from data.loader import VariableLength, bucket_widths
 from data.packed import SUFFIXES, unpacked
 from data.prompts import RowProblem, RowTokens, chat_of, is_chat
+from data.seen_rows import SeenRows
 from data.templates import Chat
 from data.vocabulary import HALF_CHARACTER, ExtraTokens, Vocabulary, choose_vocabulary
 
@@ -40,6 +41,8 @@ _INDEX = "offsets.int64"
 _BLOCK_BYTES = 1 << 20
 _NEWLINE, _SPACE = 10, 32
 _CHECK_ALL, _CHECK_SOME = 1_000_000, 10_000
+_ENCODE_BYTES = 4 << 20  # of the rows that are checked; encoding takes much longer than reading
+_SEEN = "seen.json"
 PERIOD = 20
 CHATS = "data.messages="
 PADDING_TARGET = -100  # torch's ignore_index, a target that does not count in the loss
@@ -113,7 +116,7 @@ class RowData(DataSet):
             if not len(part):
                 more = f" and {len(part.files) - 1} more files" if len(part.files) > 1 else ""
                 raise DataError(f"{part.files[0]}{more}: there is no row; give a file of {self.title}")
-            self._check(part)
+        seen = {split: self._check(part) for split, part in rows.items()}
         selected = select_rows({split: len(part) for split, part in rows.items()})
         sources = {
             split: TokenRows(rows.get(split, rows["train"]), part, self.row_tokens, self.seq_len)
@@ -124,42 +127,52 @@ class RowData(DataSet):
         if self.bucket_by_length:
             counts = cached_counts(rows["train"], self.row_tokens, self.seq_len + 1, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], selected["train"], self.row_tokens, self.seq_len)
-        self.description = self._describe()
+        self.description = self._describe(seen["train"])
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts to continue: of texts, or of prompts if rows have answers, as they are in rows."""
         return self.row_tokens.prompts(texts)
 
-    def _check(self, rows: RowFiles) -> None:
+    def _check(self, rows: RowFiles) -> SeenRows:
         tokens = self.row_tokens
         fields, templated = list(itertools.chain(*tokens.parts)), tokens.template is not None
         most = _CHECK_ALL // 10 if templated else _CHECK_ALL
 
         def check(folder: Path) -> None:
-            every = len(rows) <= most
+            every, answered, seen = len(rows) <= most, False, SeenRows(len(rows))
             indices = np.arange(len(rows)) if every else np.linspace(0, len(rows) - 1, _CHECK_SOME, dtype=np.int64)
-            answered = False
-            for some in np.array_split(indices, -(-len(indices) // _AT_A_TIME)):
+            encode_each = -(-rows.size * len(indices) // (len(rows) * _ENCODE_BYTES))
+
+            def render(given: list, *answers: list) -> list:
+                rendered = tokens.render(given, *answers)
+                seen.add_roles(given if tokens.messages else [], tokens)
+                return rendered
+
+            for some in np.array_split(np.arange(len(indices)), -(-len(indices) // _AT_A_TIME)):
                 if templated:
-                    answered |= any(spans for _, spans in _of_rows(rows, some, tokens, tokens.render))
+                    answered |= any(spans for _, spans in _of_rows(rows, indices[some], tokens, render))
                 else:
-                    rows.texts(some, fields)
+                    rows.texts(indices[some], fields)
+                seen.add_lengths(encoded_rows(rows, indices[some[some % encode_each == 0]], tokens, None))
             if templated and not answered:
+                roles = f" (there are {', '.join(seen.roles)})" * bool(seen.roles)
                 raise DataError(
                     f"{rows.files[0]}: nothing would count in the loss, because no row has a message with the role "
-                    f"assistant, or {tokens.named} writes them outside of its {{% generation %}} blocks; correct one"
+                    f"assistant{roles}, or {tokens.named} writes them outside of its {{% generation %}} blocks; "
+                    "correct one"
                 )
+            (folder / _SEEN).write_text(json.dumps(asdict(seen)))
 
-        # An empty folder in the cache shows that the rows were checked, and its name for what.
-        for_what = [*fields, "JSON of whole characters", *(tokens.key if templated else ())]
-        cached_folder(self.cache_dir, f"checked-{key_of(rows, for_what)}", check)
+        # A folder in the cache shows that the rows were checked, and its name for what.
+        name = f"checked-{key_of(rows, [*fields, 'JSON of whole characters, with lengths and roles', *tokens.key])}"
+        return SeenRows(**parse_json((cached_folder(self.cache_dir, name, check) / _SEEN).read_bytes()))
 
-    def _describe(self) -> str:
+    def _describe(self, seen: SeenRows) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))
         parts = [f"{split} {len(source) if source else 0:,} rows" for split, source in splits]
         widths = self.train.widths if isinstance(self.train, BucketedRows) else (self.seq_len,)
-        padded = f"padded to {' or '.join(map(str, widths))} tokens"
-        return f"{self.title} of {self.root}, {self.vocabulary.label}: {', '.join(parts)}, {padded}"
+        described = seen.describe(self.seq_len, " or ".join(map(str, widths)))
+        return f"{self.title} of {self.root}, {self.vocabulary.label}: {', '.join(parts)}, {described}"
 
 
 def names(key: str, given: str | list[str]) -> list[str]:
@@ -262,7 +275,7 @@ class BucketedRows(TokenRows, VariableLength):
 
 
 def encoded_rows(
-    rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, most: int, threads: int = 1
+    rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, most: int | None, threads: int = 1
 ) -> list[tuple[list[int], np.ndarray]]:
     """Return at most ``most`` tokens of each row, int [b], and which of them count in the loss: see RowTokens.encode.
 
@@ -310,6 +323,7 @@ class RowFiles(ABC):
 
     Attributes:
         files: The files.
+        size: Their bytes, of compressed files those of their content.
         key: A hash of the files and their state, for the cache.
     """
 
@@ -318,6 +332,7 @@ class RowFiles(ABC):
         self.files = list(files)
         self._read = self.files if read is None else list(read)
         self._stamps = [_stamp(os.stat(path)) for path in self._read]
+        self.size = sum(size for size, _ in self._stamps)
         content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(self._read, self._stamps, strict=True)]]
         self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
@@ -387,7 +402,7 @@ class Rows(RowFiles):
             DataError: If a row is not a JSON object with these strings. The message has the file, the line and the
                 reason.
         """
-        return self._values(indices, fields, partial(_joined, fields))
+        return self._values(indices, fields, partial(joined, fields))
 
     def chats(self, indices: np.ndarray, field: str) -> list[Chat]:
         """See RowFiles."""
@@ -454,7 +469,8 @@ def _decoded(line: bytes) -> str:
     return line.decode("utf-8-sig")  # Windows' editors write a byte-order mark before the first row
 
 
-def _joined(fields: Sequence[str], row: dict[str, Any]) -> str:
+def joined(fields: Sequence[Any], row: Any) -> str:
+    """Return the strings at some keys or indices, joined by newlines; raise TypeError or ValueError if one is none."""
     text = "\n".join([row[field] for field in fields])
     _ = text.isascii() or text.encode()  # JSON can write half a character
     return text

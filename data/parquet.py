@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from data.jsonl import CHATS, RowData, RowFiles, chat_hint, names
+from common.files import parse_json
+from data.jsonl import CHATS, RowData, RowFiles, chat_hint, joined, names
 from data.prompts import chat_of
 from data.templates import Chat
 
@@ -52,7 +53,7 @@ class ParquetRows(RowFiles):
 
         def text(values: list[Any]) -> str:
             try:
-                return "\n".join([value.as_py() for value in values])
+                return joined(range(len(values)), [_plain(value.as_py(), value.type) for value in values])
             except (TypeError, ValueError):  # of another type; not UTF-8
                 held = ", ".join(str(value.type) if value.is_valid else "null" for value in values)
                 chats = [name for name, value in zip(fields, values, strict=True) if _CHATS.match(str(value.type))]
@@ -67,9 +68,8 @@ class ParquetRows(RowFiles):
         """See RowFiles."""
 
         def chat(values: list[Any]) -> Chat:
-            # A struct has the keys of all rows, with null where a row had none.
-            messages, *tools = (_without_nulls(value.as_py()) for value in values)
             try:
+                messages, *tools = (_plain(value.as_py(), value.type) for value in values)
                 return chat_of(messages, *tools)
             except ValueError as error:
                 raise ValueError(f"{field} {error}. Correct it, or choose another column by {CHATS}") from None
@@ -144,8 +144,15 @@ class Parquet(RowData):
         super().__init__(**options)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys of its dicts whose value is None."""
+def _plain(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type as JSON lines have it. Raises ValueError if it is not JSON or not UTF-8."""
+    if isinstance(value, bytes):
+        value = value.decode()
+    if getattr(kind, "extension_name", None) == "arrow.json" and value is not None:
+        return parse_json(value)
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        # A struct has the keys of all rows, with null where a row had none.
+        return {key: _plain(each, kind.field(key).type) for key, each in value.items() if each is not None}
+    if isinstance(value, list) and hasattr(kind, "item_type"):  # a map, whose pairs are tuples
+        return {_plain(key, kind.key_type): _plain(each, kind.item_type) for key, each in value}
+    return [_plain(each, kind.value_type) for each in value] if isinstance(value, list) else value

@@ -17,6 +17,9 @@ from data.vocabulary import Vocabulary
 
 # ShareGPT's names of roles.
 _ROLES = {"human": "user", "gpt": "assistant"}
+# The keys under which a message has thoughts. Templates read the first one; gpt-oss's reads the second.
+# Source: _REASONING_FIELDS in github.com/huggingface/transformers, utils/chat_template_utils.py (5.24).
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class RowProblem(DataError):
@@ -40,7 +43,7 @@ def is_chat(given: Any) -> bool:
 def chat_of(messages: Any, tools: Any = None) -> Chat:
     """Return the chat in the values of a row, in the form of ``role`` and ``content``; ShareGPT's has other names.
 
-    Keys without a value are left out, as transformers does.
+    Keys without a value are left out and thoughts are copied, as transformers does. Parts of text are joined.
 
     Raises:
         ValueError: If it is no chat. The message describes what it is.
@@ -58,11 +61,25 @@ def chat_of(messages: Any, tools: Any = None) -> Chat:
             raise ValueError(f"has no role in message {number}")
         if message.get("content") is None and "tool_calls" not in message:
             raise ValueError(f"has no content in message {number}, of the role {message['role']!r}")
-        read.append(message)
+        if isinstance(parts := message.get("content"), list) and (message["role"] != "tool" or _has_types(parts)):
+            message["content"] = "".join(_text_of(part, number) for part in parts)
+        thoughts = next((message[key] for key in THOUGHTS if key in message), None)
+        read.append(message if thoughts is None else {THOUGHTS[1]: thoughts, **message, THOUGHTS[0]: thoughts})
     tools = parse_json(tools) if isinstance(tools, str) and tools else tools
     if tools and not isinstance(tools, list):
         raise ValueError(f"comes with tools of type {type(tools).__name__}, not a list of JSON schemas")
     return Chat(read, tools or None)
+
+
+def _has_types(parts: list) -> bool:
+    return any(isinstance(part, dict) and "type" in part for part in parts)  # otherwise a tool's result is a list
+
+
+def _text_of(part: Any, number: int) -> str:
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    shown = json.dumps(part, ensure_ascii=False, default=str)[:60]
+    raise ValueError(f'has a part in message {number} that is not text, {{"type": "text", "text": "…"}}, but {shown}')
 
 
 class RowTokens:
@@ -155,6 +172,14 @@ class RowTokens:
         """Return each row's text, and the places in it of what counts. For arguments and errors see ``encode``."""
         parts = [rows] if answers is None else [rows, answers]
         return [self._text(i, *row) for i, row in enumerate(zip(*parts, strict=True))]
+
+    def counts(self, chat: Chat, role: str) -> bool:
+        """Return whether what a role says in a chat counts in the loss."""
+        if role == "assistant" or not self._overlap_only:
+            return role == "assistant"
+        more = [{**m, "content": f"{m.get('content', '')}x"} if m["role"] == role else m for m in chat.messages]
+        both = [self.template.render(Chat(messages, chat.tools))[1] for messages in (chat.messages, more)]
+        return len({sum(end - start for start, end in spans) for spans in both}) > 1
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens that a model continues: those of texts, of prompts, or of chats.

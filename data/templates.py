@@ -132,7 +132,7 @@ class _Process:
 
     def ask(self, request: Any) -> Any:
         """Return the answer to a request. If there is none, end the process and raise DataError."""
-        written = json.dumps(request).encode() + b"\n"
+        written = json.dumps(request, default=str).encode() + b"\n"  # Parquet has dates and decimals
         try:
             self._given.write(written)
             self._given.flush()
@@ -238,12 +238,14 @@ _seen = {"user", "assistant"}  # the roles of messages that the template writes,
 def _rendered(
     template: Template, special: dict[str, str], most: int, messages: list[dict], tools: list | None, continued: bool
 ) -> dict[str, Any]:
-    marks = _marks(template)
+    marks, in_parts = _marks(template), _takes_parts(template)
 
     def render(messages: list[dict], add_generation_prompt: bool = False, tools: list | None = tools) -> str:
         random.seed(0)  # for Jinja's lipsum() and random, so that a row is the same at each read
         marks.written, marks.spans = [], []
         options = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        if in_parts:
+            messages = [{**message, "content": _parts(message.get("content"))} for message in messages]
         for part in template.generate(messages=messages, **options, **special):
             marks.written.append(part)
         text = "".join(marks.written)
@@ -283,7 +285,9 @@ def _rendered(
     text = render(messages, continued)
     spans = marks.spans
     for i, message in enumerate(messages):
-        role = message["role"]
+        role, content = message["role"], message.get("content")
+        if isinstance(content, (dict, list)) and content and str(content) in text:
+            raise TemplateError(f"it writes the content of message {i + 1} as Python writes a {type(content).__name__}")
         if role not in _seen and isinstance(message.get("content"), str) and "tool_calls" not in message:
             if longer(i, len(messages)) == text:
                 raise TemplateError(f"it writes nothing of a message with the role {role!r}")
@@ -295,6 +299,22 @@ def _rendered(
     if not marks.has_blocks and not continued:
         spans = [(start_of(i), end_of(i)) for i, message in enumerate(messages) if message["role"] == "assistant"]
     return {"text": text, "spans": spans}
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+@cache
+def _takes_parts(template: Template) -> bool:
+    """Return whether a template writes a text only if it is in a list of parts, as those of vision models."""
+
+    def writes(content: Any) -> bool:
+        with suppress(Exception):  # a template can raise any error
+            return "probe" in template.render(messages=[{"role": "user", "content": content}])
+        return False
+
+    return not writes("probe") and writes(_parts("probe"))
 
 
 class _Generation(Extension):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,14 +16,15 @@ from data.cache import MappedFile
 from data.dataset import DataSet, Source, check_at_least, once
 from data.documents import files_of, split_of
 from data.token_windows import Concatenated, TokenWindows
-from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, GPT2Vocabulary
+from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, choose_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAGIC, VERSION = 20240520, 1
+# The magic number and the version in a header, and the dtype of the tokens: of GPT-2's and of Llama 3's.
+HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _HEADER_BYTES = 256 * 4
-_DTYPE = np.dtype("<u2")
+_LOOKED_AT = 1 << 24  # tokens that are checked before the run, over all files; the others when they are read
 
 
 class Tokens(DataSet):
@@ -45,23 +47,32 @@ class Tokens(DataSet):
         cache_dir: str | None = None,
         num_workers: int = 0,
         extra_tokens: ExtraTokens = None,
+        tokenizer: str | None = None,
+        dtype: str | None = None,
     ):
         super().__init__(num_workers)
         if not root:
             raise DataError("data=tokens needs .bin files, data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len, vocab_size=vocab_size)
         self.root = expand_home(root).absolute()
-        vocabulary = GPT2Vocabulary(extra_tokens)
+        vocabulary = choose_vocabulary(tokenizer, extra_tokens)
         if vocab_size == GPT2_VOCAB_SIZE:
             vocab_size = vocabulary.size
-        self.vocabulary = vocabulary if vocab_size == vocabulary.size else None
+        self.vocabulary = vocabulary if tokenizer is not None or vocab_size == vocabulary.size else None
         self.seq_len, self.vocab_size = seq_len, vocab_size
-        self.format = format
+        self.format, self.dtype = format, dtype
+        with suppress(TypeError):
+            if dtype is None or np.dtype(dtype).kind in "iu":
+                return
+        raise DataError(f"data.dtype={dtype} is not a type of whole numbers, such as uint16, uint32 or int64")
 
     @once
     def prepare(self) -> None:
-        """Map the files. Tokens are checked when they are read."""
-        files = [read_header(path, self.format) for path in files_of(self.root, "tokens", ".bin")]
+        """Map the files, and check their first tokens. The others are checked when they are read."""
+        suffix = ".npy" if self.root.is_dir() and not any(self.root.rglob("*.bin")) else ".bin"
+        files = [read_header(path, self.format, self.dtype) for path in files_of(self.root, "tokens", suffix)]
+        for file in files:
+            check_tokens(file.path, file.array[: _LOOKED_AT // len(files)], self.vocab_size)
         splits = _cut(files[0]) if self.root.is_file() else _by_name(files, self.root)
         sources = {split: self._source(part) for split, part in splits.items()}
         if sources["train"] is None:
@@ -93,43 +104,83 @@ class Shard(TokenWindows):
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         """See TokenWindows. Raises DataError if a token is not below ``vocab_size``."""
         inputs, targets = super().read(indices, epoch)
-        largest = max(int(inputs.max()), int(targets.max()))
-        if largest >= self.vocab_size:
-            raise DataError(
-                f"{self.file.path} holds the token {largest:,}, outside a vocabulary of "
-                f"data.vocab_size={self.vocab_size:,}. Set data.vocab_size to the size with which the file was "
-                "written; if it is that already, the file is damaged or of another format"
-            )
+        for tokens in (inputs, targets):
+            check_tokens(self.file.path, tokens.numpy(), self.vocab_size)
         return inputs, targets
 
 
-def read_header(path: Path, format: str = "auto") -> MappedFile:
+def check_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raise DataError if one of the tokens of a file is negative or not below ``vocab_size``."""
+    least, largest = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if least < 0 or largest >= vocab_size:
+        raise DataError(
+            f"{path} holds the token {least or largest:,}, outside a vocabulary of data.vocab_size={vocab_size:,}. "
+            "Name the vocabulary with which it was written, data.tokenizer=FOLDER or data.vocab_size=N, and for a file "
+            "without a header the type, data.dtype=uint32 or another. If they are right, the file is damaged"
+        )
+
+
+def read_header(path: Path, format: str = "auto", dtype: str | None = None) -> MappedFile:
     """Return the tokens of a shard, which its size and header determine.
 
-    llmc: a header of 256 little-endian int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16 (llm.c,
-    dev/data/data_common.py). nanogpt: only uint16 tokens. auto: llmc, with an error that names the other format,
-    because any file looks like tokens without a header.
+    llmc: a header of 256 little-endian int32 (a magic number, a version, the number of tokens, zeros), then the tokens
+    as uint16 or, of version 7, uint32 (llm.c, dev/data/data_common.py). nanogpt: only tokens, uint16 unless ``dtype``
+    says another type. auto: llmc, with an error that names the other format, because any file looks like tokens without
+    a header. A .npy file is read in any format.
     """
-    size = path.stat().st_size
     with open(path, "rb") as file:
-        magic, version, count = struct.unpack("<iii", file.read(12).ljust(12, b"\0"))
-    if format == "nanogpt":
-        if magic == MAGIC:
-            raise DataError(f"{path} has llm.c's header, but data.format=nanogpt has none. Leave out data.format")
-        return MappedFile(path, _DTYPE.str, 0, size // _DTYPE.itemsize)
-    if (magic, version) != (MAGIC, VERSION):
+        start = file.read(12).ljust(12, b"\0")
+    magic, version, count = struct.unpack("<iii", start)
+    stored, offset = HEADERS.get((magic, version)), _HEADER_BYTES
+    if start.startswith(b"\x93NUMPY"):
+        array = _array_of(path)
+        stored, offset, count = array.dtype.str, array.offset, len(array)
+    elif format == "nanogpt" and stored is None:
+        return _without_header(path, dtype)
+    elif format == "nanogpt":
+        raise DataError(f"{path} has llm.c's header, but data.format=nanogpt has none. Leave out data.format")
+    elif stored is None:
         raise DataError(
-            f"{path} does not start with llm.c's header of GPT-2's tokens (the numbers {MAGIC} and {VERSION}, not "
-            f"{magic} and {version}). If it has 16-bit tokens without a header, as nanoGPT writes them, set "
-            "data.format=nanogpt"
+            f"{path} does not start with llm.c's header (the numbers 20240520 and 1 for GPT-2's tokens, or 20240801 "
+            f"and 7 for Llama 3's, not {magic} and {version}). If it has tokens without a header, as nanoGPT writes "
+            "them, set data.format=nanogpt, and data.dtype=uint32 if they have 32 bits"
         )
-    expected = _HEADER_BYTES + count * _DTYPE.itemsize
+    if dtype is not None and np.dtype(dtype) != np.dtype(stored):
+        raise DataError(f"{path} has tokens of {np.dtype(stored)}, not of data.dtype={dtype}. Leave out data.dtype")
+    size, expected = path.stat().st_size, offset + count * np.dtype(stored).itemsize
     if count < 1 or size != expected:
         raise DataError(
             f"{path} is truncated or damaged: a file with the {count:,} tokens of its header has {expected:,} bytes, "
             f"but it has {size:,}. Write or download it again"
         )
-    return MappedFile(path, _DTYPE.str, _HEADER_BYTES, count)
+    return MappedFile(path, stored, offset, count)
+
+
+def _array_of(path: Path) -> np.memmap:
+    try:
+        array = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read ({error}). Write or download it again") from None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"{path} holds {array.dtype} {list(array.shape)}, not the whole numbers of tokens, [n]")
+    return array
+
+
+def _without_header(path: Path, dtype: str | None) -> MappedFile:
+    kind, size = np.dtype(dtype or "<u2"), path.stat().st_size
+    if size % kind.itemsize:
+        raise DataError(
+            f"{path} has {size:,} bytes, but a token of {kind} has {kind.itemsize}. Set data.dtype= to the type with "
+            "which it was written, or write or download it again"
+        )
+    file = MappedFile(path, kind.str)
+    first = file.array[:_LOOKED_AT]
+    if dtype is None and len(first) > 1 and first[1::2].max() < 2:
+        raise DataError(
+            f"{path} has tokens of more than 16 bits: as uint16, every second number is 0 or 1. Set data.dtype="
+            f"{'uint32' if first[2::4].any() else 'uint64'}, or data.dtype=uint16 if they are tokens of 16 bits"
+        )
+    return file
 
 
 def _by_name(files: Sequence[MappedFile], root: Path) -> dict[str, list[MappedFile]]:
@@ -143,6 +194,6 @@ def _cut(file: MappedFile) -> dict[str, list[MappedFile]]:
     first, second = file.count * 90 // 100, file.count * 95 // 100
     parts = {"train": (0, first), "valid": (first, second), "test": (second, file.count)}
     return {
-        split: [MappedFile(file.path, file.dtype, file.offset + start * _DTYPE.itemsize, end - start)]
+        split: [MappedFile(file.path, file.dtype, file.offset + start * file.array.itemsize, end - start)]
         for split, (start, end) in parts.items()
     }

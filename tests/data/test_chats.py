@@ -158,6 +158,38 @@ def test_a_prompt_may_be_the_json_of_several_messages(chats_of, tmp_path, style,
         data.encode_prompts(['[{"role": "system", "content": "a"}, {"role": "user"}]'])
 
 
+def test_parts_of_text_are_one_text_and_names_of_thoughts_are_transformers(chats_of, tmp_path):
+    """A template of thoughts gets them under any of the names that transformers copies, and writes them once."""
+    thinking = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ (m.reasoning_content or '') + m.content }}<|im_end|>\n{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    parts = [[{**m, "content": [{"type": "text", "text": t} for t in m["content"].partition(" ")]} for m in chat]
+             for chat in CHATS]  # fmt: skip
+    assert rows_of(chats_of(parts).train) == rows_of(chats_of(CHATS).train)
+    found = []
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        chat = [{**m, name: "Hm. "} if m["role"] == "assistant" else m for m in CHATS[1]]
+        data = chats_of([chat], template=thinking)
+        check(data, theirs(tmp_path), [chat])
+        found += rows_of(data.train)
+    assert found == [found[0]] * 3 and "Hm. " in data.vocabulary.decode([t for t in found[0][1] if t != -100])
+
+
+def test_the_plan_says_how_many_rows_are_cut_and_whose_messages_count(chats_of):
+    whole = rows_of(chats_of(CHATS).train)
+    lengths = sorted(max(i for i, target in enumerate(targets) if target != -100) + 1 for _, targets in whole)
+    counted = "; messages that count: assistant (10); that do not: system (1), tool (1), user (10)"
+    assert chats_of(CHATS, seq_len=400).description.endswith(f"padded to 400 tokens{counted}")
+    said = chats_of(CHATS, seq_len=24).description
+    assert f"padded or cut to 24 tokens: {sum(n > 24 for n in lengths)} of 5 rows are longer" in said, (lengths, said)
+    holds = int(said.partition("data.seq_len=")[2].split()[0])
+    assert said.endswith(f"data.seq_len={holds} holds 95 % of them{counted}")
+    assert "or cut" not in chats_of(CHATS, seq_len=holds).description
+    assert f"cut to {holds - 1} tokens: 1 of 5 rows" in chats_of(CHATS, seq_len=holds - 1).description
+
+
 def test_gsm8k_as_chats_is_gsm8k_as_questions_and_answers(chats_of, prepared, tmp_path, published):
     lines = [json.loads(line) for line in (published("gsm8k") / "test.jsonl").read_text().splitlines()]
     chats = chats_of([say(row["question"], row["answer"]) for row in lines], template=CHATML, seq_len=1500)
@@ -195,6 +227,10 @@ REFUSED = {
     "no role": ({"messages": [{"text": "a"}]}, {}, "not a list of messages"),
     "a role that is no text": ({"messages": [{"role": 1, "content": "a"}]}, {}, "has no role in message 1"),
     "no content": ({"messages": [*CHATS[0], {"role": "user"}]}, {}, "has no content in message 3, of the role 'user'"),
+    "a part that is no text": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}, *CHATS[0][1:]]}, {},
+        "has a part in message 1 that is not text",
+    ),
     "tools that are no list": ({**GOOD, "tools": "3"}, {}, "comes with tools of type int"),
     "a role that nothing is written of": (
         {"messages": [*CHATS[0], {"role": "critic", "content": "no"}]},
@@ -228,7 +264,8 @@ def test_a_row_that_cannot_be_read_as_a_chat_is_named_before_the_run(chats_of, r
 
 def test_chats_of_which_nothing_would_count_are_refused(chats_of):
     bots = [[{"role": role, "content": "a"} for role in ("user", "bot")]] * 3
-    with pytest.raises(DataError, match="nothing would count in the loss, because no row has .* the role assistant"):
+    with pytest.raises(DataError, match="nothing would count in the loss, because no row has .* the role assistant "
+                       r".there are user, bot."):  # fmt: skip
         chats_of(bots)
 
 

@@ -245,3 +245,27 @@ def test_without_pyarrow_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr("conf.instantiate.find_spec", lambda name: None)
     with pytest.raises(TrainingError, match="needs a package that is not installed: pip install pyarrow"):
         resolve("data.parquet.Parquet")
+
+
+def test_json_maps_and_bytes_in_columns_are_the_same_chats_as_json_lines(prepared, tmp_path):
+    """As datasets writes rows of different keys, and DuckDB its JSON and MAP columns."""
+    if not hasattr(pa, "json_"):
+        pytest.skip("this pyarrow has no type of JSON")
+    call = {"name": "f", "arguments": {"x": 1, "y": ["a", None]}}
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [call]}]
+    stored = [{**m, "tool_calls": [json.dumps(c) for c in m.get("tool_calls", [])] or None} for m in chat]
+    struct = pa.struct([("role", pa.string()), ("content", pa.binary()), ("tool_calls", pa.list_(pa.json_()))])
+    stored = [{**m, "content": m["content"].encode()} for m in stored]
+    storage = pa.struct([("role", pa.string()), ("content", pa.binary()), ("tool_calls", pa.list_(pa.string()))])
+    pairs = pa.list_(pa.map_(pa.string(), pa.string()))
+    columns = {
+        "structs": pa.array([stored], pa.list_(storage)).cast(pa.list_(struct)),
+        "text": pa.array([json.dumps(chat)], pa.json_()),
+        "maps": pa.array([[[*{k: m[k] for k in ("role", "content")}.items()] for m in chat]], pairs),
+    }
+    rows = {}
+    for name, column in columns.items():
+        pq.write_table(pa.table({"messages": column}), tmp_path / f"{name}.parquet")
+        rows[name] = ParquetRows([tmp_path / f"{name}.parquet"]).chats(np.array([0]), "messages")[0].messages
+    assert rows["structs"] == rows["text"] == chat
+    assert rows["maps"] == [{key: m[key] for key in ("role", "content")} for m in chat]

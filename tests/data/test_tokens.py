@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from common.errors import DataError
+from data import tokens
 from data.loader import EvalBatches
 from data.tokens import Tokens
 
@@ -79,13 +81,54 @@ def test_nanogpts_files_are_read_where_the_format_is_named(folder, tokens_of):
     assert data.train.read(np.array([1]), 0)[0].tolist() == [[4, 5, 6, 7]]
 
 
-def test_a_token_outside_the_vocabulary_is_named_where_it_is_read(folder, tokens_of):
+def test_a_token_outside_the_vocabulary_is_named_where_it_is_read(folder, tokens_of, monkeypatch):
+    monkeypatch.setattr(tokens, "_LOOKED_AT", 30)  # the others are checked when they are read
     write_llmc(folder / "train_000.bin", [*range(40), 50257, *range(40)])
     data = tokens_of(folder)
     data.train.read(np.arange(9), 0)
     with pytest.raises(DataError, match="train_000.bin holds the token 50,257, outside a vocabulary of .*=50,257"):
         data.train.read(np.array([9, 3]), 0)
     tokens_of(folder, vocab_size=50258).train.read(np.arange(20), 0)
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="holds the token 50,257, outside"):
+        tokens_of(folder)
+
+
+LONG = [7, 100_000, 3, 65_536, 128_000, 9, 1, 2, 3, 70_000]
+BEYOND = {"vocab_size": 128_256}
+
+
+def test_tokens_of_32_bits_are_read_by_a_header_or_by_their_type(folder, tokens_of):
+    write_llmc(folder / "train_0.bin", LONG, magic=20240801, version=7, dtype="<u4")
+    wanted = tokens_of(folder, **BEYOND).train.read(np.arange(2), 0)[0]
+    assert wanted.flatten().tolist() == LONG[:8]
+    for name, options in {
+        "little.bin": {"format": "nanogpt", "dtype": "uint32"}, "big.bin": {"format": "nanogpt", "dtype": ">u4"},
+        "array.npy": {},
+    }.items():  # fmt: skip
+        path, stored = folder.parent / name, np.asarray(LONG * 10, dtype=options.get("dtype", "int64"))
+        np.save(path, stored) if name.endswith("npy") else path.write_bytes(stored.tobytes())
+        assert torch.equal(tokens_of(path, **options, **BEYOND).train.read(np.arange(2), 0)[0], wanted)
+
+
+REFUSED_TYPES = {
+    "32 bits as 16": (LONG * 20, "<u4", {}, "as uint16, every second number is 0 or 1. Set data.dtype=uint32"),
+    "an odd number of bytes": ([1] * 50 + [2], "u1", {}, "has 51 bytes, but a token of uint16 has 2"),
+    "no type of whole numbers": ([1] * 50, "<u2", {"dtype": "float32"}, "dtype=float32 is not a type of whole numbers"),
+}
+
+
+@pytest.mark.parametrize("numbers, stored, options, says", REFUSED_TYPES.values(), ids=REFUSED_TYPES)
+def test_tokens_of_another_type_are_refused_with_the_one_to_type(tmp_path, tokens_of, numbers, stored, options, says):
+    (tmp_path / "a.bin").write_bytes(np.asarray(numbers, dtype=stored).tobytes())
+    with pytest.raises(DataError, match=says):
+        tokens_of(tmp_path / "a.bin", format="nanogpt", **options, **BEYOND)
+
+
+def test_a_header_and_a_type_must_agree(folder, tokens_of):
+    write_llmc(folder / "train_0.bin", range(50))
+    with pytest.raises(DataError, match="has tokens of uint16, not of data.dtype=uint32"):
+        tokens_of(folder, dtype="uint32")
 
 
 @pytest.mark.parametrize("name, tokens", [("train.bin", 4), ("val.bin", 100)])

@@ -14,8 +14,8 @@ from launchers.stopping import Stopped
 from parallel.strategy import Strategy
 
 IGNORED_TARGETS = (
-    "the loss ignores all of them, as it does for rows whose answers lie beyond data.seq_len; raise data.seq_len, or "
-    "correct the targets"
+    "the loss ignores all of them, as it does for rows without a message that counts (the first lines of the run list "
+    "the roles) and for rows whose answers lie beyond data.seq_len; raise data.seq_len, or correct the targets"
 )
 _ASK_EVERY_S = 1.0
 

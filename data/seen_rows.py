@@ -1,0 +1,56 @@
+"""What a check of rows sees, for the description of the data: how long rows are, and whose messages count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data.prompts import RowTokens
+from data.templates import Chat
+
+
+@dataclass
+class SeenRows:
+    """Numbers of rows that were checked.
+
+    Attributes:
+        rows: The number of rows, also of those that were not encoded.
+        lengths: For each encoded row, the number of its inputs, and of those before the first target that counts.
+        roles: For each role of chats, the number of messages, and whether they count in the loss.
+    """
+
+    rows: int
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+    roles: dict[str, tuple[int, bool]] = field(default_factory=dict)
+
+    def add_lengths(self, encoded: list[tuple[list[int], np.ndarray]]) -> None:
+        """Count rows, as RowTokens.encode returns them."""
+        self.lengths += [(len(tokens) - 1, int(np.argmax(np.append(counted[1:], True)))) for tokens, counted in encoded]
+
+    def add_roles(self, chats: list[Chat], row_tokens: RowTokens) -> None:
+        """Count the messages of chats."""
+        for chat in chats:
+            for role in (message["role"] for message in chat.messages):
+                number, counts = self.roles.get(role) or (0, row_tokens.counts(chat, role))
+                self.roles[role] = number + 1, counts
+
+    def describe(self, seq_len: int, widths: str) -> str:
+        """Return to which ``widths`` rows are padded, how many are cut, and whose messages count."""
+        inputs, first = np.array(self.lengths).T
+        cut, holds = inputs > seq_len, np.quantile(inputs, 0.95, method="inverted_cdf")
+        notes, some = [], len(inputs) < self.rows
+        if cut.any() or some:
+            notes.append(f"{cut.sum():,} of {len(cut):,} rows{' that were encoded' * some} are longer")
+        if lost := (cut & (first >= seq_len) & (first < inputs)).sum():
+            notes.append(f"{lost:,} have no answer left")
+        if never := (first == inputs).sum():
+            notes.append(f"{never:,} of {len(cut):,} rows have nothing that counts in the loss")
+        if holds > seq_len:
+            notes.append(f"data.seq_len={holds} holds 95 % of them")
+        by: dict[bool, list[str]] = {True: [], False: []}
+        for role, (number, counts) in sorted(self.roles.items()):
+            by[counts].append(f"{role} ({number:,})")
+        padded = f"padded{' or cut' * bool(cut.any() or some)} to {widths} tokens{': ' * bool(notes)}{', '.join(notes)}"
+        roles = f"; messages that count: {', '.join(by[True])}; that do not: {', '.join(by[False])}"
+        return padded + roles * bool(self.roles)
