@@ -277,6 +277,11 @@ def current_meeting() -> Meeting | None:
     return _meeting
 
 
+def nodes() -> int:
+    """Return the number of machines of the ranks that this process has met; 1 if it has met none."""
+    return sum(peer.leader for peer in (_meeting.peers if _meeting is not None else [])) or 1
+
+
 def find_peers(world: World, store: Store, timeout_s: float) -> list[Peer]:
     """Return the machine and address of each rank, by rank. All ranks must call this.
 

@@ -36,7 +36,6 @@ class World:
         local_size: The number of ranks on this machine.
         origin: "alone" (no others), "local" (started by run_workers), "torchrun", "slurm" (a task of a job step), or
             "environment" (set by hand).
-        machines: The number of machines, if the launcher says it.
     """
 
     rank: int
@@ -44,12 +43,6 @@ class World:
     local_rank: int
     local_size: int
     origin: str
-    machines: int | None = None
-
-    @property
-    def nodes(self) -> int:
-        """The number of machines; if the launcher does not say it, as if each had as many ranks as this one."""
-        return self.machines or -(-self.size // self.local_size)
 
     @classmethod
     def alone(cls) -> World:
@@ -89,8 +82,7 @@ class World:
         _check_rank("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
         if local_size > size:
             raise LaunchError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}, the whole run")
-        machines = None if origin == "local" else int(environ.get("GROUP_WORLD_SIZE") or 0) or None
-        return cls(rank, size, local_rank, local_size, origin, machines)
+        return cls(rank, size, local_rank, local_size, origin)
 
 
 def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -187,9 +179,9 @@ _MPI_NAMES = (
 def step_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return ``environ`` with the variables of a task as torchrun would set them.
 
-    They are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE (the number of machines), MASTER_ADDR and
-    MASTER_PORT. The port follows from the numbers of job and step, unless MASTER_PORT is set. If mpirun has started
-    several processes, only the first four are set. Otherwise ``environ`` is returned unchanged.
+    They are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The port follows from the
+    numbers of job and step, unless MASTER_PORT is set. If mpirun has started several processes, only the first four are
+    set. Otherwise ``environ`` is returned unchanged.
     """
     if not _is_step(environ):
         return _mpi_environment(environ)
@@ -201,7 +193,6 @@ def step_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(tasks[int(environ["SLURM_NODEID"])]),
-        "GROUP_WORLD_SIZE": str(len(tasks)),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or node_address(first_node(environ["SLURM_STEP_NODELIST"])),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(_FIRST_PORT + step % _PORTS),
     }

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from commandline import ROOT, Forked, Started, environment, free_port, wait_until
 from composed import config
@@ -88,6 +90,34 @@ def test_one_rank_that_is_told_to_stop_while_rank_0_prepares_stops_all(tmp_path,
     begun[told].process.send_signal(signal.SIGTERM)
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [75, 75], "".join(one.console for one in ended.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "words", "refused"),
+    [
+        (3, ["parallel.comm_hook=hierarchical"], True),
+        (1, ["parallel.comm_hook=hierarchical"], True),
+        (1, ["parallel=hsdp"], True),
+        (3, ["parallel.comm_hook=hierarchical", "parallel.shard=2"], False),
+    ],
+)
+def test_nodes_with_different_numbers_of_ranks_are_refused_where_their_groups_must_be_equal(
+    tmp_path, first, words, refused
+):
+    interfaces = psutil.net_if_addrs().values()
+    known = [one.address for interface in interfaces for one in interface if one.family == socket.AF_INET]
+    if not (address := next((one for one in known if not one.startswith("127.")), None)):
+        pytest.skip("needs an address other than that of the loopback interface")
+    place = {"WORLD_SIZE": "4", "MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    begun = {}
+    for rank in range(4):
+        local_rank, size = (rank, first) if rank < first else (rank - first, 4 - first)
+        env = {**place, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
+        begun[rank] = Started([*TOY, *words], tmp_path / "run", env=env, tag=f"rank{rank}")
+    ended = end(begun)
+    assert [one.code for one in ended.values()] == 4 * [int(refused)], "".join(one.console for one in ended.values())
+    assert ("the nodes have different numbers of ranks" in ended[0].stderr) == refused
 
 
 def test_a_mode_without_a_run_ends_all_ranks(tmp_path):

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,7 @@ def lead(setup: Setup, run_dir: Path, world: World) -> None:
             raise Stopped("stopped before the first step")
         if store is not None:
             print(describe_peers(peers), flush=True)
-            tell(store, _JOB, {"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir), "nodes": world.nodes})
+            tell(store, _JOB, {"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
         run(cfg, run_dir, world, store, setup)
 
 
@@ -108,7 +107,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
         redirect_output(run_dir / "logs", world.rank)
         try:
             with rendezvous(world, cfg.parallel.timeout_s), _requeued(world):
-                run(cfg, run_dir, replace(world, machines=job["nodes"]), store)
+                run(cfg, run_dir, world, store)
         except Stopped:
             raise Stopped from None  # rank 0 prints the message
         except BaseException:

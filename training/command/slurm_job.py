@@ -116,7 +116,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
 def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
-    from launchers.meeting import describe_peers, rendezvous
+    from launchers.meeting import describe_peers, nodes, rendezvous
     from launchers.rank_0 import ending_together, hear, tell
     from training.checkpoint.load import after_restart
     from training.run.prepare import describe, prepare
@@ -132,7 +132,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
                 cfg.parallel.balance, setup = hear(world, _BALANCE, cfg.parallel.timeout_s), None
             else:
                 with ending_together(store, _BALANCE):
-                    setup = prepare(cfg, world.size, world.nodes)
+                    setup = prepare(cfg, world.size, nodes())
                     hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
                     if restarts() == 0:  # another job of this directory may have run since this one was queued
                         check_free(run_dir, cfg)

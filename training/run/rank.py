@@ -22,7 +22,7 @@ from conf.instantiate import build, environment, to_dict, use_code_of
 from conf.masking import mask_secrets
 from conf.words import hydra_word
 from launchers import World
-from launchers.meeting import rendezvous
+from launchers.meeting import nodes, rendezvous
 from launchers.rank_0 import ready_together
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
@@ -84,7 +84,7 @@ def run(
     use_code_of(cfg)
     share_cores(world.local_size, cfg.parallel.threads)
     set_arithmetic(cfg.train)
-    setup = setup or build_setup(cfg, world.size, world.nodes)
+    setup = setup or build_setup(cfg, world.size, nodes())
     if store is not None:  # the ranks were started one by one, maybe on machines that have to prepare the data first
         ready_together(world, cfg.parallel.timeout_s)
     with _strategy(setup, world, store) as strategy:
