@@ -30,14 +30,13 @@ def check_effects(cfg: Any, typed: Sequence[str]) -> None:
     Raises:
         HydraException: A key has no effect. The message names it, and what it needs.
     """
-    keys = [key_of(word) for word in typed if not word.startswith(("~", "hydra"))]
-    for key in [key for key in keys if OmegaConf.select(cfg, key) is not None]:
+    for key in [key_of(word) for word in typed if not word.startswith(("~", "hydra"))]:
         why = [needs for start, needs in _NEEDS.items() if f"{key}.".startswith(f"{start}.") and not _any(cfg, needs)]
         name = f"{key}.".replace(f"recipes.{cfg.recipe}.", "recipes.${recipe}.")[:-1]
         if f"{key}.".startswith(_REFERRED) and name not in str([cfg.data, cfg.optim, cfg.scheduler]):
             data = OmegaConf.select(cfg, "data._target_")
             why.append(f"a section that refers to it (recipe={cfg.recipe or 'null'}, data: {data})")
-        if why:
+        if why and OmegaConf.select(cfg, key) not in (None, False):
             needed = why[0].replace("!=null", "")
             raise ConfigCompositionException(f"{key} has no effect without {needed}: set that, or leave {key} out")
 

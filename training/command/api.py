@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from common.errors import TrainingError, UserError
 from common.namesakes import check_folder
 from conf.composition import Composed, check_keys, compose
-from conf.effects import check_effects
 from conf.instantiate import check_role
 from conf.messages import explain
 from conf.words import hydra_word, key_of, quote_values
@@ -96,9 +95,7 @@ def load_config(*overrides: str) -> Any:
     _check_words(overrides)
     with _user_errors():
         words = quote_values(overrides)
-        cfg = compose(words, saved=saved_config(words))
-        check_effects(cfg, words)
-        return check_keys(cfg)
+        return check_keys(compose(words, saved=saved_config(words)))
 
 
 def train(
