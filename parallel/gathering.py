@@ -25,12 +25,12 @@ def gathering(plan: Plan, axis: Axis | None = None, compiled: bool = False) -> I
     If the plan divides the samples of a replica, ``gather`` raises PlanError. ``compiled`` is whether layers or losses
     are compiled.
     """
-    before, gather = replicas.gather, None
+    before, replicas.gather = replicas.gather, None
     if plan.chunks > 1 or (len(plan.stages) == 1 and len(plan.devices) > 1):
-        gather = partial(_refuse, plan)
+        replicas.gather = partial(_refuse, plan)
     elif axis is not None and axis.size > 1:
-        gather = partial(_all_rows, axis)
-    replicas.gather = torch.compiler.disable(gather) if compiled and gather is not None else gather
+        all_rows = partial(_all_rows, axis)
+        replicas.gather = torch.compiler.disable(all_rows) if compiled else all_rows  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:

@@ -208,14 +208,14 @@ class OfMicrobatch:
         passing: The layers that pass on a number computed from all samples, such as an auxiliary loss.
         gathers: Whether a layer or the loss calls ``models.losses.gather``.
         given: What the loss gets from the model for twice the samples, on the meta device; None if it is not known.
-        sample_dims: The dimensions of samples of each of these tensors; None if they are not known.
+        sample_dims: The dimensions of samples of each of these tensors; empty if they are not known.
     """
 
     drawing: list[str] = field(default_factory=list)
     passing: list[str] = field(default_factory=list)
     gathers: bool = False
     given: Tensors | None = None
-    sample_dims: list[list[int]] | None = None
+    sample_dims: list[list[int]] = field(default_factory=list)
 
 
 def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
@@ -363,7 +363,7 @@ def differs_by_halves(chain: Chain, cut: OfMicrobatch, source: Source, whole: in
             outputs = tuple(torch.rand(t.shape, generator=generator).to(t.dtype) for t in outputs)
             rows = np.linspace(0, len(source) - 1, few).astype(np.int64)
             targets = converted(Batch(*source.read(rows, 0)).targets, torch.float32)
-            loss = loss_of(chain.build([last], 0, CPU)[last]) if own else copy_to_try(chain.loss)
+            loss: Any = loss_of(chain.build([last], 0, CPU)[last]) if own else copy_to_try(chain.loss)
             both = sums(0, few // 2) + sums(few // 2, few // 2)
             return not torch.allclose(both, sums(0, few), rtol=_SAME, equal_nan=True)
     return False

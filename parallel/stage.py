@@ -37,7 +37,8 @@ class Stage(nn.Module):
             ``layer_hook(stage, name, where, layer, *tensors)`` returns the result of ``layer(*tensors)``; ``where`` is
             that of ``compute_layer``.
         sample_dims: For each tensor that the loss gets from the model, its dimensions of samples, as
-            ``parallel.shape_inference.of_microbatch`` finds them; None if they are not known.
+            ``parallel.shape_inference.of_microbatch`` finds them; None if nobody has asked. If they are empty, a stage
+            that is the whole chain leaves samples without weight out of its inputs.
     """
 
     layer_hook: ClassVar[Callable | None] = None
@@ -155,7 +156,7 @@ class Stage(nn.Module):
             weights = weights.to(targets.device, non_blocking=True)
             if 0 < counted < count and not self.leaves_out:
                 targets = targets[:counted]
-                if self.sample_dims is None and self.begins_chain:  # not all models can be asked for them
+                if not self.sample_dims and self.begins_chain:
                     tensors, weights, count = tuple(x[:counted] for x in tensors), weights[:counted], counted
                     replicas.filled = None
         # If nothing is random, the samples are left out, so that the stage is compiled once for all micro-batches.

@@ -37,7 +37,7 @@ _DRAWS = 11
 _PATIENCE_S = 60.0  # what batches above the verified one may take
 _MODES = TRAINING, EVALUATION = "training", "evaluation"
 _FLOOR = 1e-3  # what is below this part of the largest of all tensors may be rounding alone
-Tensors = Mapping[Any, Tensor | None]
+Tensors, Cut = Mapping[Any, Tensor | None], Mapping[bool, OfMicrobatch]
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,7 @@ class Layer:
     "numbers"; "sums" are the loss with its count and metrics.
     """
 
-    def __init__(
-        self, setup: Setup, name: str, inputs: tuple[Tensor, ...], samples: Batch, cut: dict[bool, OfMicrobatch]
-    ) -> None:
+    def __init__(self, setup: Setup, name: str, inputs: tuple[Tensor, ...], samples: Batch, cut: Cut) -> None:
         """Build the layer and run it on the first of ``samples``, from which ``inputs`` were computed.
 
         ``cut`` is what depends on the micro-batch in training, and in evaluation.
