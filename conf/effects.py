@@ -14,7 +14,6 @@ from conf.words import key_of
 # Keys, or whole sections, and the values of other keys without which they have no effect. Defaults may be idle.
 _NEEDS = {
     "data.column": "data.messages=null", "data.columns": "data.batchify=true", "data.field": "data.messages=null",
-    "data.max_vocabulary": "data.vocabulary=words", "data.min_frequency": "data.vocabulary=words",
     "export": "mode=export", "export.max_batch_size": "export.format=triton", "export_to": "mode=export",
     "model.lora": "model.lora.rank!=null", "optim.dampening": "optim.momentum!=0",
     "optim.decay_vectors": "optim.weight_decay!=0 or optim.others!=null", "verify": "mode=verify",

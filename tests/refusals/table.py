@@ -106,7 +106,6 @@ VALUES = {
         Refusal(GPT2 + "recipes.finetune.adamw.lr=1", "recipes.finetune.adamw.lr", "recipe=published"),
         Refusal(GPT2 + "optim=sgd recipes.published.adamw.lr=1", "recipes.published.adamw.lr"),
         Refusal(TEXT + " data.columns=4", "data.columns", "data.batchify=true", file=GOOD_TEXT),
-        Refusal(TEXT + " data.min_frequency=2", "data.vocabulary=words", file=GOOD_TEXT),
         Refusal(ROWS + " data.messages=chat data.field=text", "data.field", "data.messages=null"),
         Refusal("optim.decay_vectors=true", "optim.decay_vectors", "optim.weight_decay"),
         Refusal("optim.dampening=0.1", "optim.momentum"),
