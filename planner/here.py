@@ -15,7 +15,6 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from launchers import World, call_in_workers
 from launchers.meeting import rendezvous
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
+from models.module_pickling import dumps
 from parallel.devices import keep_freed_memory, local_device, peak_memory_bytes, share_cores, synchronize
 from parallel.host_group import init_process_group
 from parallel.layout import Layout
@@ -164,7 +164,7 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
         least: The number of samples of the smallest micro-batch that the model accepts.
         most: The number of samples of the largest micro-batch to measure. It is reduced for slow models.
     """
-    args = cloudpickle.dumps(subject), (least, most)
+    args = dumps(subject), (least, most)
     found, *_ = call_in_workers(_work, args, processes, timeout_s=subject.parallel.timeout_s)
     layers = tuple(LayerSeconds(name, *curves) for name, curves in found.pop("layers"))
     found |= found.pop("lines")

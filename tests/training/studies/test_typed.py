@@ -8,12 +8,14 @@ import torch
 from composed import typed
 from omegaconf import OmegaConf
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from common.errors import UserError
 from conf.composition import Composed
 from models.chain import Chain, LayerSpec
 from models.toy import toy
 from parallel.layout import Layout
+from planner.layout import PlannedLayout
 from training.command.app import execute, plain
 from training.studies.planning import choice
 from training.studies.planning.paper import predict_on_paper
@@ -104,14 +106,27 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
-def test_strategies_that_share_parameters_are_left_out_for_a_model_with_a_single_number(monkeypatch):
-    def scaled(**sizes) -> Chain:
-        chain = toy(**sizes)
-        return Chain([LayerSpec("scaled", Scaled), *chain.layers], loss=chain.loss)
+def found_behind(layer, monkeypatch) -> list[PlannedLayout]:
+    """The layouts that are advised for the toy behind another layer."""
 
-    monkeypatch.setattr("models.toy.toy", scaled)
+    def behind(**sizes) -> Chain:
+        chain = toy(**sizes)
+        return Chain([LayerSpec("scaled", layer), *chain.layers], loss=chain.loss)
+
+    monkeypatch.setattr("models.toy.toy", behind)
     found, _ = predict_on_paper(plain(typed(*PAPER, "model=toy")))
-    assert {one.layout.strategy for one in found.best} == {"single", "ddp", "pipelined", "pipe_ddp"}
+    return [one.layout for one in found.best]
+
+
+def test_strategies_that_share_parameters_are_left_out_for_a_model_with_a_single_number(monkeypatch):
+    assert {one.strategy for one in found_behind(Scaled, monkeypatch)} == {"single", "ddp", "pipelined", "pipe_ddp"}
+
+
+def test_layouts_that_cut_the_batch_are_left_out_for_a_model_that_changes_its_state_with_each(monkeypatch):
+    found = found_behind(lambda: spectral_norm(nn.Linear(10, 10)), monkeypatch)
+    assert {(one.strategy, one.dp, one.chunks, one.recompute) for one in found} == {
+        ("single", 1, 1, "none"), ("pipelined", 1, 1, "none"),
+    }  # fmt: skip
 
 
 def test_groups_of_replicas_are_those_of_the_nodes_that_a_layout_needs():

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,8 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
         allocation = Allocation.here(plan.precision, plan.device_type, here.process + _RUN)
         kinds.append(Devices(costs, processes, each, allocation, states, True))
-    return accepted(search(model.layers, model.batch, kinds, tensor, fixed, model.least), cfg, setup.chain), model
+    found = search(model.layers, model.batch, kinds, tensor, fixed, model.least)
+    return accepted(found, replace(setup, cfg=cfg)), model
 
 
 def _data(tree: dict, given: bytes | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,7 +18,9 @@ from data.dataset import Batch, DataSet
 from models.chain import Chain
 from models.given import given_objects
 from parallel.devices import parameter_dtype
+from parallel.layout import Layout
 from parallel.orders import StageSeconds
+from parallel.plan import make_plan
 from parallel.strategies import strategy_info
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
@@ -30,6 +33,7 @@ from training.optimizer.checks import check_others
 from training.optimizer.kinds import mean_states
 from training.reporting.console import call_of, columns
 from training.run.prepare import checked_model_and_data
+from training.run.setup import Setup
 from training.studies.planning import AUTO
 from training.studies.planning.typed import accepted, fixed_of, possible_rooms, tensor_sizes
 
@@ -121,7 +125,9 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
         on_job(cfg),
     )
     found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
-    return accepted(found, cfg, chain), model
+    alone = Layout.single().into(copy.deepcopy(cfg.parallel))
+    plan = make_plan(alone, chain, global_batch_size=model.batch, device="cpu", precision=precision)
+    return accepted(found, Setup(cfg, chain, data, plan)), model
 
 
 def on_paper(cfg: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from common.errors import PlanError, TrainingError
+from common.errors import PlanError, TrainingError, UserError
 from conf import COMMAND
 from conf.instantiate import to_dict
 from data.dataset import DataSet
@@ -16,11 +18,13 @@ from parallel.layout import Layout
 from parallel.plan import check_cuts, check_groups, check_numbers, check_shardable, check_ties, single_numbers
 from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout, cut
-from planner.search import FREE, Found, layouts
+from planner.search import FREE, Candidate, Found, layouts
 from planner.work import Works
 from training.optimizer.checks import check_apart
 from training.run.checks.model import check_one_backward, check_sequences
+from training.run.checks.samples import check_shapes
 from training.run.prepare import BALANCES
+from training.run.setup import Setup
 
 # (devices of a node, devices, whether a layout must take all of them)
 Room = tuple[int, int, bool]
@@ -150,16 +154,20 @@ def check_kept(saved: Layout, cfg: Any) -> None:
         )
 
 
-def accepted(found: Found, cfg: Any, chain: Chain) -> Found:
+def accepted(found: Found, setup: Setup) -> Found:
     """Remove the layouts that do not support the model, the optimizer, train.compile or a typed key of ``_OF_SOME``.
 
     Raises:
         PlanError: No layout is left.
     """
-    problem_of = _problems(cfg, chain)
-    best = [candidate for candidate in found.best if not problem_of(candidate.layout)]
+    of_keys, of_layers = _problems(setup.cfg, setup.chain), _problems_of_layers(setup)
+
+    def problem_of(candidate: Candidate) -> str:
+        return of_keys(candidate.layout) or of_layers(candidate.layout)
+
+    best = [candidate for candidate in found.best if not problem_of(candidate)]
     if not best:
-        raise PlanError(f"of what fits, {problem_of(found.best[0].layout)}")
+        raise PlanError(f"of what fits, {problem_of(found.best[0])}")
     return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
 
 
@@ -192,3 +200,27 @@ def _problems(cfg: Any, chain: Chain) -> Callable[[PlannedLayout], str]:
         return ""
 
     return problem
+
+
+def _problems_of_layers(setup: Setup) -> Callable[[PlannedLayout], str]:
+    """Return the function that tells what a run's ``check_shapes`` says of a layout: of layers with a state, for one.
+
+    ``setup`` is that of one process. The function returns an empty string for a layout that the layers allow.
+    """
+
+    @cache
+    def problem(strategy: str, dp: int, chunks: int, pp: int, recompute: bool) -> str:
+        cfg, each = copy.deepcopy(setup.cfg), setup.plan.global_batch_size
+        cfg.train.activation_checkpointing = recompute
+        layout = {"strategy": strategy, "dp": dp, "chunks": chunks, "global_batch_size": each * dp * chunks}
+        try:
+            check_shapes(replace(setup, cfg=cfg, plan=replace(setup.plan, **layout, stages=setup.plan.stages * pp)))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    if not problem("fsdp", 2, 2, 2, True):  # the usual case
+        return lambda layout: ""
+    return lambda layout: problem(
+        layout.strategy, min(layout.dp, 2), min(layout.chunks, 2), min(layout.pp, 2), layout.recompute == "full"
+    )
