@@ -24,6 +24,29 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class _Bytes:
+    """The content of a tensor whose dtype numpy lacks."""
+
+    array: np.ndarray
+    dtype: torch.dtype
+
+
+def _to_array(tensor: Tensor) -> Any:
+    import torch
+
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return _Bytes(tensor.contiguous().view(torch.uint8).numpy(), tensor.dtype)
+
+
+def _to_tensor(array: Any) -> Tensor:
+    import torch
+
+    return torch.from_numpy(array.array).view(array.dtype) if isinstance(array, _Bytes) else torch.from_numpy(array)
+
+
+@dataclass
 class Batch:
     """A batch of b samples.
 
@@ -57,13 +80,11 @@ class Batch:
 
     def to_arrays(self) -> Batch:
         """Return the same batch as numpy arrays, for another process; ``to_tensors`` is the reverse."""
-        return self.map(lambda tensor: tensor.numpy())
+        return self.map(_to_array)
 
     def to_tensors(self) -> Batch:
         """Return the same batch as tensors that share the arrays' memory."""
-        import torch
-
-        return self.map(torch.from_numpy)
+        return self.map(_to_tensor)
 
     def pin_memory(self) -> Batch:
         """Return the same batch in page-locked memory (needs an accelerator)."""

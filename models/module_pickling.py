@@ -7,12 +7,17 @@ import io
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+# Dtypes whose tensors torch (2.13) pickles and cannot unpickle.
+_ONE_WAY = {torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class _Pickler(cloudpickle.Pickler):
-    """Also takes modules of ``torch.nn.utils.parametrizations``.
+    """Also takes modules of ``torch.nn.utils.parametrizations``, and tensors of all dtypes.
 
     torch forbids to pickle them, because ``pickle`` would look for their classes, which are made when a parametrization
     is registered. cloudpickle sends such classes as code.
@@ -20,6 +25,8 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """See ``pickle.Pickler``."""
+        if type(obj) is torch.Tensor and obj.dtype in _ONE_WAY:
+            return torch.Tensor.view, (obj.view(_SIGNED[obj.element_size()]), obj.dtype)
         if isinstance(obj, nn.Module) and is_parametrized(obj):
             return copyreg.__newobj__, (type(obj),), vars(obj)  # pyright: ignore[reportAttributeAccessIssue]
         return super().reducer_override(obj)

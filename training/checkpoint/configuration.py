@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import CheckpointError, TrainingError
-from conf import CHOSEN, FOLDER, ON_TOP, TRAINED, options
+from conf import CHOSEN, FOLDER, ON_TOP, TRAINED
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
 from conf.words import config_folder, parse
 from training.checkpoint.files import MANIFEST, Checkpoint
@@ -89,8 +89,9 @@ class SavedConfig:
         self._path, self._config = path, config
         self._folders = [folder for folder in (FOLDER, own) if folder is not None]
         self._had = {"model": config["model"]["name"], **config.get("choices", {})}
-        for group in set(CHOSEN) - self._had.keys():  # older checkpoints do not keep the options
-            target, names = config[group].get("_target_"), (*_values(typed.get(group)), *options(group))
+        for group in set(CHOSEN) - self._had.keys():  # older checkpoints and those of a program lack them
+            files = [file for folder in self._folders for file in sorted((folder / group).glob("*.yaml"))]
+            target, names = config[group].get("_target_"), (*_values(typed.get(group)), *(file.stem for file in files))
             self._had[group] = next(
                 (option for option in names if self._read(group, option).get("_target_") == target), None
             )

@@ -36,7 +36,7 @@ _MODULUS = 65521  # of Adler-32
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",
     "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64",
 }  # fmt: skip
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -288,7 +288,7 @@ def is_usable(name: str, tensor: Tensor) -> bool:
     """
     if "/" in name or not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    least, largest = tensor.aminmax()
+    least, largest = (tensor.float() if tensor.itemsize == 1 else tensor).aminmax()
     return not (least.isnan() or largest.isnan() or largest == math.inf)
 
 

@@ -44,6 +44,7 @@ from training.checkpoint.files import (
     Checkpoint,
     Content,
     describe,
+    lay_out,
     publish,
     read_manifest,
     remove_old,
@@ -399,6 +400,21 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
             if any(piece.counts(strategy.mesh) for piece in pieces.values()):
                 files[f"{kind}-{index:02d}.safetensors"] = pieces
     return files
+
+
+def check_savable(files: Files) -> None:
+    """Check that checkpoint files can hold these tensors, before many steps are trained. Raises TrainingError."""
+    for pieces in files.values():
+        try:
+            lay_out(pieces)
+            for name, piece in pieces.items():
+                if type(piece.tensor) not in (torch.Tensor, torch.nn.Parameter):
+                    raise TypeError(f"{name} is a {type(piece.tensor).__name__}, which a safetensors file cannot hold")
+        except TypeError as error:
+            raise TrainingError(
+                f"no checkpoint of this run can be written: {error}. Use another dtype or optimizer, or "
+                "train.checkpoint_every=null"
+            ) from None
 
 
 @torch.no_grad()

@@ -101,6 +101,8 @@ def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
         raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
     names = [name for name, _ in chain.skeleton().named_parameters()]
     for module, factor in (rates or {}).items():
+        if not isinstance(module, (str, int)) or isinstance(module, bool):  # 1.10 is 1.1, and no is false
+            raise TrainingError(f"optim.rates: a key is read as {module!r}; write it in quotes, {{'1.10': 0.1}}")
         if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0, and finite")
         if not any(is_within(name, module) for name in names):

@@ -21,7 +21,10 @@ def hidden_matrices(chain: Chain) -> set[str]:
     for layer_name, layer in chain.skeleton().items():
         for name, module in layer.named_modules(prefix=layer_name):
             own = module.named_parameters(name, recurse=False)
-            matrices = {chain.canonical(key): p.requires_grad for key, p in own if p.dim() == 2}
+            if "norm" in type(module).__name__.lower():  # its scale may have several dimensions
+                continue
+            own = [(key, p) for key, p in own if p.dim() == 2 and not key.endswith("bias")]
+            matrices = {chain.canonical(key): p.requires_grad for key, p in own}
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 outer.update(matrices)
             if matrices:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,22 @@ class Optimizer:
             for group in part.optimizer.param_groups:
                 group["lr"] = lr * group["ratio"]
             part.step()
+
+    def train(self, training: bool = True) -> None:
+        """Switch the weights of an optimizer that has modes, as those of schedulefree, to those of a step."""
+        for part in self._parts:
+            switch = getattr(part.optimizer, "train" if training else "eval", None)
+            if callable(switch):
+                switch()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In the block, the weights are those to evaluate and to save."""
+        self.train(False)
+        try:
+            yield
+        finally:
+            self.train()
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
         """Return the optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""

@@ -27,7 +27,7 @@ from parallel.strategy import StepResult, Strategy
 from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load
-from training.checkpoint.save import Checkpointer, is_due
+from training.checkpoint.save import Checkpointer, check_savable, files_of, is_due
 from training.optimizer import Optimizer
 from training.reporting.console import numbers
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor
@@ -93,6 +93,7 @@ class Loop:
         """
         strategy, config, total = self.strategy, self.config, self.setup.total_steps
         self._begin(first_step - 1, unevaluated)
+        self.optimizer.train()
         run_dir = self.checkpoints.folder.parent
         clock = time.perf_counter()
         profiled = _profiler(config.profile, run_dir, strategy.mesh.rank) if config.profile else nullcontext()
@@ -104,6 +105,8 @@ class Loop:
                 result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
                 lr = self.optimizer.base_lr * self.schedule.factor(step, total, self.setup.per_epoch)
                 skipped = self._update(step, batch, result, lr)
+                if step == first_step and self.config.checkpoint_every is not None:
+                    check_savable(files_of(strategy, self.optimizer))  # now with the optimizer's tensors
                 self._record(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 if advance is not None:
                     advance()
@@ -116,6 +119,7 @@ class Loop:
                     break
                 heartbeat.note(step, "reading data")
                 clock = time.perf_counter()
+        self.optimizer.train(False)
         self.skipping.check_any_counted(self.outcome)
         if (reason := self.callbacks.run.stop_reason) is not None:
             self.say(f"stopped after step {self.outcome.steps} of {total}: {reason}")
@@ -128,7 +132,8 @@ class Loop:
     def stop(self, step: int) -> NoReturn:
         """Save the state after ``step``, unless it is saved already, and raise Stopped."""
         heartbeat.note(step, "saving a checkpoint")
-        self._note_saved(self.checkpoints.ensure_saved(self.skipping.counted, self.progress))
+        with self.optimizer.evaluating():
+            self._note_saved(self.checkpoints.ensure_saved(self.skipping.counted, self.progress))
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
         words = f"stopped after step {step} of {self.setup.total_steps}, {where}"
         raise Stopped(words, steps=max(0, self.skipping.counted - self._begun))
@@ -215,7 +220,8 @@ class Loop:
                 self.say(f"step {step} is {skipped}: {IGNORED_TARGETS}")
             if self.skipping.rolls_back:
                 self.checkpoints.wait_pending()
-                done = self.skipping.roll_back(self.checkpoints.folder, strategy, self.optimizer)
+                with self.optimizer.evaluating():
+                    done = self.skipping.roll_back(self.checkpoints.folder, strategy, self.optimizer)
                 self.say(f"step {step}: {done}")
             return skipped
         norm = result.grad_norm
@@ -261,7 +267,8 @@ class Loop:
         """Evaluate on the validation split, and return whether that has given a loss. Stop if the run is told to."""
         heartbeat.note(step, "evaluating")
         try:
-            record = evaluate_split(self.setup, self.strategy, "val", self.say)
+            with self.optimizer.evaluating():
+                record = evaluate_split(self.setup, self.strategy, "val", self.say)
         except Stopped:
             self.stop(step)
         if not record:
@@ -283,7 +290,8 @@ class Loop:
     def _save(self, step: int, last: bool = False, best: bool = False) -> None:
         """Save a checkpoint if one is due after a step. It has the number of the last step that counted."""
         heartbeat.note(step, "saving a checkpoint")
-        self._note_saved(self.checkpoints.after_step(step, self.skipping.counted, self.progress, last, best))
+        with self.optimizer.evaluating():
+            self._note_saved(self.checkpoints.after_step(step, self.skipping.counted, self.progress, last, best))
 
     def _note_saved(self, path: Path | None) -> None:
         if path is not None:

@@ -36,7 +36,7 @@ from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.init_from import not_drawn, read_base, start
 from training.checkpoint.load import load, make_newest, resume
-from training.checkpoint.save import Checkpointer, files_of
+from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.loggers import Loggers, sections
@@ -91,7 +91,9 @@ def run(
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
         optimizer = Optimizer(to_dict(cfg.optim), strategy)
-        writes = cfg.train.checkpoint_every is not None and bool(files_of(strategy, optimizer))
+        writes = cfg.train.checkpoint_every is not None and bool(files := files_of(strategy, optimizer))
+        if writes:
+            check_savable(files)
         _warn(strategy.mesh, check_run_directory(strategy.mesh, run_dir, writes, cfg.parallel.timeout_s))
         checkpoints = Checkpointer(
             run_dir / "checkpoints",

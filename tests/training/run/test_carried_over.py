@@ -1,14 +1,17 @@
 """What a run takes over from a checkpoint: all of it, and only what still means the same."""
 
+import pickle
 import signal
 
 import pytest
 import torch
 from torch import nn
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, TrainingError, UserError
+from data.dataset import Batch
 from data.tensors import TensorData
 from launchers.stopping import Stopped
+from models.module_pickling import dumps
 from training import train
 from training.callbacks import Callback
 
@@ -156,3 +159,120 @@ def test_a_run_of_one_process_in_a_program_saves_when_it_is_told_to_stop(tmp_pat
     stopped = train(*words, "train.resume=auto", **given).state_dict()
     whole = train(*words[:-1], f"hydra.run.dir={tmp_path}/whole", **given).state_dict()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in stopped.items())
+
+
+class Averaging(torch.optim.SGD):
+    """Steps from other weights than those to evaluate, as schedulefree does: here these are the steps' average."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.training = False
+
+    def train(self):
+        self._swap(True)
+
+    def eval(self):
+        self._swap(False)
+
+    @torch.no_grad()
+    def _swap(self, training):
+        for parameter in (p for group in self.param_groups for p in group["params"] if p in self.state):
+            if self.training != training:
+                other = self.state[parameter]["other"].clone()
+                self.state[parameter]["other"].copy_(parameter)
+                parameter.copy_(other)
+        self.training = training
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert self.training
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            mean = self.state[parameter].setdefault("other", parameter.clone())
+            mean.lerp_(parameter, 0.25)
+
+
+class Packed(torch.Tensor):
+    """A tensor of another kind, as quantized states are."""
+
+
+class Packing(torch.optim.SGD):
+    """Keeps its momentum as such a tensor."""
+
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["packed"] = parameter.detach().clone().as_subclass(Packed)
+
+
+OPTIM = "{{_target_: {name}.{kind}, lr: 0.05, update: elementwise, decay_vectors: true, rates: null, others: null}}"
+
+
+def with_optimizer(tmp_path, kind):
+    (tmp_path / "conf" / "optim").mkdir(parents=True)
+    (tmp_path / "conf" / "optim" / "own.yaml").write_text(OPTIM.format(name=__name__, kind=kind))
+    return [f"--config-dir={tmp_path}/conf", "optim=own", *WORDS[:3], "train.epochs=null", "scheduler=constant"]
+
+
+def test_an_optimizer_with_modes_is_evaluated_saved_and_resumed_as_in_a_plain_loop(tmp_path):
+    words = [*with_optimizer(tmp_path, "Averaging"), "train.global_batch_size=40", "train.eval_every=3"]
+    given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    train(*words, "train.steps=5", f"hydra.run.dir={tmp_path}/a", **given)
+    result = train(*words, f"train.resume={tmp_path}/a", "train.steps=9", f"hydra.run.dir={tmp_path}/b", **given)
+    net, wanted = Net(), []
+    optimizer = Averaging(net.parameters(), lr=0.05)
+    for step in range(1, 10):
+        optimizer.train()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(X), X[:, :2]).backward()
+        optimizer.step()
+        optimizer.eval()
+        if step % 3 == 0:
+            wanted.append(nn.functional.mse_loss(net(X), X[:, :2]).item())
+    found = [record["val_loss"] for record in result.metrics if "val_loss" in record]
+    assert found == pytest.approx(wanted[1:], rel=1e-12)
+    for name, tensor in result.state_dict().items():
+        torch.testing.assert_close(tensor, net.state_dict()[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_that_no_checkpoint_can_hold_ends_the_run_after_its_first_step(tmp_path):
+    words = [*with_optimizer(tmp_path, "Packing"), "train.global_batch_size=40", f"hydra.run.dir={tmp_path}/a"]
+    given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    with pytest.raises(TrainingError, match="a.weight/packed is a Packed, which a safetensors file cannot hold"):
+        train(*words, "train.steps=9", **given)
+    assert not (tmp_path / "a" / "metrics.jsonl").exists(), "a step was recorded"
+    train(*words[:-1], "train.steps=2", "train.checkpoint_every=null", f"hydra.run.dir={tmp_path}/b", **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn], ids=str)
+def test_buffers_of_newer_dtypes_are_saved_and_sent(tmp_path, dtype):
+    net = Net("buffer")
+    net.seen = torch.tensor([7.0]).to(dtype)
+    given = {"model": net, "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    result = train(*WORDS, "train.global_batch_size=40", "train.steps=1", f"hydra.run.dir={tmp_path}/a", **given)
+    assert pickle.loads(dumps(net)).seen.view(torch.uint8).equal(net.seen.view(torch.uint8))
+    (seen,) = (tensor for name, tensor in result.state_dict().items() if name.endswith("seen"))
+    assert seen.dtype == dtype and seen.float() == 7
+
+
+def test_samples_of_bfloat16_are_read_by_processes(tmp_path):
+    batch = Batch(torch.randn(3, 2).bfloat16(), torch.arange(3))
+    again = pickle.loads(pickle.dumps(batch.to_arrays())).to_tensors()
+    assert torch.equal(again.inputs, batch.inputs) and torch.equal(again.targets, batch.targets)
+
+
+def test_a_scheduler_in_a_folder_of_the_user_is_resumed_by_the_same_folder(tmp_path):
+    (tmp_path / "conf" / "scheduler").mkdir(parents=True)
+    (tmp_path / "conf" / "scheduler" / "mine.yaml").write_text(f"_target_: {__name__}.Falling\n")
+    given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    own = [*WORDS[:2], f"--config-dir={tmp_path}/conf"]
+    words = [*WORDS[2:], "train.global_batch_size=40", "scheduler=mine", "train.steps=2"]
+    train(*own, *words, f"hydra.run.dir={tmp_path}/a", **given)
+    result = train(*own, f"train.resume={tmp_path}/a", "train.steps=4", f"hydra.run.dir={tmp_path}/b", **given)
+    assert [record["lr"] for record in result.metrics if "lr" in record] == pytest.approx([0.02 / 3, 0.02 / 4])
+    with pytest.raises(UserError, match="scheduler._target_=.*Falling, which is not allowed"):
+        train(*WORDS[:2], f"train.resume={tmp_path}/a", "train.steps=4", f"hydra.run.dir={tmp_path}/c", **given)
+
+
+class Falling:
+    def factor(self, step, total, per_epoch):
+        return 1 / step

@@ -14,7 +14,7 @@ from common.errors import DataError, ModelError, PlanError, TrainingError, UserE
 from data.dataset import ONE_TARGET, Batch, DataSet, InMemory, Source
 from models.batchnorm import StepBatchNorm
 from models.chain import Layers, Tensors, as_tuple, checked, converted
-from models.losses import IGNORED, check_sums, copy_to_try
+from models.losses import IGNORED, Sums, check_sums, copy_to_try, loss_of
 from parallel.shape_inference import Accesses, Watch, reads_numbers
 
 if TYPE_CHECKING:
@@ -234,8 +234,17 @@ def check_shapes(setup: Setup) -> None:
                 with Accesses(layer) as accesses:
                     layer(*tensors)
                 _check_changed(setup, at, accesses.changed())
-            at = ""
+            at, given = "", tensors
             tensors = checked(name, layer, output)
+        if (own := loss_of(layer)) is not None:
+            at = f"layer {name!r} ({type(layer).__name__}) computes the loss itself, beside the given one: "
+            with kinds:
+                sums = own(*given, sample.targets, None)
+            if isinstance(sums, Sums) and len(sums.metrics) != len(loss.metrics):
+                raise ModelError(
+                    f"{at}its loss() returns {len(sums.metrics)} metrics, and {type(loss).__name__} names "
+                    f"{len(loss.metrics)} ({', '.join(loss.metrics)}): give a loss with the metrics of the layer's"
+                )
         at = f"loss {type(loss).__name__}: "
         with kinds:
             sums = copy_to_try(loss)(output, sample.targets, None)
