@@ -175,7 +175,7 @@ class RowTokens:
 
     def counts(self, chat: Chat, role: str) -> bool:
         """Return whether what a role says in a chat counts in the loss."""
-        if role == "assistant" or not self._overlap_only:
+        if role == "assistant" or self.template is None or not self._overlap_only:
             return role == "assistant"
         more = [{**m, "content": f"{m.get('content', '')}x"} if m["role"] == role else m for m in chat.messages]
         both = [self.template.render(Chat(messages, chat.tools))[1] for messages in (chat.messages, more)]

@@ -64,9 +64,10 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 def become(norm: nn.Module, kind: type[StepBatchNorm]) -> None:
     """Make a BatchNorm of torch one of these, with all that belongs to it."""
-    norm.__class__, norm.normalise = kind, normalise  # pyright: ignore[reportAttributeAccessIssue]
+    norm.__class__, norm.normalise = kind, normalise  # pyright: ignore  # torch's stub knows tensors and modules only
     # Not saved in checkpoints, because every step sets it.
-    norm.register_buffer("moments", torch.stack((norm.running_mean, norm.running_var)).zero_(), persistent=False)
+    moments = torch.stack((norm.running_mean, norm.running_var)).zero_()  # pyright: ignore[reportArgumentType]
+    norm.register_buffer("moments", moments, persistent=False)
 
 
 class BatchNorm1d(StepBatchNorm, nn.BatchNorm1d):

@@ -75,8 +75,10 @@ class WandbRun:
         except RuntimeError:  # a user of a number alone, as in containers
             os.environ["HOME"] = str(self._run_dir)
         with _service_ended_on_error():
-            self._run = self._start_online() if mode == "online" else None
-            if self._run is None:
+            online = self._start_online() if mode == "online" else None
+            if online is not None:
+                self._run = online
+            else:
                 records = read_records(metrics := self._run_dir / METRICS)
                 before = records[-1]["step"] if records else 0 if metrics.exists() else math.inf
                 self._logged = _last_step_kept(self._run_dir / "wandb", before)
@@ -199,7 +201,7 @@ def _last_step_kept(folder: Path, before: float) -> int:
 
 def _last_record(path: Path, before: float) -> tuple[int, int]:
     """Return the last step before ``before`` in a file of wandb's, and where the last whole record up to it ends."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     content, at, record, step, end = path.read_bytes(), len(_BEGINS), b"", -1, 0
     if not content.startswith(_BEGINS):

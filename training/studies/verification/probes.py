@@ -37,7 +37,8 @@ _DRAWS = 11
 _PATIENCE_S = 60.0  # what batches above the verified one may take
 _MODES = TRAINING, EVALUATION = "training", "evaluation"
 _FLOOR = 1e-3  # what is below this part of the largest of all tensors may be rounding alone
-Tensors, Cut = Mapping[Any, Tensor | None], Mapping[bool, OfMicrobatch]
+Tensors = Mapping[Any, Tensor | None]
+Cut = Mapping[bool, OfMicrobatch]
 
 
 @dataclass(frozen=True)
