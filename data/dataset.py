@@ -174,6 +174,8 @@ def to_tensor(name: str, given: Any) -> Tensor:
 
     if name == "targets" and isinstance(given, (tuple, list)) and getattr(given[0] if given else None, "shape", ()):
         raise DataError(f"{len(given)} targets: {ONE_TARGET}")
+    if isinstance(given, np.ndarray) and not given.dtype.isnative:
+        given = given.astype(given.dtype.newbyteorder("="))
     try:
         tensor = torch.as_tensor(given).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

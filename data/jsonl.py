@@ -333,7 +333,9 @@ class RowFiles(ABC):
         self._read = self.files if read is None else list(read)
         self._stamps = [_stamp(os.stat(path)) for path in self._read]
         self.size = sum(size for size, _ in self._stamps)
-        content = [_INDEX_FORMAT, [(str(path), *stamp) for path, stamp in zip(self._read, self._stamps, strict=True)]]
+        # With the time of the last change of any kind, since copies can keep size and st_mtime.
+        changed = [os.stat(path).st_ctime_ns for path in self._read]
+        content = [_INDEX_FORMAT, list(zip(map(str, self._read), self._stamps, changed, strict=True))]
         self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     @contextmanager

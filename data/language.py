@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -149,7 +150,9 @@ class LanguageData(DataSet):
         for split, source in (("train", self.train), ("valid", self.valid), ("test", self.test)):
             samples = f"{len(source):,} samples" if source else f"one sample needs {self.seq_len + 1:,}"
             parts.append(f"{split} {files[split].count:,} tokens ({samples})")
-        count = sum(len(part) for part in documents.values())
+        # A file is many documents, or one, which may be cut into a part for each split.
+        pieces = Counter(document.path for part in documents.values() for document in part).values()
+        count = sum(1 if number <= len(documents) else number for number in pieces)
         columns = "" if self.columns is None else f", read in {self.columns} columns"
         return f"{self.title()}, {count:,} documents, {self.vocabulary.label}{columns}: {', '.join(parts)}"
 

@@ -27,7 +27,7 @@ def unpacked(path: Path, cache_dir: str | os.PathLike | None) -> Path:
     if path.suffix not in SUFFIXES:
         return path
     status = path.stat()
-    content = json.dumps([str(path), status.st_size, status.st_mtime_ns])
+    content = json.dumps([str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
 
     def build(folder: Path) -> None:
         try:
@@ -37,7 +37,8 @@ def unpacked(path: Path, cache_dir: str | os.PathLike | None) -> Path:
         except Exception as error:
             if isinstance(error, DataError) or getattr(error, "errno", None) is not None:  # such as a full disk
                 raise
-            raise DataError(f"{path} cannot be unpacked ({error}); copy it again") from None
+            long = f", or unpack what zstd --long has written: zstd -d --long=31 {path}" * (path.suffix == ".zst")
+            raise DataError(f"{path} cannot be unpacked ({error}); copy it again{long}") from None
 
     # Hidden: the cache may be in the folder of the data.
     name = f".unpacked-{hashlib.sha256(content.encode()).hexdigest()[:16]}"

@@ -282,7 +282,13 @@ class HuggingFaceVocabulary(Vocabulary):
         added += [given[name] for name in sorted(self.special, key=lambda name: (_NAMES + [name]).index(name))]
         self._added = json.dumps([*added, *(others.values() if isinstance(others, dict) else others)])
         read = self._read
-        self.size = max(read.get_vocab().values()) + 1  # there may be gaps
+        tokens, special = read.get_vocab().values(), read.get_added_tokens_decoder()
+        if not any(i in read.encode(read.decode([i])).ids for i in tokens if i not in special):
+            raise DataError(
+                f"{self.path} has no token of text, but {len(tokens)} special ones, and writes nothing; write it again "
+                "from the files of the published tokenizer"
+            )
+        self.size = max(tokens) + 1  # there may be gaps
         probe = read.encode("a")
         self.begin = probe.ids[: [*probe.special_tokens_mask, 0].index(0)]
         self.start = self.end = self._end(read)

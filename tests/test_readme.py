@@ -159,6 +159,7 @@ def test_every_setting_that_they_name_exists():
         ("gpt2", "stdlib"),
         ("gpt2", "jsonl"),
         ("gpt2", "parquet"),
+        ("gpt2", "tokens"),
         ("convnet", "mnist"),
         ("convnet", "image_folder"),
         ("toy", "arrays"),

@@ -39,6 +39,13 @@ def test_an_array_is_mapped_and_an_archive_of_arrays_gives_the_same(folder, prep
     assert rows(mapped.train) == rows(archive.train)
 
 
+@pytest.mark.parametrize("kind", [">f4", ">f8", ">i2", ">i8"])
+def test_big_endian_numbers_are_those_of_this_machine(folder, prepared, kind):
+    np.save(folder / "big", X.astype(kind))
+    one, same = (prepared(Arrays, folder, inputs=name).train.read(np.arange(16), 0)[0] for name in ("big", "inputs"))
+    assert one.tolist() == same.tolist()
+
+
 def test_a_model_may_have_several_inputs(folder, prepared):
     np.save(folder / "more", X[:, :1])
     inputs, targets = prepared(Arrays, folder, inputs=["inputs", "more"]).train.read(np.array([3, 4]), 0)

@@ -238,6 +238,16 @@ def test_compressed_files_are_the_same_rows_and_unpacked_once(tmp_path, rows_of,
     assert not list(cache.glob("*unpacked-*.tmp"))
 
 
+def test_a_long_window_of_zstd_is_named(tmp_path, rows_of):
+    """A frame of one raw block whose window is 2^28 bytes, as zstd --long=28 writes."""
+    pytest.importorskip("pyarrow", reason="before Python 3.14, .zst needs it")
+    row = b'{"text": "a"}\n'
+    frame = b"\x28\xb5\x2f\xfd\0" + bytes([18 << 3]) + (1 | len(row) << 3).to_bytes(3, "little") + row
+    root = written(tmp_path / "a.jsonl.zst", frame)
+    with pytest.raises(DataError, match=rf"cannot be unpacked .*zstd --long has written: zstd -d --long=31 {root}"):
+        rows_of(root)
+
+
 def test_a_row_of_a_compressed_file_is_named_by_that_file(tmp_path, rows_of):
     root = written(tmp_path / "a.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text": 1}\n'))
     with pytest.raises(DataError, match=rf"^{root} line 2: the field 'text' is not a string"):
@@ -333,6 +343,15 @@ def test_another_version_of_a_file_gets_another_index_and_the_old_rows_are_an_er
     assert len(list(cache.glob("rows-*"))) == 2
     with pytest.raises(DataError, match=r"/a has changed since it was indexed"):
         everything(old)
+
+
+def test_a_file_that_was_written_anew_with_its_old_size_and_time_has_another_index(tmp_path, cache, rows_of):
+    file = written(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "long"}\n')
+    before = file.stat()
+    assert everything(Rows([file], cache)) == texts(rows_of(file).train) == ["a", "long"]
+    written(file, b'{"text": "long"}\n{"text": "a"}\n')
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync and cp -p do
+    assert everything(Rows([file], cache)) == texts(rows_of(file).train) == ["long", "a"]
 
 
 def test_a_corrupt_row_is_named_by_file_line_and_reason_and_the_others_are_read(tmp_path, cache):

@@ -115,6 +115,14 @@ def test_a_folder_is_split_by_document_the_same_way_every_time(tmp_path):
     assert len(names["train"]) == 36
 
 
+@pytest.mark.parametrize("files", [1, 3, 20, 40])
+def test_documents_are_counted_as_they_lie_there_also_if_they_are_cut(tmp_path, prepared, files):
+    (tmp_path / "texts").mkdir()
+    for i in range(files):
+        (tmp_path / "texts" / f"{i:02}.md").write_text(f"document {i}, line\n" * 40)
+    assert f", {files} documents, " in prepared(Text, tmp_path / "texts", seq_len=4).description
+
+
 def test_files_that_are_not_text_are_left_out_and_named(tmp_path, caplog):
     (tmp_path / "good.txt").write_text("some text\n" * 100)
     (tmp_path / "latin1.txt").write_bytes("na\xefve".encode("latin-1"))

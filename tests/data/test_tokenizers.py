@@ -259,11 +259,16 @@ def test_a_vocabulary_with_gaps_is_as_large_as_its_last_token_says(tmp_path):
     assert HuggingFaceVocabulary(tmp_path).size == 1001
 
 
+EMPTY = Tokenizer(models.BPE())  # as transformers writes GPT2Tokenizer(vocab_file=…)
+EMPTY.add_special_tokens(["<|im_end|>"])
+EMPTY = EMPTY.to_str()
 REFUSED = {
     "no tokenizer": ("tokenizer.json", None, "tokenizer.json does not exist; data.tokenizer="),
     "not JSON": ("tokenizer.json", "{", "tokenizer.json cannot be read as a tokenizer"),
     "another JSON": ("tokenizer.json", "[1]", "tokenizer.json cannot be read as a tokenizer"),
     "other settings": ("tokenizer_config.json", "[1, 2]", "tokenizer_config.json is not a JSON object"),
+    "no token of text": ("tokenizer.json", EMPTY, "has no token of text, but [0-9]* special ones"),
+    "no token": ("tokenizer.json", Tokenizer(models.BPE()).to_str(), "has no token of text, but [0-9]* special ones"),
     "no end": ("tokenizer_config.json", "{}", "the token that ends a text.*eos_token"),
 }
 

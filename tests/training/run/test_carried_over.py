@@ -1,19 +1,20 @@
 """What a run takes over from a checkpoint: all of it, and only what still means the same."""
 
+import os
 import pickle
-import signal
+import subprocess
+import sys
 
 import pytest
 import torch
+from commandline import ROOT
 from torch import nn
 
 from common.errors import CheckpointError, TrainingError, UserError
 from data.dataset import Batch
 from data.tensors import TensorData
-from launchers.stopping import Stopped
 from models.module_pickling import dumps
 from training import train
-from training.callbacks import Callback
 
 WORDS = [
     "parallel.threads=1",
@@ -141,24 +142,42 @@ def test_a_run_with_another_global_batch_size_goes_on_with_the_next_row_of_the_e
     assert sorted(used) == [*range(40)]
 
 
-class StopsItself(Callback):
-    """As the system asks a process to end, after its third step."""
+STOPPED = """
+import signal, sys
+import torch
+from torch import nn
+from launchers.stopping import Stopped
+from training import train
+from training.callbacks import Callback
 
+class StopsItself(Callback):
     def on_step(self, run, record):
         if record["step"] == 3:
             signal.raise_signal(signal.SIGTERM)
 
+x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+given = {"model": nn.Linear(6, 2), "loss": nn.MSELoss(), "data": (x, x[:, :2])}
+words = ["parallel.threads=1", "logger=none", "train.global_batch_size=8", "train.epochs=null", "train.steps=9"]
+try:
+    train(*words, f"hydra.run.dir={sys.argv[1]}", "+callbacks.stops._target_=__main__.StopsItself", **given)
+except Stopped as stopped:
+    print("STOPPED", stopped, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+print("STEPS", train(*words, f"hydra.run.dir={sys.argv[1]}", "train.resume=auto", **given).summary["steps"])
+"""
+
 
 def test_a_run_of_one_process_in_a_program_saves_when_it_is_told_to_stop(tmp_path):
-    given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
-    words = [*WORDS, "train.global_batch_size=40", "train.steps=9", f"hydra.run.dir={tmp_path}/run"]
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped, match="stopped after step 4 of 9, saved in .*step-00000004"):
-        train(*words, f"+callbacks.stops._target_={__name__}.StopsItself", **given)
-    assert signal.getsignal(signal.SIGTERM) is before
-    stopped = train(*words, "train.resume=auto", **given).state_dict()
-    whole = train(*words[:-1], f"hydra.run.dir={tmp_path}/whole", **given).state_dict()
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in stopped.items())
+    """In a process of its own, as signals reach the main thread only."""
+    (tmp_path / "program.py").write_text(STOPPED)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "program.py", tmp_path / "run"],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (said,) = (line for line in ran.stdout.splitlines() if line.startswith("STOPPED"))
+    assert said.startswith("STOPPED stopped after step 4 of 9, saved in ") and said.endswith(" True")
+    assert "STEPS 9" in ran.stdout
 
 
 class Averaging(torch.optim.SGD):

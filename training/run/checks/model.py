@@ -11,6 +11,7 @@ import numpy as np
 from common.errors import PlanError, TrainingError
 from common.files import folder_of
 from conf.instantiate import to_dict
+from data.arrays import Arrays
 from data.dataset import Batch, DataSet
 from data.vocabulary import GPT2Vocabulary, has_gpt2_tokens
 from models.chain import Chain
@@ -36,8 +37,8 @@ def _checkpoint(cfg: Any) -> Path | None:
 
 
 def check_kind(data: DataSet, model: Any) -> None:
-    """Check that data and model both have tokens or neither has. Raises TrainingError."""
-    if (data.seq_len is None) == ("vocab_size" not in model):
+    """Check that data and model both have tokens or neither has; arrays may have both. Raises TrainingError."""
+    if (data.seq_len is None) == ("vocab_size" not in model) or isinstance(data, Arrays):
         return
     kind = "tokens" if data.seq_len is not None else "numbers"
     raise TrainingError(

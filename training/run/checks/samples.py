@@ -104,7 +104,10 @@ class RealKinds(Watch):
             whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]
             if whole and len(dtypes) > len(whole):
                 self.refused = True
-                raise TypeError(f"it computes with floating-point numbers and gets {whole[0]}: give inputs.float()")
+                raise TypeError(
+                    f"it computes with floating-point numbers and gets {whole[0]}: give inputs.float(), or write the "
+                    "file of data=arrays as float32"
+                )
         elif operation is _aten.embedding and (limits := self._range.get(id(args[1]))) is not None:
             rows = len(args[0])
             if not 0 <= limits[0] <= limits[1] < rows:
