@@ -5,6 +5,9 @@ An option of a group is a file ``conf/GROUP/OPTION.yaml``. All code that lists, 
 """
 
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 FOLDER = Path(__file__).resolve().parent
 # The sections that determine what is trained; a checkpoint keeps these and the seed. The others determine where.
@@ -26,3 +29,8 @@ COMMAND = "command"
 def options(group: str) -> list[str]:
     """Return the names of a group's options, such as ``["classifier", "convnet", ...]`` for ``"model"``, sorted."""
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+
+
+def keys_of(group: str, option: str) -> dict[str, Any]:
+    """Return the keys of an option's file with their values, and without those of the options that it extends."""
+    return yaml.safe_load((FOLDER / group / f"{option}.yaml").read_text()) or {}

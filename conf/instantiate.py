@@ -19,7 +19,7 @@ from omegaconf import OmegaConf, ValidationError, nodes
 
 from common.errors import PlanError, TrainingError, UserError
 from common.namesakes import is_here, theirs
-from conf import masking
+from conf import keys_of, masking, options
 from conf.messages import unknown_key
 from parallel.strategies import OWN, STRATEGIES, StrategyInfo
 
@@ -170,6 +170,8 @@ def environment(cfg: Any) -> dict[str, str]:
         raise PlanError(f"parallel.env={wanted} must be a mapping, such as parallel.env={{NCCL_DEBUG: INFO}}")
     if nulls := [name for name, value in wanted.items() if value is None]:
         raise PlanError(f"parallel.env.{nulls[0]}=null is no value of a variable: leave it out, or write a text")
+    if odd := [name for name in wanted if not isinstance(name, str)]:
+        raise PlanError(f"parallel.env={wanted}: {odd[0]!r} is no name of a variable; write it in quotes, in a file")
     return {str(name): str(value) for name, value in wanted.items()}
 
 
@@ -301,10 +303,16 @@ def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -
     """
     target = resolve(name)
     known = parameters(target)
-    for key in arguments:
-        if inspect.isclass(target) and known and key not in known:
-            options = [p.name for p in known.values() if p.default is not p.empty]
-            raise TrainingError(f"{unknown_key(f'{path}{key}', options)} (the options of {name})")
+    strange = [key for key in arguments if known and key not in known] if inspect.isclass(target) else []
+    group = path.removesuffix(".")
+    for option in options(group) if strange else ():  # a section that was typed takes the place of the _target_ alone
+        keys = keys_of(group, option)
+        if keys.pop("_target_", name) != name and {*strange} <= keys.keys() <= arguments.keys():
+            without = " ".join(f"~{path}{key}" for key in strange)
+            raise TrainingError(f"{name} has no {', '.join(strange)}, which {group}={option} sets: add {without}")
+    if strange:
+        options_of = [p.name for p in known.values() if p.default is not p.empty]
+        raise TrainingError(f"{unknown_key(f'{path}{strange[0]}', options_of)} (the options of {name})")
     return {
         key: _as_annotated(value, known[key], f"{path}{key}") if key in known else value
         for key, value in arguments.items()

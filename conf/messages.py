@@ -12,6 +12,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from common.errors import UserError, message_for_user
+from conf import keys_of, options
 
 
 def explain(error: BaseException) -> str | None:
@@ -44,7 +45,10 @@ def explain(error: BaseException) -> str | None:
         return _one_line(error)
     file = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     if isinstance(cause, (ConfigKeyError, AttributeError)) and isinstance(cause.parent_node, DictConfig):
-        known = [str(key) for key in cause.parent_node]
+        known = [str(key) for key in cause.parent_node if key != "_target_"]
+        group, _, key = cause.full_key.partition(".")
+        if having := [f"{group}={option}" for option in options(group) if key in keys_of(group, option)]:
+            return f"{file}there is no key {cause.full_key}; it is a key of {', '.join(having)}"
         return file + unknown_key(cause.full_key, known, _elsewhere(cause.parent_node, cause.full_key))
     return f"{file}{cause.full_key}: {str(cause).splitlines()[0]}"
 

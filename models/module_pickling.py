@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-# Dtypes whose tensors torch (2.13) pickles and cannot unpickle.
-_ONE_WAY = {torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2}
+# Dtypes whose tensors torch (2.13) pickles and cannot unpickle, beside the floating-point ones of 8 bits.
+_ONE_WAY = {torch.uint16, torch.uint32, torch.uint64, torch.complex32}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,7 +25,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """See ``pickle.Pickler``."""
-        if type(obj) is torch.Tensor and obj.dtype in _ONE_WAY:
+        if type(obj) is torch.Tensor and (obj.dtype in _ONE_WAY or obj.is_floating_point() and obj.itemsize == 1):
             return torch.Tensor.view, (obj.view(_SIGNED[obj.element_size()]), obj.dtype)
         if isinstance(obj, nn.Module) and is_parametrized(obj):
             return copyreg.__newobj__, (type(obj),), vars(obj)  # pyright: ignore[reportAttributeAccessIssue]

@@ -140,7 +140,7 @@ class Subject:
         precision: The precision; not auto.
         chain: The model.
         sample: A batch of samples.
-        optimizer: Creates an optimizer, with a method ``step(lr)``, for a strategy.
+        optimizer: Creates an optimizer, with methods ``train()`` and ``step(lr)``, for a strategy.
         data: Loads the data that a process of the run holds.
         seed: The seed of weights and dropout.
     """
@@ -344,6 +344,7 @@ def _step(
         synchronize(ranks.device)
         return middle - start, time.perf_counter() - middle
 
+    optimizer.train()
     ranks.wait()
     first = ranks.slowest([timed(step) for step in (1, 2)])
     count = int(min(_MOST_STEPS, max(_FEWEST_STEPS, _STEPS_S / float(first.sum()))))

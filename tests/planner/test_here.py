@@ -33,7 +33,11 @@ class Counting:
         with open(file, "a") as counts:
             counts.write(f"{len(torch.distributed.distributed_c10d._world.pg_map)}\n")
 
+    def train(self) -> None:
+        self.training = True
+
     def step(self, lr: float) -> None:
+        assert self.training
         self.optimizer.step()
 
 

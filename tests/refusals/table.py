@@ -73,6 +73,7 @@ WORDS = {
         "-m seed=1,2 hydra.sweep.dir=sweep hydra.sweep.subdir=same", "let hydra.sweep.subdir differ"
     ),
     "parallel.env.A=null": Refusal("parallel.env={A:null}", "leave it out"),
+    "parallel.env={True": Refusal("parallel.env={true:1}", "True is no name of a variable"),
     "the run directory": Refusal("hydra.run.dir=" + 300 * "a", "cannot be written: File name too long"),
     "x.bin": Refusal("hydra.run.dir=HERE/x.bin", file=GOOD_SHARD),
     "RANK=0": Refusal("", "WORLD_SIZE is not set", env={"RANK": "0"}),
@@ -139,7 +140,10 @@ VALUES = {
         Refusal("optim=adamw optim.betas=[0.9,nan]", "optim.betas=[0.9, nan] must be finite"),
         Refusal("optim.nesterov=perhaps", "nesterov", "'perhaps'", "Boolean"),
         Refusal("optim.weight_decay=null", "weight_decay", "NoneType", "Float"),
-        Refusal("optim._target_=torch.optim.RMSprop", "no key optim.dampening", "torch.optim.RMSprop"),
+        Refusal("optim._target_=torch.optim.RMSprop", "RMSprop has no dampening, nesterov, fused, which optim=sgd"),
+        Refusal(
+            "optim={_target_:torch.optim.Adam,lr:0.1}", "sets: add ~optim.momentum ~optim.dampening ~optim.nesterov"
+        ),
         Refusal("optim._target_=torch.nn.Linear", "optim: torch.nn.Linear is not an optimizer"),
         Refusal("optim._target_=torch.optim.Adma", "_target_=torch.optim.Adma names nothing"),
         Refusal("optim=adamw optim.betas=[0.9]", "AdamW cannot take these values"),
@@ -153,8 +157,11 @@ VALUES = {
         Refusal("+optim.rates={net3:2}", "the model has no module 'net3'; it has net1, net2"),
         Refusal("+optim.rates={net1:-1}", "net1=-1 must be a number of at least 0"),
         Refusal("+optim.rates=10", "optim.rates=10 must be factors by module"),
+        Refusal("optim.rates={1.10:0}", "a key is read as 1.1:", "in a command, too: {1.10.weight: 0.1}"),
+        Refusal("optim.rates={true:0}", "a key is read as True:"),
     ],
     "scheduler": [
+        Refusal("scheduler.warmup_steps=3", "it is a key of scheduler=cosine_warmup"),
         Refusal("scheduler=cosine_warmup scheduler.warmup_steps=-1", "scheduler.warmup_steps=-1"),
         Refusal("scheduler=step scheduler.every=0", "scheduler.every=0 must be at least 1"),
     ],

@@ -84,6 +84,13 @@ class Lightning(nn.Module):
         return self(batch[0]).sum()
 
 
+class Head(nn.Linear):
+    """Computes the loss itself, without the accuracy of ClassCrossEntropy."""
+
+    def loss(self, x, targets, weights):
+        return Sums(summed(self(x), targets), torch.tensor(len(targets)))
+
+
 class Compiled(nn.Module):
     """As torch.compile makes them."""
 
@@ -197,6 +204,9 @@ BEFORE_THE_RUN = {
     "a sum that is a vector": (chain(Loss(lambda o, t: Sums(o[:, 0], o.sum()))), data(), r"of shape \(8,\) as its"),
     "a count that is an int": (chain(Loss(lambda o, t: Sums(summed(o, t), 8))), data(), "returned int as its count"),
     "metrics without sums": (chain(Loss(lambda o, t: Sums(o.sum(), o.sum()), ("a",))), data(), r"1 metrics \(a\)"),
+    "a layer's loss with other metrics": (
+        chain(layers=nn.Sequential(nn.Linear(4, 8), Head(8, 2))), data(), r"'1' \(Head\).* 0 metrics, and .* names 1",
+    ),
     "a detached loss": (chain(Loss(lambda o, t: Sums(o.sum().detach(), o.sum()))), data(), "differentiable"),
     "everything frozen": (chain(layers=frozen()), data(), "no parameters to train: all 58 are frozen"),
     "nothing to train": (chain(layers=nn.Sequential(nn.ReLU())), data(), "its layers have none"),

@@ -102,7 +102,10 @@ def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
     names = [name for name, _ in chain.skeleton().named_parameters()]
     for module, factor in (rates or {}).items():
         if not isinstance(module, (str, int)) or isinstance(module, bool):  # 1.10 is 1.1, and no is false
-            raise TrainingError(f"optim.rates: a key is read as {module!r}; write it in quotes, {{'1.10': 0.1}}")
+            raise TrainingError(
+                f"optim.rates: a key is read as {module!r}: write '1.10' with quotes in a file, or name the module's "
+                "parameters, which is possible in a command, too: {1.10.weight: 0.1}"
+            )
         if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0, and finite")
         if not any(is_within(name, module) for name in names):

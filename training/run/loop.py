@@ -94,7 +94,7 @@ class Loop:
         strategy, config, total = self.strategy, self.config, self.setup.total_steps
         self._begin(first_step - 1, unevaluated)
         self.optimizer.train()
-        run_dir = self.checkpoints.folder.parent
+        run_dir, unchecked = self.checkpoints.folder.parent, config.checkpoint_every is not None
         clock = time.perf_counter()
         profiled = _profiler(config.profile, run_dir, strategy.mesh.rank) if config.profile else nullcontext()
         # Anomaly detection names the operation whose backward gave a NaN.
@@ -105,8 +105,9 @@ class Loop:
                 result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
                 lr = self.optimizer.base_lr * self.schedule.factor(step, total, self.setup.per_epoch)
                 skipped = self._update(step, batch, result, lr)
-                if step == first_step and self.config.checkpoint_every is not None:
+                if unchecked and not skipped:
                     check_savable(files_of(strategy, self.optimizer))  # now with the optimizer's tensors
+                    unchecked = False
                 self._record(step, result, lr, skipped, seconds=time.perf_counter() - clock)
                 if advance is not None:
                     advance()
@@ -266,22 +267,22 @@ class Loop:
     def _evaluate(self, step: int) -> bool:
         """Evaluate on the validation split, and return whether that has given a loss. Stop if the run is told to."""
         heartbeat.note(step, "evaluating")
-        try:
-            with self.optimizer.evaluating():
+        with self.optimizer.evaluating():
+            try:
                 record = evaluate_split(self.setup, self.strategy, "val", self.say)
-        except Stopped:
-            self.stop(step)
-        if not record:
-            return False
-        outcome, loss = self.outcome, Monitor(LOSS, MINIMIZE)
-        if loss.is_better(record[LOSS], outcome.best_val_loss):
-            outcome.best_val_loss = record[LOSS]
-        if self.monitor.is_better(record[self.monitor.name], outcome.best):
-            outcome.best, outcome.best_step = record[self.monitor.name], self.skipping.counted
-        self.recorder.record({"step": step, **record})
-        self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
-        self.callbacks.call("on_evaluation", {"step": step, **record})
-        return True
+            except Stopped:
+                self.stop(step)
+            if not record:
+                return False
+            outcome, loss = self.outcome, Monitor(LOSS, MINIMIZE)
+            if loss.is_better(record[LOSS], outcome.best_val_loss):
+                outcome.best_val_loss = record[LOSS]
+            if self.monitor.is_better(record[self.monitor.name], outcome.best):
+                outcome.best, outcome.best_step = record[self.monitor.name], self.skipping.counted
+            self.recorder.record({"step": step, **record})
+            self.say(f"step {step}: {numbers(record, self.setup.extents.get('val'))}")
+            self.callbacks.call("on_evaluation", {"step": step, **record})
+            return True
 
     def _is_best(self) -> bool:
         """Return whether these weights are the best so far by ``train.monitor``."""

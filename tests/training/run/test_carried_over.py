@@ -15,6 +15,7 @@ from data.dataset import Batch
 from data.tensors import TensorData
 from models.module_pickling import dumps
 from training import train
+from training.callbacks import Callback
 
 WORDS = [
     "parallel.threads=1",
@@ -211,6 +212,13 @@ class Averaging(torch.optim.SGD):
             mean.lerp_(parameter, 0.25)
 
 
+class Norms(Callback):
+    seen = []
+
+    def on_evaluation(self, run, record):
+        self.seen.append(run.strategy.norm(lambda weight: weight))
+
+
 class Packed(torch.Tensor):
     """A tensor of another kind, as quantized states are."""
 
@@ -236,8 +244,10 @@ def test_an_optimizer_with_modes_is_evaluated_saved_and_resumed_as_in_a_plain_lo
     words = [*with_optimizer(tmp_path, "Averaging"), "train.global_batch_size=40", "train.eval_every=3"]
     given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
     train(*words, "train.steps=5", f"hydra.run.dir={tmp_path}/a", **given)
-    result = train(*words, f"train.resume={tmp_path}/a", "train.steps=9", f"hydra.run.dir={tmp_path}/b", **given)
-    net, wanted = Net(), []
+    Norms.seen.clear()
+    words += [f"train.resume={tmp_path}/a", f"+callbacks.norms._target_={__name__}.Norms"]
+    result = train(*words, "train.steps=9", f"hydra.run.dir={tmp_path}/b", **given)
+    net, wanted, norms = Net(), [], []
     optimizer = Averaging(net.parameters(), lr=0.05)
     for step in range(1, 10):
         optimizer.train()
@@ -247,6 +257,8 @@ def test_an_optimizer_with_modes_is_evaluated_saved_and_resumed_as_in_a_plain_lo
         optimizer.eval()
         if step % 3 == 0:
             wanted.append(nn.functional.mse_loss(net(X), X[:, :2]).item())
+            norms.append(nn.utils.get_total_norm(net.parameters()).item())
+    assert Norms.seen == pytest.approx(norms[1:], rel=1e-12)
     found = [record["val_loss"] for record in result.metrics if "val_loss" in record]
     assert found == pytest.approx(wanted[1:], rel=1e-12)
     for name, tensor in result.state_dict().items():
@@ -271,6 +283,12 @@ def test_buffers_of_newer_dtypes_are_saved_and_sent(tmp_path, dtype):
     assert pickle.loads(dumps(net)).seen.view(torch.uint8).equal(net.seen.view(torch.uint8))
     (seen,) = (tensor for name, tensor in result.state_dict().items() if name.endswith("seen"))
     assert seen.dtype == dtype and seen.float() == 7
+
+
+def test_tensors_of_all_floating_point_dtypes_of_8_bits_are_sent():
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"):
+        tensor = torch.tensor([0.5, 2.0]).to(getattr(torch, name))
+        assert pickle.loads(dumps(tensor)).float().equal(tensor.float())
 
 
 def test_samples_of_bfloat16_are_read_by_processes(tmp_path):

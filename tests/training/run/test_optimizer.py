@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 from composed import config, for_rank, losses, run, run_on_rank, saved
+from torch import nn
 
 from common.errors import CheckpointError, PlanError, TrainingError
 from conf.instantiate import add_to_path, to_dict
+from models.sequential import chain_of
 from parallel.strategy import Options, build_strategy
 from planner.memory import memory_of_ranks
 from training.optimizer import Constant, CosineWarmup, Optimizer, Step
@@ -226,6 +228,11 @@ def test_muon_has_the_matrices_of_hidden_layers_and_adamw_embeddings_and_the_out
     chain = build_chain(cfg.model, 100)
     hidden = hidden_matrices(chain)
     assert len(hidden) == count and all(re.fullmatch(pattern, name) for name in hidden)
+
+
+def test_muon_leaves_norms_of_two_dimensions_to_adamw():
+    layers = nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm((5, 6)), nn.Linear(6, 6), nn.Linear(6, 3))
+    assert hidden_matrices(chain_of(layers, nn.CrossEntropyLoss())) == {"2.weight"}
 
 
 def test_adapters_are_hidden_and_what_is_frozen_is_not_trained():
