@@ -90,11 +90,12 @@ class SavedConfig:
         self._folders = [folder for folder in (FOLDER, own) if folder is not None]
         self._had = {"model": config["model"]["name"], **config.get("choices", {})}
         for group in set(CHOSEN) - self._had.keys():  # older checkpoints and those of a program lack them
-            files = [file for folder in self._folders for file in sorted((folder / group).glob("*.yaml"))]
-            target, names = config[group].get("_target_"), (*_values(typed.get(group)), *(file.stem for file in files))
-            self._had[group] = next(
-                (option for option in names if self._read(group, option).get("_target_") == target), None
-            )
+            files = [file.stem for folder in self._folders for file in sorted((folder / group).glob("*.yaml"))]
+            read = {option: self._read(group, option) for option in (*_values(typed.get(group)), *files)}
+            same = [o for o, file in read.items() if file.get("_target_") == config[group].get("_target_")]
+            # Of several, the one from which the fewest values differ.
+            alike = {o: sum(config[group].get(key) == value for key, value in read[o].items()) for o in same}
+            self._had[group] = max(same, key=alike.__getitem__, default=None)
         experiments = [(key, option) for key in ON_TOP for option in _values(typed.get(key))]
         new = [self._read(key, option) for key, option in experiments if self._is_new(key, option)]
         self._chosen = {*typed, *(group for file in new for group in _groups_of(file))} & {*CHOSEN}

@@ -306,10 +306,17 @@ def test_a_scheduler_in_a_folder_of_the_user_is_resumed_by_the_same_folder(tmp_p
     train(*own, *words, f"hydra.run.dir={tmp_path}/a", **given)
     result = train(*own, f"train.resume={tmp_path}/a", "train.steps=4", f"hydra.run.dir={tmp_path}/b", **given)
     assert [record["lr"] for record in result.metrics if "lr" in record] == pytest.approx([0.02 / 3, 0.02 / 4])
+    (tmp_path / "conf" / "scheduler" / "faster.yaml").write_text(f"_target_: {__name__}.Falling\npower: 2\n")
+    other = [*own, "scheduler=faster", f"train.resume={tmp_path}/a", "train.steps=3", f"hydra.run.dir={tmp_path}/d"]
+    rates = [record["lr"] for record in train(*other, **given).metrics if "lr" in record]
+    assert rates == pytest.approx([0.02 / 9])
     with pytest.raises(UserError, match="scheduler._target_=.*Falling, which is not allowed"):
         train(*WORDS[:2], f"train.resume={tmp_path}/a", "train.steps=4", f"hydra.run.dir={tmp_path}/c", **given)
 
 
 class Falling:
+    def __init__(self, power: int = 1):
+        self.power = power
+
     def factor(self, step, total, per_epoch):
-        return 1 / step
+        return step**-self.power
