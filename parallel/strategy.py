@@ -258,7 +258,7 @@ class Strategy(ABC):
         last = self.stages[-1]
         if not last.leaves_out and last.sample_dims is None and batch.weights is not None and not batch.weights.all():
             cut = of_microbatch(self.chain, batch.chunks(self.plan.chunks)[0])
-            last.sample_dims = [] if cut.passing and last.begins_chain else cut.sample_dims
+            last.sample_dims = cut.sample_dims
         self._first = (number - 1) * self.plan.global_batch_size
         with self._step():
             self.forward(self._placed(batch))
