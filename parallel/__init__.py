@@ -22,8 +22,8 @@ These modules use parts of torch that are private or undocumented and may change
                                   _n_microbatches
     host_group.py                 a subclass of ProcessGroup, with _get_backend, _allgather_base and
                                   _reduce_scatter_base; the methods of ProcessGroupGloo; options in distributed_c10d
-    shape_inference.py            torch._subclasses.fake_tensor, torch.utils._python_dispatch, Operator._schema,
-                                  UntypedStorage._cdata
+    shape_inference.py            torch._subclasses.fake_tensor, torch.utils._python_dispatch, torch._ops.OpOverload,
+                                  Operator._schema, UntypedStorage._cdata; torch._dynamo.reset (tried with 2.13)
     stage.py, gradients.py        aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
     gradients.py, batchnorm.py    torch._foreach_*; aten.native_batch_norm_backward
     devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; the file of

@@ -30,7 +30,8 @@ from models.seeds import Samples, computing, seeded
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.plan import Plan
 
-_ASKED, _MOST_OUTPUTS = 8, 10**7  # samples for which a loss is asked, and elements of their outputs
+_ASKED = 8  # samples for which a loss is asked
+MOST_OUTPUTS = 10**7  # elements of the model's output above which a loss is not tried on made-up ones
 _SAME = 1e-3  # relative difference of losses that may be rounding
 
 
@@ -218,11 +219,6 @@ class OfMicrobatch:
     sample_dims: list[list[int]] = field(default_factory=list)
 
 
-def drawing_by_microbatch(chain: Chain, sample: Batch) -> list[str]:
-    """Return ``OfMicrobatch.drawing`` of a training step."""
-    return of_microbatch(chain, sample).drawing
-
-
 def of_microbatch(chain: Chain, sample: Batch, training: bool = True) -> OfMicrobatch:
     """Find what depends on how the batch is cut, in training or in evaluation.
 
@@ -358,7 +354,7 @@ def differs_by_halves(chain: Chain, cut: OfMicrobatch, source: Source, whole: in
 
     with suppress(Exception), torch.no_grad():  # a user's code
         outputs = some_samples(as_tuple(cut.given), cut.sample_dims, 0, few, whole)
-        if sum(tensor.numel() for tensor in outputs) <= _MOST_OUTPUTS:
+        if sum(tensor.numel() for tensor in outputs) <= MOST_OUTPUTS:
             generator = torch.Generator().manual_seed(0)
             outputs = tuple(torch.rand(t.shape, generator=generator).to(t.dtype) for t in outputs)
             rows = np.linspace(0, len(source) - 1, few).astype(np.int64)

@@ -15,7 +15,7 @@ from data.dataset import ONE_TARGET, Batch, DataSet, InMemory, Source
 from models.batchnorm import StepBatchNorm
 from models.chain import Layers, Tensors, as_tuple, checked, converted
 from models.losses import IGNORED, Sums, check_sums, copy_to_try, loss_of
-from parallel.shape_inference import Accesses, Watch, reads_numbers
+from parallel.shape_inference import MOST_OUTPUTS, Accesses, Watch, reads_numbers
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -27,7 +27,6 @@ _PRODUCTS = {
     _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm,
 }  # fmt: skip
 _ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError)
-_MOST_OUTPUTS = 10**7  # elements of the model's output above which the loss is not tried on labels
 _STALE = (
     "its forward uses a parameter that is not an attribute of the module or of a module in it. A list, a dict, a "
     "functools.partial, a lambda or another object holds it, and keeps the first one when a run makes others, to build "
@@ -156,7 +155,7 @@ def check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: 
     Raises:
         TrainingError: The loss cannot take the targets.
     """
-    if sum(tensor.numel() for tensor in as_tuple(output)) > _MOST_OUTPUTS:
+    if sum(tensor.numel() for tensor in as_tuple(output)) > MOST_OUTPUTS:
         return
     whole = not targets.is_floating_point() and targets.numel() > 0
     if whole:
