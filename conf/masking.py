@@ -68,26 +68,16 @@ def mask_secrets(value: Any) -> Any:
     Returns:
         ``value``, or a copy of it in which secrets are masked.
     """
-    secrets = _secrets_of_environment()
-    # Matches "name=value" if it may need masking. Leaves are tested one by one, because Python escapes values
-    # in the text of a whole section.
-    texts = [*secrets, *(os.environ[variable] for variable in named if os.environ.get(variable))]
-    parts = [rf"{_NAMES}\s*[=:]", _URL_PASSWORD.pattern, _SECRET_VALUE.pattern, *map(re.escape, texts)]
-    return _masked(value, "", secrets, re.compile("|".join(parts), re.IGNORECASE))
+    return _masked(value, "", _secrets_of_environment())
 
 
-def _masked(value: Any, name: str, secrets: list[str], suspect: re.Pattern) -> Any:
+def _masked(value: Any, name: str, secrets: list[str]) -> Any:
     if isinstance(value, dict):
-        masked = dict(value)
-        masked.pop(KEY, None)
-        for key, item in masked.items():
-            if isinstance(item, (dict, list, tuple)) or suspect.search(f"{key}={item}"):
-                masked[key] = _masked(item, str(key), secrets, suspect)
-        return masked
+        return {key: _masked(item, str(key), secrets) for key, item in value.items() if key != KEY}
     if isinstance(value, (list, tuple)):
-        return [_masked(item, name, secrets, suspect) for item in value]
+        return [_masked(item, name, secrets) for item in value]
     # A commit has forty hexadecimal digits, as a key of wandb does.
-    if name == "git_commit" or not suspect.search(f"{name}={value}"):
+    if name == "git_commit":
         return value
     if _is_secret(name, str(value)):
         return MASK
