@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from composed import compose
 
-from benchmarks import readme
-from conf import help, reference
+from benchmarks import readme, reference
+from conf import help
 from conf.words import quote_values
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ def test_what_is_shown_of_a_table_is_on_a_page():
 
 
 def test_the_reference_lists_the_keys_that_there_are():
-    assert PAGES["docs/reference.md"] == reference.page(), "python -m conf.reference"
+    assert PAGES["docs/reference.md"] == reference.page(), "python -m benchmarks reference"
 
 
 @pytest.mark.parametrize("command", sorted({command for command in COMMANDS if command}))

@@ -1,15 +1,17 @@
-"""docs/reference.md: every key of the configuration, from the comments that ``python train.py --help`` prints.
+"""The page docs/reference.md: every key of the configuration, from the comments that ``train.py --help`` prints.
 
-    python -m conf.reference
+    python -m benchmarks reference
 
-writes the page.
+writes it.
 """
 
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 
+from benchmarks.table import Benchmark, Table
 from conf import FOLDER, keys
 from conf.keys import Key, Option
 from conf.schema import SCHEMAS, Root
@@ -27,9 +29,15 @@ the same in a shell:
     python train.py --help parallel.chunks       # a key
 
 Type a key as `SECTION.KEY=VALUE`. If a default depends on other keys, the table shows its value in a command that names
-only this option; `python train.py … --cfg job` prints the values of a whole command. `python -m conf.reference` writes
-this page from the comments in `conf/`.
+only this option; `python train.py … --cfg job` prints the values of a whole command. `python -m benchmarks reference`
+writes this page from the comments in `conf/`.
 """
+
+
+def update(chosen: Namespace) -> Iterable[Table]:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    return ()
 
 
 def page() -> str:
@@ -101,5 +109,4 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+BENCHMARK = Benchmark(update)
