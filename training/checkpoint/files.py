@@ -10,13 +10,12 @@ import operator
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from common.errors import CheckpointError
 from common.files import check_regular, expand_home, flush_path, parse_json, write_atomically
@@ -32,7 +31,6 @@ LATEST, BEST = "latest", "best"
 UNUSED = "unused-"
 FORMAT = 2
 
-_MODULUS = 65521  # of Adler-32
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",
     "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
@@ -241,20 +239,15 @@ def sha256(path: Path) -> str:
 # -- the tensors ----------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> Content:
+def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> None:
     """Write a safetensors file, or this rank's pieces of it at their offsets, and flush it.
 
     The offset of each tensor follows from the names, dtypes and shapes alone, so that every rank knows it. A rank
     writes the pieces that it counts; the rank that counts uncut tensors also writes the header.
 
-    Returns:
-        The size and checksum of the written bytes.
-
     Raises:
         CheckpointError: A weight is not finite, so that training could not continue from this checkpoint.
     """
-    import torch  # late: reading a manifest does not need it
-
     for name, piece in tensors.items():
         if not is_usable(name, piece.tensor):
             raise CheckpointError(
@@ -266,19 +259,24 @@ def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> Content:
     # zeros over the bytes of another machine, unless the file is opened for synchronous writes.
     shared = any(piece.axes for piece in tensors.values())
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (getattr(os, "O_DSYNC", 0) if shared else 0), 0o666)
-    written = Content()
     try:
         if mesh.counts():
-            written += _write_at(descriptor, header, 0)
+            _write_at(descriptor, header, 0)
         for name, piece in tensors.items():
             if piece.counts(mesh):
                 for numbers, box in piece.boxes():
-                    content = numbers.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                    written += _write_box(descriptor, content, numbers.itemsize, box, piece.shape, starts[name])
+                    content = bytes_of(numbers).numpy()
+                    _write_box(descriptor, content, numbers.itemsize, box, piece.shape, starts[name])
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return written
+
+
+def bytes_of(numbers: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in main memory."""
+    import torch  # late: reading a manifest does not need it
+
+    return numbers.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
 def is_usable(name: str, tensor: Tensor) -> bool:
@@ -312,7 +310,7 @@ def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
 
 def _write_box(
     descriptor: int, content: Any, itemsize: int, box: tuple[slice, ...], shape: tuple[int, ...], begin: int
-) -> Content:
+) -> None:
     """Write the bytes of a box into the tensor that begins at offset ``begin``, with one write per contiguous run."""
     size, start = [place.stop - place.start for place in box], [place.start for place in box]
     # The last dimension in which the box is narrower than the tensor. For each index of the dimensions before it, the
@@ -320,65 +318,18 @@ def _write_box(
     last = max((dim for dim in range(len(shape)) if size[dim] < shape[dim]), default=0)
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     length = math.prod(size[last:]) * itemsize
-    written, position = Content(), 0
+    position = 0
     for outer in product(*(range(place.start, place.stop) for place in box[:last])):
         offset = sum(map(operator.mul, (*outer, *start[last : last + 1]), strides))
-        written += _write_at(descriptor, content[position : position + length], begin + offset)
+        _write_at(descriptor, content[position : position + length], begin + offset)
         position += length
-    return written
 
 
-def _write_at(descriptor: int, content: Any, offset: int) -> Content:
+def _write_at(descriptor: int, content: Any, offset: int) -> None:
     content = memoryview(content)
-    written = Content.of(len(content), zlib.adler32(content), offset)
     while content:
         count = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes at most 2 GiB at a time
         content, offset = content[count:], offset + count
-    return written
-
-
-def describe(path: Path, written: Content) -> dict[str, Any]:
-    """Read a file back and return its size and sha256. On one machine the page cache has its content.
-
-    Raises:
-        CheckpointError: The file does not contain what its writers have ``written``.
-    """
-    digest, size, checksum = hashlib.sha256(), 0, 1
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size, checksum = size + len(block), zlib.adler32(block, checksum)
-    if Content.of(size, checksum) != written:
-        raise CheckpointError(
-            f"{path} of {size} bytes is not what its ranks have written ({written.size} bytes): the file system lost "
-            "a part of it, or the ranks do not share the run directory"
-        )
-    return {"sha256": digest.hexdigest(), "bytes": size}
-
-
-class Content(NamedTuple):
-    """A checksum of bytes of a file and their positions. The checksums of all writers add up to that of the file.
-
-    Attributes:
-        size: The number of bytes.
-        total: The sum of the bytes, modulo 65521 as in Adler-32.
-        weighted: The sum of each byte times its position in the file, modulo 65521.
-    """
-
-    size: int = 0
-    total: int = 0
-    weighted: int = 0
-
-    @classmethod
-    def of(cls, size: int, checksum: int, offset: int = 0) -> Content:
-        """Return the checksum of ``size`` bytes from ``offset`` on whose Adler-32 is ``checksum``."""
-        total = (checksum & 0xFFFF) - 1
-        from_the_end = (checksum >> 16) - size  # sum of each byte times its position counted from the end
-        return cls(size, total % _MODULUS, ((offset + size) * total - from_the_end) % _MODULUS)
-
-    def __add__(self, other: Content) -> Content:
-        size, total, weighted = map(sum, zip(self, other, strict=True))
-        return Content(size, total % _MODULUS, weighted % _MODULUS)
 
 
 # -- changes of the folder -------------------------------------------------------------------------------------------

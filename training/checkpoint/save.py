@@ -4,7 +4,7 @@ A save goes through these phases. A run that is killed in any of them leaves the
 
     copy_tensors      each writing rank copies its tensors; training continues after that
     write_file        each rank writes its files, or its pieces of them, into the draft .step-00000050.tmp, and flushes
-    describe          one writer of each complete file computes its size and sha256
+    describe          each rank compares its tensors with the complete files; one computes their sizes and sha256
     write_manifest    rank 0 writes manifest.json, with step, layout, size and sha256 of each file
     publish           the draft is renamed to its final name
     update_link       ``latest`` is updated, and ``best``; a best one of another directory is copied
@@ -35,6 +35,7 @@ from torch import Tensor
 from common.errors import CheckpointError, TrainingError
 from common.files import flush_path, free_space
 from common.machine import available_memory
+from parallel.mesh import Mesh
 from parallel.pieces import Piece
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
@@ -42,18 +43,18 @@ from training.checkpoint.files import (
     LATEST,
     MANIFEST,
     Checkpoint,
-    Content,
-    describe,
+    bytes_of,
     lay_out,
     publish,
     read_manifest,
     remove_old,
+    sha256,
     step_name,
     update_link,
     write_file,
     write_manifest,
 )
-from training.checkpoint.load import Optimizer
+from training.checkpoint.load import Optimizer, StoredTensor
 
 log = logging.getLogger("training")
 
@@ -279,8 +280,8 @@ class _Save(threading.Thread):
         if sys.platform == "linux":  # where threads have priorities: training comes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            written = self._together("written their files", self._write)
-            files = self._together("read their files again", partial(self._describe, written))
+            self._together("written their files", self._write)
+            files = self._together("read their files again", self._describe)
             self._together("published it", partial(self._publish, files))
         except CheckpointError as error:
             self.error = f"the checkpoint of step {self.step} could not be written: {error}"
@@ -313,20 +314,15 @@ class _Save(threading.Thread):
                 raise CheckpointError(f"rank {rank}: {error}" if len(answers) > 1 else error)
         return [value for value, _ in answers]
 
-    def _write(self) -> dict[str, Content]:
-        """Write this rank's pieces, and return the checksum of the written bytes for each file."""
+    def _write(self) -> None:
+        for name, pieces in self._files.items():
+            write_file(self.draft / name, pieces, self._checkpoints.strategy.mesh)
+
+    def _describe(self) -> dict[str, dict]:
+        """Read this rank's files again, and return the size and sha256 of those that it is the first to write."""
         mesh = self._checkpoints.strategy.mesh
-        return {name: write_file(self.draft / name, pieces, mesh) for name, pieces in self._files.items()}
-
-    def _describe(self, written: list[dict[str, Content]]) -> dict[str, dict]:
-        """Return the size and sha256 of the files whose first writer is this rank.
-
-        ``written`` has the checksums of the bytes that each rank has written.
-        """
-        if not self._checkpoints.strategy.mesh.counts():
-            return {}
-        parts = {name: [Content(*part[name]) for part in written if name in part] for name in self._files}
-        return {name: describe(self.draft / name, sum(own, Content())) for name, own in parts.items()}
+        described = {name: describe(self.draft / name, pieces, mesh) for name, pieces in self._files.items()}
+        return described if mesh.counts() else {}
 
     def _publish(self, described: list[dict[str, dict]]) -> None:
         """Complete the draft and rename it to its final name, on rank 0. If that fails, older checkpoints stay.
@@ -400,6 +396,28 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
             if any(piece.counts(strategy.mesh) for piece in pieces.values()):
                 files[f"{kind}-{index:02d}.safetensors"] = pieces
     return files
+
+
+def describe(path: Path, pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Any]:
+    """Compare a file with what this rank has written, and return its size and, on its first writer, its sha256.
+
+    Raises:
+        CheckpointError: The file does not contain this rank's pieces.
+    """
+    from safetensors import SafetensorError
+
+    size = path.stat().st_size
+    try:
+        own = {name: piece for name, piece in pieces.items() if piece.counts(mesh)}
+        same = all(bytes_of(p.read(StoredTensor(path, n))).equal(bytes_of(p.tensor)) for n, p in own.items())
+    except SafetensorError:  # without its header, or its end
+        same = False
+    if not same:
+        raise CheckpointError(
+            f"{path} of {size} bytes is not what its ranks have written: the file system lost a part of it, or the "
+            "ranks do not share the run directory"
+        )
+    return {"sha256": sha256(path) if mesh.counts() else None, "bytes": size}
 
 
 def check_savable(files: Files) -> None:

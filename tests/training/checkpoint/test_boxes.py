@@ -6,11 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from common.errors import CheckpointError
 from parallel.mesh import COPIES, PEERS, Mesh
 from parallel.pieces import Piece
-from training.checkpoint.files import Content, describe, write_file
+from training.checkpoint.files import sha256, write_file
 from training.checkpoint.init_from import _Padded, _Transposed
 from training.checkpoint.load import StoredTensor
+from training.checkpoint.save import describe
 
 BOXES = {
     "whole": ({}, []),
@@ -40,14 +42,21 @@ def test_a_tensor_that_is_cut_in_any_dimension_is_in_the_file_as_if_it_were_whol
     """Each number is written once: by the first of the ranks that hold it."""
     sizes, cuts = BOXES[how]
     whole = {"weight": torch.arange(6 * 8 * 4.0).view(6, 8, 4), "bias": torch.arange(5), "scale": torch.tensor(2.0)}
-    path, written = tmp_path / "cut" / "model-00.safetensors", Content()
+    path, written = tmp_path / "cut" / "model-00.safetensors", []
     for rank in reversed(range(Mesh(sizes).size)):
         mesh = Mesh(sizes, rank)
         pieces = {name: cut(tensor, cuts if name == "weight" else [], mesh) for name, tensor in whole.items()}
-        written += write_file(path, pieces, mesh)
+        write_file(path, pieces, mesh)
+        written.append((pieces, mesh))
     write_file(tmp_path / "whole.safetensors", {name: cut(t, [], Mesh({})) for name, t in whole.items()}, Mesh({}))
     assert path.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
-    describe(path, written)  # what was written is what is there, and nothing was written twice
+    described = [describe(path, *one) for one in written]
+    assert described[-1] == {"sha256": sha256(path), "bytes": path.stat().st_size}
+    for end in (path.read_bytes()[:-1], path.read_bytes()[:-4] + b"lost"):
+        path.write_bytes(end)
+        with pytest.raises(CheckpointError, match="is not what its ranks have written"):
+            for one in written:
+                describe(path, *one)
 
 
 @pytest.mark.parametrize("how", BOXES)
