@@ -24,29 +24,6 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Bytes:
-    """The content of a tensor whose dtype numpy lacks."""
-
-    array: np.ndarray
-    dtype: torch.dtype
-
-
-def _to_array(tensor: Tensor) -> Any:
-    import torch
-
-    try:
-        return tensor.numpy()
-    except TypeError:
-        return _Bytes(tensor.contiguous().view(torch.uint8).numpy(), tensor.dtype)
-
-
-def _to_tensor(array: Any) -> Tensor:
-    import torch
-
-    return torch.from_numpy(array.array).view(array.dtype) if isinstance(array, _Bytes) else torch.from_numpy(array)
-
-
-@dataclass
 class Batch:
     """A batch of b samples.
 
@@ -79,12 +56,16 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def to_arrays(self) -> Batch:
-        """Return the same batch as numpy arrays, for another process; ``to_tensors`` is the reverse."""
-        return self.map(_to_array)
+        """Return the same batch for another process: of each tensor [its dtype, its bytes as a numpy array]."""
+        import torch
+
+        return self.map(lambda tensor: [tensor.dtype, tensor.contiguous().view(torch.uint8).numpy()])
 
     def to_tensors(self) -> Batch:
-        """Return the same batch as tensors that share the arrays' memory."""
-        return self.map(_to_tensor)
+        """Return the batch of which ``to_arrays`` made this one. Its tensors share the arrays' memory."""
+        import torch
+
+        return self.map(lambda stored: torch.from_numpy(stored[1]).view(stored[0]))
 
     def pin_memory(self) -> Batch:
         """Return the same batch in page-locked memory (needs an accelerator)."""

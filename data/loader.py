@@ -152,7 +152,6 @@ class Buckets:
         order = permute(np.arange(count), count, key=(self.seed, epoch, window))
         return indices[np.sort(by_length[order], axis=1)]
 
-
     def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions of an epoch as these batches use them; then those that they leave."""
         steps, places = np.divmod(positions - self._row, self.global_batch_size)
@@ -201,7 +200,7 @@ class TrainBatches(Dataset):
             DataError: If the source has fewer samples than a global batch or requires another batch size, or if the
                 replicas cannot share the batch equally.
         """
-        _check_replicas(global_batch_size, dp_size)
+        self._mine = _share(global_batch_size, dp_rank, dp_size)
         source.check_batch(global_batch_size)
         if len(source) < global_batch_size:
             fits = len(source) // dp_size * dp_size
@@ -210,10 +209,7 @@ class TrainBatches(Dataset):
                 f"the training data has {len(source)} samples, fewer than one global batch of "
                 f"train.global_batch_size={global_batch_size}. {way_out}"
             )
-        self.source = source
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.source, self.global_batch_size, self.seed = source, global_batch_size, seed
         self.steps_per_epoch = len(source) // global_batch_size
         self._begin(earlier)
 
@@ -256,11 +252,10 @@ class TrainBatches(Dataset):
         if step_of_epoch >= self._left:  # a later epoch
             epochs, step_of_epoch = divmod(step_of_epoch - self._left, self.steps_per_epoch)
             epoch, row, buckets = epoch + 1 + epochs, 0, self.buckets
-        mine = _slice(self.global_batch_size, self.dp_rank, self.dp_size)
         if buckets is not None:
             indices, width = buckets.batch(epoch, step_of_epoch)
-            return _read(buckets.source, indices[mine], epoch, width)
-        positions = row + step_of_epoch * self.global_batch_size + mine
+            return _read(buckets.source, indices[self._mine], epoch, width)
+        positions = row + step_of_epoch * self.global_batch_size + self._mine
         ordered = self.source.ordered
         indices = positions if ordered else permute(positions, len(self.source), key=(self.seed, epoch))
         return _read(self.source, indices, epoch)
@@ -290,14 +285,12 @@ class EvalBatches:
         Raises:
             DataError: If the replicas cannot share a batch equally, the source is empty, or the limit is below 1.
         """
-        _check_replicas(global_batch_size, dp_size)
+        self._mine = _share(global_batch_size, dp_rank, dp_size)
         if len(source) == 0:
             raise DataError("the evaluation data has 0 samples; at least 1 is needed")
         if limit is not None and limit < 1:
             raise DataError(f"train.eval_batches={limit}: give 1 or more, or null for all batches")
-        self.source = source
-        self.global_batch_size = global_batch_size
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.source, self.global_batch_size = source, global_batch_size
         self.whole = -(-len(source) // global_batch_size)
         self._samples = len(source)
         if limit is not None and limit < self.whole:
@@ -307,9 +300,8 @@ class EvalBatches:
         return -(-self._samples // self.global_batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        mine = _slice(self.global_batch_size, self.dp_rank, self.dp_size)
         for batch in range(len(self)):
-            positions = batch * self.global_batch_size + mine
+            positions = batch * self.global_batch_size + self._mine
             real = positions < self._samples
             # Each sample represents an equal part of the source, and is in the middle of that part.
             spread = (2 * positions + 1) * len(self.source) // (2 * self._samples)
@@ -328,7 +320,8 @@ def _read(source: Source, indices: np.ndarray, *how: Any) -> Batch:
     return batch
 
 
-def _check_replicas(global_batch_size: int, dp_size: int) -> None:
+def _share(global_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
+    """Return a replica's positions in a global batch. Raises DataError if the replicas cannot share it equally."""
     if global_batch_size < 1:
         raise DataError(f"train.global_batch_size={global_batch_size}: a batch needs at least 1 sample")
     if global_batch_size % dp_size:
@@ -338,10 +331,6 @@ def _check_replicas(global_batch_size: int, dp_size: int) -> None:
             f"train.global_batch_size={global_batch_size} cannot be shared equally by {dp_size} replicas; "
             f"the nearest that can are {nearest}"
         )
-
-
-def _slice(global_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
-    """Return a replica's positions in the global batch."""
     size = global_batch_size // dp_size
     return np.arange(dp_rank * size, (dp_rank + 1) * size, dtype=np.int64)
 
