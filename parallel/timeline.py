@@ -167,9 +167,15 @@ def steady_steps(ranks: Sequence[Steps]) -> range:
 
 
 def work_span(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """Return when the first work among ``intervals`` began, and when the last ended."""
+    """Return when the first work among ``intervals`` began, and when the last ended; 0 if there is none."""
     work = [i for i in intervals if i.kind in WORK]
-    return min(i.start for i in work), max(i.end for i in work)
+    return min((i.start for i in work), default=0.0), max((i.end for i in work), default=0.0)
+
+
+def step_seconds(ranks: Sequence[Steps], index: int) -> float:
+    """Return the seconds from the first work of a step to the last, over all ranks; ``index`` is from the end."""
+    first, last = work_span([i for steps in ranks for i in steps[index]])
+    return last - first
 
 
 def busy_seconds(ranks: Sequence[Steps]) -> list[float]:
@@ -184,12 +190,6 @@ def bubble_fraction(ranks: Sequence[Steps]) -> float | None:
 
     It is None if no step was recorded on every rank.
     """
-    busy = span = 0.0
-    for index in steady_steps(ranks):
-        work = [i for steps in ranks for i in steps[index] if i.kind in WORK]
-        if not work:
-            continue
-        busy += sum(i.end - i.start for i in work)
-        first, last = work_span(work)
-        span += last - first
-    return 1.0 - busy / (len(ranks) * span) if span else None
+    steps = steady_steps(ranks)
+    span = sum(step_seconds(ranks, index) for index in steps)
+    return 1.0 - sum(busy_seconds(ranks)) * len(steps) / (len(ranks) * span) if span else None

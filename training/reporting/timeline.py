@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from statistics import median_low
 
@@ -29,6 +30,7 @@ from parallel.timeline import (
     Steps,
     bubble_fraction,
     steady_steps,
+    step_seconds,
     work_span,
 )
 from training.reporting import plot
@@ -56,7 +58,6 @@ _HANDS_ON = {FORWARD: RECEIVE_ACTIVATION, BACKWARD: RECEIVE_GRADIENT, BACKWARD_I
 Colour = tuple[float, float, float]
 
 
-@plot.style()
 def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> Figure:
     """Draw one row per rank: blocks numbered by micro-batch, and below them a thin strip with the rank's receives.
 
@@ -67,16 +68,9 @@ def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> 
         title: The figure's title.
         subtitle: The line below it.
     """
-    height = 1.55 + len(ranks) * (0.8 if len(ranks) <= 8 else 0.5)
-    figure = Figure(figsize=(plot.WIDE, height))
-    axes = figure.add_subplot()
-    handles = _rows(axes, ranks, plot.WIDE)
-    axes.set_title(subtitle)
-    _frame(figure, title, handles)
-    return figure
+    return _draw({subtitle: ranks}, title, plot.WIDE, 1.55 + len(ranks) * (0.8 if len(ranks) <= 8 else 0.5))
 
 
-@plot.style()
 def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, Steps], title: str) -> Figure:
     """Draw a predicted step above the measured step of median duration, on the same scale.
 
@@ -89,34 +83,37 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
         "predicted": predicted,
         f"measured, of median duration among {len(steps)} steps": {r: own[drawn] for r, own in measured.items()},
     }
-    figure = Figure(figsize=(plot.MEDIUM, 1.9 + 2 * len(predicted) * 0.8))
-    handles = {}
-    for axes, (name, step) in zip(figure.subplots(2, sharex=True), both.items(), strict=True):
-        handles |= {handle.get_label(): handle for handle in _rows(axes, step, plot.MEDIUM)}
+    return _draw(both, title, plot.MEDIUM, 1.9 + 2 * len(predicted) * 0.8)
+
+
+@plot.style()
+def _draw(parts: Mapping[str, Mapping[int, Sequence[Interval]]], title: str, width: float, height: float) -> Figure:
+    """Draw steps below each other on the same scale, each under its own title. The size is in inches."""
+    figure = Figure(figsize=(width, height))
+    rows, handles = figure.subplots(len(parts), sharex=True, squeeze=False)[:, 0], {}
+    for axes, (name, step) in zip(rows, parts.items(), strict=True):
+        handles |= {handle.get_label(): handle for handle in _rows(axes, step, width)}
         axes.set_title(name)
-    spans = (_span([i for own in step.values() for i in own]) for step in both.values())
-    _scale(axes, 1e3 * max(last - first for first, last in spans))  # both have it
-    figure.axes[0].set_xlabel("")
-    _frame(figure, title, [*handles.values()])
+    span = 1e3 * max(last - first for first, last in map(_span, parts.values()))
+    axes.set_xlim(-0.004 * span, 1.004 * span)
+    axes.set_xlabel("ms from the first forward of the step")
+    figure.suptitle(title, x=0.005, ha="left")
+    columns = min(len(handles), int(width / 2))  # inches of an entry
+    figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=columns)
     return figure
 
 
-def _span(intervals: Sequence[Interval]) -> tuple[float, float]:
+def _span(ranks: Mapping[int, Sequence[Interval]]) -> tuple[float, float]:
     """Return the start of the first work of a step, and the end of the last work or collective."""
+    intervals = [i for step in ranks.values() for i in step]
     first, last = work_span(intervals)
     return first, max([last, *(i.end for i in intervals if i.kind not in {*WORK, *RECEIVES})])
-
-
-def _frame(figure: Figure, title: str, handles: list[Patch]) -> None:
-    figure.suptitle(title, x=0.005, ha="left")
-    columns = min(len(handles), int(figure.get_figwidth() / 2))  # inches of an entry
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
 def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> list[Patch]:
     """Draw the rows of ``draw`` in a figure of a width in inches, and return the legend's handles."""
     everything = [i for step in ranks.values() for i in step]
-    first, last = _span(everything)
+    first, last = _span(ranks)
     span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
     points = 72 * 0.9 * width / span  # per millisecond
@@ -162,27 +159,17 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
     if receives:
         shown += [("receive: sender still computing", _WAITING), ("receive: sent, until used", _SENT)]
     shown += [(kind.replace("_", "-"), to_rgb(colour)) for kind, colour in colours.items()]
-    _finish(axes, span, [_label(rank, own) for rank, own in zip(ranks, stages, strict=True)])
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_yticks(range(len(ranks)), [_label(rank, own) for rank, own in zip(ranks, stages, strict=True)])
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(10))
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
     return [Patch(facecolor=colour, edgecolor="#999999", lw=0.5, label=name) for name, colour in shown]
 
 
 def _bar(axes: Axes, left: float, right: float, top: float, height: float, lw: float = 0.0, **colours) -> None:
     axes.add_patch(Rectangle((left, top), right - left, height, lw=lw, **colours))
-
-
-def _scale(axes: Axes, span: float) -> None:
-    axes.set_xlim(-0.004 * span, 1.004 * span)
-
-
-def _finish(axes: Axes, span: float, labels: list[str]) -> None:
-    _scale(axes, span)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(10))
-    axes.set_xlabel("ms from the first forward of the step")
-    axes.grid(visible=False, axis="y")
-    axes.spines["left"].set_visible(False)
 
 
 def _label(rank: int, stages: list[int]) -> str:
@@ -231,31 +218,21 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
     write_or_warn(run_dir / PICTURE, picture.getvalue())
     begin = max(steps[0], min(drawn - _MOST_STEPS // 2, -_MOST_STEPS))
     shown = {last_step + 1 + i: i for i in range(begin, min(begin + _MOST_STEPS, 0))}
-    events = [
-        event
-        for replica, members in enumerate(replicas)
-        for event in _events(replica, {rank: {n: ranks[rank][i] for n, i in shown.items()} for rank in members})
-    ]
-    origin = min((e["ts"] for e in events if e["ph"] == "X"), default=0.0)
-    for event in events:
-        if event["ph"] == "X":
-            event["ts"] = round(event["ts"] - origin, 3)
+    origin = min((i.start for rank in chain(*replicas) for n in shown.values() for i in ranks[rank][n]), default=0.0)
+    steps_of = {rank: {number: ranks[rank][i] for number, i in shown.items()} for rank in chain(*replicas)}
+    each = (_events(replica, {rank: steps_of[rank] for rank in own}, origin) for replica, own in enumerate(replicas))
     other = {"model": model, "schedule": plan.schedule, "pp": plan.pp, "chunks": plan.chunks, "bubble_fraction": bubble}
-    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    content = {"traceEvents": [*chain(*each)], "displayTimeUnit": "ms", "otherData": other}
     write_or_warn(run_dir / EVENTS, json.dumps(content))
 
 
 def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int:
     """Return the one of ``steps``, indices from the end, that has the median span of work over all ranks."""
-    spans = {}
-    for index in steps:
-        first, last = work_span([i for rank in ranks for i in rank[index]])
-        spans[index] = last - first
-    middle = median_low(spans.values())
-    return next(index for index, span in spans.items() if span == middle)
+    spans = [step_seconds(ranks, index) for index in steps]
+    return steps[spans.index(median_low(spans))]
 
 
-def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]]) -> list[dict]:
+def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]], origin: float) -> list[dict]:
     """Return one replica's events: a process, with threads for each rank's work and for its receives."""
     events = [_name("process", replica, 0, f"replica {replica}")]
     for position, (rank, steps) in enumerate(ranks.items()):
@@ -271,19 +248,19 @@ def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]]) -> li
                     place = next((n for n, end in enumerate(free) if end <= interval.start), len(free))
                     free[place : place + 1] = [interval.end]
                     lane = work + 1 + place
-                events.append(_complete(replica, lane, number, interval))
+                events.append(_complete(replica, lane, number, interval, origin))
         events += [_name("thread", replica, work + 1 + n, f"rank {rank}: receives") for n in range(len(free))]
     return events
 
 
-def _complete(pid: int, tid: int, step: int, interval: Interval) -> dict:
+def _complete(pid: int, tid: int, step: int, interval: Interval, origin: float) -> dict:
     return {
         "name": f"{interval.kind.replace('_', ' ')} {interval.microbatch}",
         "cat": "work" if interval.kind in WORK else "receive",
         "ph": "X",
         "pid": pid,
         "tid": tid,
-        "ts": interval.start * 1e6,
+        "ts": round(interval.start * 1e6 - origin * 1e6, 3),
         "dur": round((interval.end - interval.start) * 1e6, 3),
         "args": {"step": step, "microbatch": interval.microbatch, "stage": interval.stage},
     }

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from common.errors import PlanError
 from conf.instantiate import to_dict
-from launchers import WorkerFailed, call_in_workers
+from launchers import WorkerFailed, World, call_in_workers
 from models.given import pack_given
-from parallel.timeline import WORK, Interval, Steps, steady_steps, work_span
+from parallel.timeline import Interval, Steps, busy_seconds, steady_steps, step_seconds
 from planner.layout import PlannedLayout
 from planner.search import Candidate
 from training.callbacks import Callback, TrainingRun
@@ -24,7 +23,6 @@ from training.reporting.metrics import METRICS, after_warmup, read_records
 from training.run.prepare import prepare
 from training.studies.short_run import run_on_rank, short_run
 
-_WATCHED = "watched-{}.json"
 _FEWEST_STEPS, _MOST_STEPS = 8, 200
 
 
@@ -68,37 +66,36 @@ def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
         return Trial(problem=str(error))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            summary, *_ = call_in_workers(run_on_rank, (to_dict(trial), folder, pack_given()), plan.processes)
+            found = call_in_workers(_watched, (to_dict(trial), folder, pack_given()), plan.processes)
         except WorkerFailed as failure:
             return Trial(problem=_reason(failure))
-        watched = [json.loads((Path(folder) / _WATCHED.format(rank)).read_text()) for rank in range(plan.processes)]
         took = [record["step_time_s"] for record in read_records(Path(folder) / METRICS) if "step_time_s" in record]
-    done = {
-        rank: [[Interval(*interval) for interval in step] for step in watched[rank]["steps"]]
-        for rank in plan.mesh(0).pipeline(0)
-        if plan.pipelined
-    }
+    summaries, busy, measured = zip(*found, strict=True)
+    done = {rank: measured[rank] for rank in plan.mesh(0).pipeline(0) if plan.pipelined}
     return Trial(
         float(np.quantile(after_warmup(took), 0.25)),
-        max(summary["peak_memory_bytes"]),
-        max(rank["busy"] for rank in watched) if plan.device_type == "cpu" else None,
+        max(summaries[0]["peak_memory_bytes"]),
+        max(busy) if plan.device_type == "cpu" else None,
         _idle([*done.values()]) if done else None,
         done,
     )
 
 
+def _watched(world: World, *run: Any) -> tuple[dict[str, Any], float, Sequence[Sequence[Interval]]]:
+    """Run on one rank; return the summary, the seconds per step that it computed, and a pipeline's newest steps."""
+    return run_on_rank(world, *run), *Watch.found
+
+
 def _idle(ranks: Sequence[Steps]) -> float:
     """Return the seconds per step in which the busiest rank is idle until the last rank has finished."""
-    steps, span, busy = steady_steps(ranks), 0.0, np.zeros(len(ranks))
-    for index in steps:
-        first, last = work_span([i for own in ranks for i in own[index]])
-        span += last - first
-        busy += [sum(i.end - i.start for i in own[index] if i.kind in WORK) for own in ranks]
-    return (span - busy.max()) / len(steps)
+    steps = steady_steps(ranks)
+    return sum(step_seconds(ranks, index) for index in steps) / len(steps) - max(busy_seconds(ranks))
 
 
 class Watch(Callback):
-    """Records the time that a rank's thread computed, and the newest steps of a pipeline."""
+    """Records the time that a rank's thread computed, and the newest steps of a pipeline: ``found`` in its process."""
+
+    found: ClassVar[tuple[float, Sequence[Sequence[Interval]]]] = (0.0, ())
 
     def __init__(self) -> None:
         self._clock, self._busy = time.thread_time(), []
@@ -109,11 +106,9 @@ class Watch(Callback):
         self._clock = now
 
     def on_end(self, run: TrainingRun, summary: Mapping[str, Any]) -> None:
-        """Write the records into the run directory."""
+        """Keep the records for ``_watched``."""
         timeline = run.strategy.timeline
-        steps = list(timeline.steps) if timeline is not None else []
-        found = {"busy": float(np.quantile(after_warmup(self._busy), 0.25)), "steps": steps}
-        (run.run_dir / _WATCHED.format(run.strategy.mesh.rank)).write_text(json.dumps(found))
+        Watch.found = float(np.quantile(after_warmup(self._busy), 0.25)), [] if timeline is None else [*timeline.steps]
 
 
 def _reason(failure: WorkerFailed) -> str:
