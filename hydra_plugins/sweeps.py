@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import JobReturn
-from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
 
@@ -30,15 +31,12 @@ class JobSweeper(BasicSweeper):
         return sweep(self, arguments)
 
 
-class SlurmArray(Launcher):
+class SlurmArray(BasicLauncher):
     """Hydra's launcher for launcher=slurm: jobs that passed the checks here are elements of a SLURM job array."""
-
-    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
-        """Keep Hydra's objects, for ``launch``."""
-        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Return one JobReturn per job. Whether a job failed is recorded in its directory."""
-        from training.command.sweep_jobs import launch_array
+        from training.command.sweep_jobs import queue_checked
 
-        return launch_array(self.hydra_context, self.task_function, self.config, job_overrides, initial_job_idx)
+        logging.getLogger(BasicLauncher.__module__).setLevel(logging.WARNING)  # it says that jobs run locally
+        return queue_checked(super().launch(job_overrides, initial_job_idx))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from common.errors import PlanError
@@ -113,12 +113,11 @@ def search(
     """
     fit, nearest, tried, fixed = [], {}, 0, fixed or {}
     for devices in kinds:
-        balanced = _Balanced(layers, devices)
         for layout in layouts(layers, devices.costs.devices, batch, devices.count, tensor, fixed, least, devices.whole):
             if layout.dp % layout.shards:
                 continue  # no equal groups, which were typed
             tried += 1
-            candidate = Candidate(layers, balanced(layout), devices)
+            candidate = Candidate(layers, _balanced(layers, layout, devices), devices)
             if candidate.missing <= 0:
                 fit.append(candidate)
             elif layout.strategy not in nearest or candidate.missing < nearest[layout.strategy].missing:
@@ -138,24 +137,20 @@ def search(
     return Found(fit, tried, {name: candidate for name, candidate in nearest.items() if name not in known})
 
 
-class _Balanced:
-    """Gives pipelines the stages that ``parallel.balance=time`` or ``size`` will make, by predicted costs of layers."""
+def _balanced(layers: Works, layout: PlannedLayout, devices: Devices) -> PlannedLayout:
+    """Give a pipeline the stages that ``parallel.balance=time`` or ``size`` will make, by predicted costs of layers."""
+    if layout.balance not in ("time", "size") or not layout.pipelined:
+        return layout
+    if layout.balance == "time":
+        costs = [seconds_of_layer(work, layout, devices.costs) for work in layers]
+    else:
+        costs = bytes_of_layers(layers, layout, devices.allocation, devices.states)
+    return replace(layout, balance=_equal_stages(tuple(costs), layout.pp * layout.per_rank))
 
-    def __init__(self, layers: Works, devices: Devices) -> None:
-        self._layers, self._devices = layers, devices
-        self._known: dict[tuple[tuple[float, ...], int], tuple[int, ...]] = {}
 
-    def __call__(self, layout: PlannedLayout) -> PlannedLayout:
-        if layout.balance not in ("time", "size") or not layout.pipelined:
-            return layout
-        if layout.balance == "time":
-            costs = [seconds_of_layer(work, layout, self._devices.costs) for work in self._layers]
-        else:
-            costs = bytes_of_layers(self._layers, layout, self._devices.allocation, self._devices.states)
-        key = tuple(costs), layout.pp * layout.per_rank
-        if (counts := self._known.get(key)) is None:
-            counts = self._known[key] = tuple(equal_stages(*key))
-        return replace(layout, balance=counts)
+@cache  # layouts that differ in anything else have the same costs
+def _equal_stages(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    return tuple(equal_stages(costs, stages))
 
 
 def layouts(

@@ -17,8 +17,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, configure_log, setup_globals
-from hydra.core.utils import run_job as run_hydra_job
+from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -238,7 +237,7 @@ def run_job(composed: Composed, world: World | None) -> Any:
     """Run one job of a sweep in separate processes, and record in job.json how it ends.
 
     A job that fails raises nothing, so that the next jobs run. Only a third-party sweeper, such as optuna, gets an
-    exception and decides. A job that is to be queued is only checked here: ``launch_array`` queues it.
+    exception and decides. A job that is to be queued is only checked here: ``queue_checked`` queues it.
 
     Args:
         composed: The job's configuration, complete.
@@ -308,27 +307,19 @@ def _begin(composed: Composed, status: str) -> None:
             section.name = section.name or (label(job, keys)[:120] if keys else None)
 
 
-def launch_array(
-    hydra_context: Any, task: Callable, config: Any, jobs: Sequence[Sequence[str]], first: int
-) -> Sequence[JobReturn]:
-    """Compose and check every job here, queue those that passed as one array per shape, and wait for them.
+def queue_checked(jobs: Sequence[JobReturn]) -> Sequence[JobReturn]:
+    """Queue the jobs that passed ``run_job``'s checks, as one array per shape, and wait for them.
 
     A job that fails is recorded in its directory and does not end the others.
     """
-    setup_globals()
-    configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-    returned = []
-    for num, overrides in enumerate(jobs, first):
-        cfg = hydra_context.config_loader.load_sweep_config(config, list(overrides))
-        with open_dict(cfg):
-            cfg.hydra.job.id, cfg.hydra.job.num = str(num), num
-        folders = "hydra.sweep.dir", "hydra.sweep.subdir"
-        returned.append(run_hydra_job(task, cfg, *folders, hydra_context=hydra_context))
-    ready = [job for job in returned if job.return_value is not None]
+    ready = [job for job in jobs if job.return_value is not None]
     _run_all([job.return_value for job in ready])
     for job in ready:
-        job.return_value = _objective_of(job.return_value)
-    return returned
+        run = job.return_value
+        record = read_job(run.run_dir)
+        finished = record is not None and record.status == FINISHED
+        job.return_value = value_for_sweeper(to_config(run.tree), run.run_dir) if finished else None
+    return jobs
 
 
 def _check(composed: Composed) -> CheckedRun | None:
@@ -374,11 +365,6 @@ def _run_all(runs: list[CheckedRun]) -> None:
         for job, folder in jobs:
             if job.error is not None:
                 _fail(folder, job.error)
-
-
-def _objective_of(run: CheckedRun) -> float | None:
-    job = read_job(run.run_dir)
-    return value_for_sweeper(to_config(run.tree), run.run_dir) if job is not None and job.status == FINISHED else None
 
 
 def _fail(folder: Path, error: Exception) -> None:

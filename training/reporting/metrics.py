@@ -35,13 +35,13 @@ class MetricsFile:
         """Note the path. The file and its folder are made at the first write; an existing file is appended to."""
         self.path = Path(path)
         self._pending: deque[bytes] = deque()
-        self._failing = False
         self._file: io.FileIO | None = None
 
     def write(self, record: dict) -> None:
         """Append a record as one line. NaN and infinity are written as null; tensors as numbers and lists."""
+        waiting = len(self._pending)
         self._pending.append((json.dumps(jsonable(record), allow_nan=False) + "\n").encode())
-        self._write_pending()
+        self._write_pending(waiting)
 
     def truncate_after(self, step: int) -> None:
         """Cut the file off before the first record whose "step" is larger, or that is not a JSON object.
@@ -65,7 +65,7 @@ class MetricsFile:
     def close(self) -> None:
         """Write what is pending, force the file to the disk and close it. A later ``write`` opens it again."""
         if self._pending:
-            self._write_pending()
+            self._write_pending(len(self._pending))
         try:
             if self._file is not None:
                 os.fsync(self._file)  # network file systems report a full disk only here
@@ -76,8 +76,8 @@ class MetricsFile:
             log.warning("%s lacks %d records that could not be written before the run ended", self.path,
                         len(self._pending))  # fmt: skip
 
-    def _write_pending(self) -> None:
-        waiting = len(self._pending) - 1
+    def _write_pending(self, waiting: int) -> None:
+        """Write what is pending, of which so many records could not be written before."""
         try:
             if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
                 log.warning("%s was removed while this run writes to it: its records up to here are lost. The next "
@@ -89,15 +89,13 @@ class MetricsFile:
                 _append(self._file, self._pending[0])
                 self._pending.popleft()
         except OSError as error:
-            if not self._failing:
+            if not waiting:
                 log.warning("cannot write %s: %s. Training goes on; records are kept in memory and written when the "
                             "disk has space again", self.path, explain(error, self.path))  # fmt: skip
-            self._failing = True
             self._close_file()  # opening it again at the next attempt also recovers from a remounted disk
-            return
-        if self._failing:
-            log.warning("%s can be written again; %d records of the outage were added", self.path, waiting)
-            self._failing = False
+        else:
+            if waiting:
+                log.warning("%s can be written again; %d records of the outage were added", self.path, waiting)
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
