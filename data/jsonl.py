@@ -145,7 +145,7 @@ class RowData(DataSet):
 
             def render(given: list, *answers: list) -> list:
                 rendered = tokens.render(given, *answers)
-                seen.add_roles(given if tokens.messages else [], tokens)
+                seen.add_messages(given if tokens.messages else [], tokens)
                 return rendered
 
             for some in np.array_split(np.arange(len(indices)), -(-len(indices) // _AT_A_TIME)):
@@ -164,7 +164,7 @@ class RowData(DataSet):
             (folder / _SEEN).write_text(json.dumps(asdict(seen)))
 
         # A folder in the cache shows that the rows were checked, and its name for what.
-        name = f"checked-{key_of(rows, [*fields, 'JSON of whole characters, with lengths and roles', *tokens.key])}"
+        name = f"checked-{key_of(rows, [*fields, 'JSON of whole characters, with lengths, roles and keys', *tokens.key])}"
         return SeenRows(**parse_json((cached_folder(self.cache_dir, name, check) / _SEEN).read_bytes()))
 
     def _describe(self, seen: SeenRows) -> str:

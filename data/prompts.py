@@ -68,7 +68,7 @@ def chat_of(messages: Any, tools: Any = None) -> Chat:
     tools = parse_json(tools) if isinstance(tools, str) and tools else tools
     if tools and not isinstance(tools, list):
         raise ValueError(f"comes with tools of type {type(tools).__name__}, not a list of JSON schemas")
-    return Chat(read, tools or None)
+    return Chat(read, [parse_json(tool) if isinstance(tool, str) else tool for tool in tools or ()] or None)
 
 
 def _has_types(parts: list) -> bool:
@@ -180,6 +180,10 @@ class RowTokens:
         more = [{**m, "content": f"{m.get('content', '')}x"} if m["role"] == role else m for m in chat.messages]
         both = [self.template.render(Chat(messages, chat.tools))[1] for messages in (chat.messages, more)]
         return len({sum(end - start for start, end in spans) for spans in both}) > 1
+
+    def reads(self, *keys: str) -> bool:
+        """Return whether the template has one of these keys of messages."""
+        return self.template is not None and any(key in self.template.text for key in keys)
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens that a model continues: those of texts, of prompts, or of chats.

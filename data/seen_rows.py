@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.prompts import RowTokens
+from data.prompts import THOUGHTS, RowTokens
 from data.templates import Chat
 
 
@@ -18,22 +18,28 @@ class SeenRows:
         rows: The number of rows, also of those that were not encoded.
         lengths: For each encoded row, the number of its inputs, and of those before the first target that counts.
         roles: For each role of chats, the number of messages, and whether they count in the loss.
+        unread: For each key of messages that does not occur in the template, the number of messages.
     """
 
     rows: int
     lengths: list[tuple[int, int]] = field(default_factory=list)
     roles: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
 
     def add_lengths(self, encoded: list[tuple[list[int], np.ndarray]]) -> None:
         """Count rows, as RowTokens.encode returns them."""
         self.lengths += [(len(tokens) - 1, int(np.argmax(np.append(counted[1:], True)))) for tokens, counted in encoded]
 
-    def add_roles(self, chats: list[Chat], row_tokens: RowTokens) -> None:
+    def add_messages(self, chats: list[Chat], row_tokens: RowTokens) -> None:
         """Count the messages of chats."""
         for chat in chats:
-            for role in (message["role"] for message in chat.messages):
+            for message in chat.messages:
+                role = message["role"]
                 number, counts = self.roles.get(role) or (0, row_tokens.counts(chat, role))
                 self.roles[role] = number + 1, counts
+                for key in message.keys() - set(THOUGHTS[1:]):  # the first one has them, too
+                    if not row_tokens.reads(*THOUGHTS if key in THOUGHTS else [key]):
+                        self.unread[key] = self.unread.get(key, 0) + 1
 
     def describe(self, seq_len: int, widths: str) -> str:
         """Return to which ``widths`` rows are padded, how many are cut, and whose messages count."""
@@ -53,4 +59,5 @@ class SeenRows:
             by[counts].append(f"{role} ({number:,})")
         padded = f"padded{' or cut' * bool(cut.any() or some)} to {widths} tokens{': ' * bool(notes)}{', '.join(notes)}"
         roles = f"; messages that count: {', '.join(by[True])}; that do not: {', '.join(by[False])}"
-        return padded + roles * bool(self.roles)
+        unread = ", ".join(f"{key} ({number:,})" for key, number in sorted(self.unread.items()))
+        return padded + roles * bool(self.roles) + f"; not in the template: {unread}" * bool(unread)

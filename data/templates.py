@@ -16,7 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -285,9 +285,11 @@ def _rendered(
     text = render(messages, continued)
     spans = marks.spans
     for i, message in enumerate(messages):
-        role, content = message["role"], message.get("content")
-        if isinstance(content, (dict, list)) and content and str(content) in text:
-            raise TemplateError(f"it writes the content of message {i + 1} as Python writes a {type(content).__name__}")
+        role = message["role"]
+        for key, value in ((key, value) for key in message for value in _structures(message[key])):
+            if str(value) in text and str(value) != json.dumps(value, ensure_ascii=False):
+                kind = type(value).__name__
+                raise TemplateError(f"it writes the {key} of message {i + 1} as Python writes a {kind}")
         if role not in _seen and isinstance(message.get("content"), str) and "tool_calls" not in message:
             if longer(i, len(messages)) == text:
                 raise TemplateError(f"it writes nothing of a message with the role {role!r}")
@@ -299,6 +301,13 @@ def _rendered(
     if not marks.has_blocks and not continued:
         spans = [(start_of(i), end_of(i)) for i, message in enumerate(messages) if message["role"] == "assistant"]
     return {"text": text, "spans": spans}
+
+
+def _structures(value: Any) -> Iterator[Any]:
+    if isinstance(value, (dict, list)):
+        yield value
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _structures(part)
 
 
 def _parts(content: Any) -> Any:

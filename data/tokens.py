@@ -175,9 +175,9 @@ def _without_header(path: Path, dtype: str | None) -> MappedFile:
         )
     file = MappedFile(path, kind.str)
     first = file.array[:_LOOKED_AT]
-    if dtype is None and len(first) > 1 and first[1::2].max() < 2:
+    if dtype is None and len(first) > 1 and first[1::2].max() < 8:  # of a vocabulary below 524,288
         raise DataError(
-            f"{path} has tokens of more than 16 bits: as uint16, every second number is 0 or 1. Set data.dtype="
+            f"{path} has tokens of more than 16 bits: as uint16, every second number is below 8. Set data.dtype="
             f"{'uint32' if first[2::4].any() else 'uint64'}, or data.dtype=uint16 if they are tokens of 16 bits"
         )
     return file

@@ -114,8 +114,9 @@ def test_the_thoughts_that_only_the_last_answer_has_count_there(chats_of):
 
 def test_tools_and_system_messages_reach_the_template(chats_of, tmp_path):
     rows = [{"messages": CHATS[i], "tools": tools} for i, tools in ((1, TOOLS), (3, json.dumps(TOOLS)), (0, None))]
+    rows += [{"messages": CHATS[1], "tools": [json.dumps(tool) for tool in TOOLS]}]
     data, tokenizer = chats_of(rows), theirs(tmp_path)
-    for (inputs, _), row, tools in zip(rows_of(data.train), rows, (TOOLS, TOOLS, None), strict=True):
+    for (inputs, _), row, tools in zip(rows_of(data.train), rows, (TOOLS, TOOLS, None, TOOLS), strict=True):
         whole = tokenizer.apply_chat_template(row["messages"], tools=tools, return_dict=True)["input_ids"]
         assert inputs[: len(whole) - 1] == whole[:-1]
         assert ("parameters" in data.vocabulary.decode(inputs)) == bool(tools)
@@ -182,6 +183,11 @@ def test_the_plan_says_how_many_rows_are_cut_and_whose_messages_count(chats_of):
     lengths = sorted(max(i for i, target in enumerate(targets) if target != -100) + 1 for _, targets in whole)
     counted = "; messages that count: assistant (10); that do not: system (1), tool (1), user (10)"
     assert chats_of(CHATS, seq_len=400).description.endswith(f"padded to 400 tokens{counted}")
+    noted = [[{**m, "weight": 0, "thinking": "Hm"} if m["role"] == "assistant" else m for m in chat] for chat in CHATS]
+    ignored = "; not in the template: reasoning_content (10), weight (10)"
+    assert chats_of(noted, seq_len=400).description.endswith(counted + ignored)
+    result = [*CHATS[3][:2], {"role": "tool", "content": [1, 2]}, CHATS[3][3]]
+    chats_of([result], template="{% for m in messages %}{{ m.content | tojson }}{% endfor %}")  # equal in JSON and Python
     said = chats_of(CHATS, seq_len=24).description
     assert f"padded or cut to 24 tokens: {sum(n > 24 for n in lengths)} of 5 rows are longer" in said, (lengths, said)
     holds = int(said.partition("data.seq_len=")[2].split()[0])
@@ -232,6 +238,12 @@ REFUSED = {
         "has a part in message 1 that is not text",
     ),
     "tools that are no list": ({**GOOD, "tools": "3"}, {}, "comes with tools of type int"),
+    "arguments that are written as Python does": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": True}}}]}]},
+        {"template": "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or () %}"
+         "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{% endfor %}"},
+        "it writes the tool_calls of message 1 as Python writes a dict",
+    ),
     "a role that nothing is written of": (
         {"messages": [*CHATS[0], {"role": "critic", "content": "no"}]},
         {"template": "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"},

@@ -118,6 +118,7 @@ REPLACED = {  # by transformers: the kind of model, and the class that tokenizer
     "qwen's way to split words": ("llama3", "qwen2", "PreTrainedTokenizerFast", "café", True),
     "llama's way to begin a text": ("llama2", "llama", "LlamaTokenizer", " a", False),
     "gemma's": ("llama2", "gemma2", "GemmaTokenizer", "a b", False),
+    "special tokens, which it splits": ("qwen", "gpt2", "PreTrainedTokenizerFast", "<|im_end|>a", False),
     "nothing": ("llama3", "llama", "LlamaTokenizer", None, False),
 }
 
@@ -126,7 +127,7 @@ REPLACED = {  # by transformers: the kind of model, and the class that tokenizer
 def test_transformers_reads_the_tokenizer_of_an_export_as_it_was_trained_with(
     tmp_path, theirs, style, kind, named, text, in_module
 ):
-    tokenizer_folder(tmp_path, style, tokenizer_class=named)
+    tokenizer_folder(tmp_path, style, tokenizer_class=named, split_special_tokens=str(text).startswith("<"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     vocabulary, before = HuggingFaceVocabulary(tmp_path), theirs(tmp_path)
     said = keep_tokens(tmp_path, vocabulary)

@@ -112,7 +112,8 @@ def test_tokens_of_32_bits_are_read_by_a_header_or_by_their_type(folder, tokens_
 
 
 REFUSED_TYPES = {
-    "32 bits as 16": (LONG * 20, "<u4", {}, "as uint16, every second number is 0 or 1. Set data.dtype=uint32"),
+    "32 bits as 16": (LONG * 20, "<u4", {}, "as uint16, every second number is below 8. Set data.dtype=uint32"),
+    "32 bits of the largest vocabularies": ([7, 262_143, 140_000] * 9, "<u4", {"vocab_size": 262_144}, "dtype=uint32"),
     "an odd number of bytes": ([1] * 50 + [2], "u1", {}, "has 51 bytes, but a token of uint16 has 2"),
     "no type of whole numbers": ([1] * 50, "<u2", {"dtype": "float32"}, "dtype=float32 is not a type of whole numbers"),
 }
@@ -122,7 +123,7 @@ REFUSED_TYPES = {
 def test_tokens_of_another_type_are_refused_with_the_one_to_type(tmp_path, tokens_of, numbers, stored, options, says):
     (tmp_path / "a.bin").write_bytes(np.asarray(numbers, dtype=stored).tobytes())
     with pytest.raises(DataError, match=says):
-        tokens_of(tmp_path / "a.bin", format="nanogpt", **options, **BEYOND)
+        tokens_of(tmp_path / "a.bin", format="nanogpt", **{**BEYOND, **options})
 
 
 def test_a_header_and_a_type_must_agree(folder, tokens_of):

@@ -37,6 +37,7 @@ EXAMPLE = "example.safetensors"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EXAMPLES, _AS_IT_IS = 2, "PreTrainedTokenizerFast"
+_AS_THE_FILE = {"tokenizer_class": _AS_IT_IS, "split_special_tokens": False}
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _PACKAGES = {"onnx": _ONNX, "triton": (*_ONNX, "transformers")}
 # The ends of names that peft 0.21 takes for experts, of which transformers 5 has one tensor, wherever the modules are.
@@ -107,7 +108,7 @@ def keep_tokens(folder: Path, vocabulary: Any) -> str:
     for more, where in (({}, ""), (module, " in as_it_is.py")):
         if vocabulary.difference(folder) is not None:
             settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-            path.write_text(json.dumps({**settings, "tokenizer_class": _AS_IT_IS, **more}, indent=1), "utf-8")
+            path.write_text(json.dumps({**settings, **_AS_THE_FILE, **more}, indent=1), "utf-8")
             if more:
                 (folder / "as_it_is.py").write_text(f"from transformers import {_AS_IT_IS}  # noqa: F401\n")
             changed = f"; {SETTINGS} names {_AS_IT_IS}{where}, because {why} without it"
