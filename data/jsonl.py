@@ -164,7 +164,7 @@ class RowData(DataSet):
             (folder / _SEEN).write_text(json.dumps(asdict(seen)))
 
         # A folder in the cache shows that the rows were checked, and its name for what.
-        name = f"checked-{key_of(rows, [*fields, 'JSON of whole characters, with lengths, roles and keys', *tokens.key])}"
+        name = f"checked-{key_of(rows, [*fields, 'JSON of whole characters, lengths, roles, keys', *tokens.key])}"
         return SeenRows(**parse_json((cached_folder(self.cache_dir, name, check) / _SEEN).read_bytes()))
 
     def _describe(self, seen: SeenRows) -> str:

@@ -286,10 +286,11 @@ def _rendered(
     spans = marks.spans
     for i, message in enumerate(messages):
         role = message["role"]
-        for key, value in ((key, value) for key in message for value in _structures(message[key])):
-            if str(value) in text and str(value) != json.dumps(value, ensure_ascii=False):
-                kind = type(value).__name__
-                raise TemplateError(f"it writes the {key} of message {i + 1} as Python writes a {kind}")
+        for key, given in message.items():
+            for value in _structures(given):
+                if str(value) in text and str(value) != json.dumps(value, ensure_ascii=False):
+                    kind = type(value).__name__
+                    raise TemplateError(f"it writes the {key} of message {i + 1} as Python writes a {kind}")
         if role not in _seen and isinstance(message.get("content"), str) and "tool_calls" not in message:
             if longer(i, len(messages)) == text:
                 raise TemplateError(f"it writes nothing of a message with the role {role!r}")

@@ -43,7 +43,7 @@ _CHARACTERS_A_TOKEN, _TOKENS_MORE = 8, 16
 _FILES = (TOKENIZER, SETTINGS, _SPECIAL, TEMPLATE, "added_tokens.json", "vocab.json", "merges.txt")
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
 # Texts that show which normalizer and which way to split words a tokenizer has; @ is a special token.
-_PROBES = ("", "a b", " a", "  a", "a  b", "a\n\n b", "\n", ".\n\n\n", "1234 5", "It's", "cafe\u0301", "\ufb01 \u2460", "\u65e5")
+_PROBES = ("", "a b", " a", "  a", "a  b", "a\n\n b", ".\n\n\n", "It's 1234 5", "cafe\u0301", "\ufb01 \u2460", "\u65e5")
 _AROUND, _MOST_SPECIAL = ("@a", "a@ b", " @  c"), 100
 # The names of special tokens, in the order in which transformers adds those that tokenizer.json lacks.
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]

@@ -187,7 +187,7 @@ def test_the_plan_says_how_many_rows_are_cut_and_whose_messages_count(chats_of):
     ignored = "; not in the template: reasoning_content (10), weight (10)"
     assert chats_of(noted, seq_len=400).description.endswith(counted + ignored)
     result = [*CHATS[3][:2], {"role": "tool", "content": [1, 2]}, CHATS[3][3]]
-    chats_of([result], template="{% for m in messages %}{{ m.content | tojson }}{% endfor %}")  # equal in JSON and Python
+    chats_of([result], template="{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
     said = chats_of(CHATS, seq_len=24).description
     assert f"padded or cut to 24 tokens: {sum(n > 24 for n in lengths)} of 5 rows are longer" in said, (lengths, said)
     holds = int(said.partition("data.seq_len=")[2].split()[0])
