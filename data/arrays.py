@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 import numpy as np
 
 from common.errors import DataError
-from common.files import expand_home
-from data.dataset import DataSet, Source, check_fractions, once, to_tensor
+from data.dataset import DataSet, Source, check_fractions, given_path, once, to_tensor
 from data.documents import SPLITS
 from data.loader import permute
 
@@ -33,18 +32,16 @@ class Arrays(DataSet):
         valid: float = 0.1,
         test: float = 0.1,
         seed: int = 0,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        **options: Any,
     ):
         """Check the arguments. No file is opened before prepare().
 
         Raises:
             DataError: ``root`` is missing, or the fractions are out of range.
         """
-        super().__init__(num_workers)
-        if not root:
-            raise DataError("data=arrays needs the folder of the .npy files, or an .npz file: data.root=PATH")
-        self.root, self.seed, self.held_out = expand_home(root).absolute(), seed, {"valid": valid, "test": test}
+        super().__init__(**options)
+        self.root = given_path(root, "data=arrays needs the folder of the .npy files, or an .npz file: data.root=PATH")
+        self.seed, self.held_out = seed, {"valid": valid, "test": test}
         check_fractions(self.held_out, "data.")
         self.inputs, self.targets = inputs, targets
 

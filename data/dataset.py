@@ -9,11 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from common.errors import DataError
+from common.files import expand_home
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +128,13 @@ def check_fractions(fractions: Mapping[str, float], prefix: str = "") -> None:
         raise DataError(f"{named} must be 0 or more, and less than 1 together")
 
 
+def given_path(root: str | None, needed: str) -> Path:
+    """Return ``data.root`` as an absolute path. If there is none, raise DataError, which says what is needed."""
+    if not root:
+        raise DataError(needed)
+    return expand_home(root).absolute()
+
+
 ONE_TARGET = (
     "a loss gets one tensor of them. Join them, torch.cat([a, b], dim=1), and let the loss take them apart; or give "
     "the others as inputs, which the model returns with its output"
@@ -225,6 +234,7 @@ class DataSet(ABC):
             prepare(). A model that has learned more has a lower loss. None for data that is not text.
         fingerprint: A digest of all samples, if prepare() computes one anyway; otherwise empty.
         num_workers: Processes that read ahead (see data.loader.train_loader).
+        cache_dir: The folder of all cached data and downloads; None for the user's cache folder.
     """
 
     vocabulary: Vocabulary | WordVocabulary | None = None
@@ -232,6 +242,7 @@ class DataSet(ABC):
     seq_len: int | None = None
     unigram_entropy: float | None = None
     num_workers: int = 0
+    cache_dir: str | None = None
     fingerprint: str = ""
     _prepared = False
     train: Source
@@ -239,10 +250,10 @@ class DataSet(ABC):
     test: Source | None
     description: str
 
-    def __init__(self, num_workers: int = 0):
+    def __init__(self, num_workers: int = 0, cache_dir: str | None = None):
         """Raise DataError if ``num_workers`` is negative."""
         check_at_least(0, num_workers=num_workers)
-        self.num_workers = num_workers
+        self.num_workers, self.cache_dir = num_workers, cache_dir
 
     @abstractmethod
     def prepare(self) -> None:

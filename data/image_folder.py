@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.errors import DataError
-from common.files import expand_home
-from data.dataset import Source
+from data.dataset import Source, given_path
 from data.documents import SPLITS, find_files
 from data.images import ImageData, Images, Labelled
 from data.jsonl import select_rows
@@ -42,11 +41,9 @@ class ImageFolder(ImageData):
     ):
         """See ImageData; ``mean`` and ``std`` are of red, green and blue from 0 to 1, by default ImageNet's."""
         super().__init__(image_size, channels, cache_dir=cache_dir, num_workers=num_workers)
-        if not root:
-            raise DataError("data=image_folder needs the folder of the images, data.root=FOLDER")
+        self.root = given_path(root, "data=image_folder needs the folder of the images, data.root=FOLDER")
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
             raise DataError(f"data.mean={mean} and data.std={std}: give three numbers each, and data.std above 0")
-        self.root = expand_home(root).absolute()
         self.mean, self.std = ([255 * value for value in values] for values in (mean, std))
 
     def class_names(self) -> list[str]:

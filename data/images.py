@@ -34,7 +34,6 @@ class ImageData(DataSet):
     Attributes:
         image_shape: (channels, image_size, image_size) of one sample.
         num_classes: The number of classes.
-        cache_dir: The folder for downloads; None for the user's cache folder.
         mean: Subtracted from the stored pixels, one number per stored channel.
         std: The numbers by which the pixels are then divided.
     """
@@ -47,8 +46,7 @@ class ImageData(DataSet):
         image_size: int = 28,
         channels: int = 1,
         num_classes: int = 10,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        **options: Any,
     ):
         """Check the arguments; prepare() reads the data.
 
@@ -56,16 +54,14 @@ class ImageData(DataSet):
             image_size: Pixels per side.
             channels: 1 for grey, 3 for colours; grey images then have three equal channels.
             num_classes: The number of classes. Labels are in [0, num_classes).
-            cache_dir: The folder for downloads; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
+            options: See DataSet.
         """
-        super().__init__(num_workers)
+        super().__init__(**options)
         check_at_least(1, image_size=image_size, channels=channels, num_classes=num_classes)
         way_out = "choose a smaller data.image_size"
         check_memory(8 * channels * image_size**2, f"one image of data.image_size={image_size}", way_out)
         self.image_shape = (channels, image_size, image_size)
         self.num_classes = num_classes
-        self.cache_dir = cache_dir
 
     def class_names(self) -> list[str]:
         """Return the names of the classes, which are their numbers if they have no names."""

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from common.errors import DataError
-from common.files import expand_home, parse_json
+from common.files import parse_json
 from common.machine import usable_cores
 from data.cache import MappedFile, cached_folder
-from data.dataset import DataSet, Source, check_at_least, once
+from data.dataset import DataSet, Source, check_at_least, given_path, once
 from data.documents import TO_UTF8, files_of, is_utf16, split_of
 from data.loader import VariableLength, bucket_widths
 from data.packed import SUFFIXES, unpacked
@@ -87,24 +87,19 @@ class RowData(DataSet):
         root: str | None = None,
         seq_len: int = 256,
         bucket_by_length: bool = False,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
         extra_tokens: ExtraTokens = None,
         tokenizer: str | None = None,
         answer: str | None = None,
         template: str | None = None,
         messages: str | None = None,
+        **options: Any,
     ):
-        super().__init__(num_workers)
-        if not root:
-            raise DataError(f"data={self.suffix[1:]} needs the rows, data.root=FILE_OR_FOLDER")
+        super().__init__(**options)
+        self.root = given_path(root, f"data={self.suffix[1:]} needs the rows, data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len)
-        self.root = expand_home(root).absolute()
         self.vocabulary = choose_vocabulary(tokenizer, extra_tokens)
         self.vocab_size = self.vocabulary.size
-        self.seq_len = seq_len
-        self.bucket_by_length = bucket_by_length
-        self.cache_dir = cache_dir
+        self.seq_len, self.bucket_by_length = seq_len, bucket_by_length
         self.row_tokens = RowTokens(self.vocabulary, self.fields, answer, template, messages)
 
     @once

@@ -39,8 +39,6 @@ class LanguageData(DataSet):
     def __init__(
         self,
         seq_len: int = 256,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
         vocabulary: Literal["gpt2", "words"] = "gpt2",
         min_frequency: int | None = None,
         max_vocabulary: int | None = None,
@@ -48,13 +46,12 @@ class LanguageData(DataSet):
         columns: int | None = None,
         extra_tokens: ExtraTokens = None,
         tokenizer: str | None = None,
+        **options: Any,
     ):
         """Check the arguments; prepare() reads the data.
 
         Args:
             seq_len: Tokens per sample.
-            cache_dir: The folder for tokens and downloads; null: the user's cache folder.
-            num_workers: Processes that read ahead; 0: one thread.
             vocabulary: GPT-2's tokens, or the words of the training split.
             min_frequency: Rarer words become <unk>; null: 5 (wikitext2: 1, as published).
             max_vocabulary: The largest number of words, including <unk>; null: all.
@@ -62,16 +59,16 @@ class LanguageData(DataSet):
             columns: The number of columns with batchify: the global batch size.
             extra_tokens: Tokens after GPT-2's own (``model.extra_tokens``).
             tokenizer: A folder with a tokenizer.json, or that file, in place of GPT-2's tokens.
+            options: See DataSet.
 
         Raises:
             DataError: If a number is out of range, or an option belongs to the other vocabulary.
         """
-        super().__init__(num_workers)
+        super().__init__(**options)
         check_at_least(1, seq_len=seq_len)
         if batchify and columns is None:
             raise DataError("data.batchify=true needs data.columns, which is the global batch size")
         self.seq_len = seq_len
-        self.cache_dir = cache_dir
         self.columns = columns if batchify else None
         self.vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary, extra_tokens, tokenizer)
 

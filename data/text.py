@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import DataError
-from common.files import expand_home
+from data.dataset import given_path
 from data.documents import SPLITS, Document, files_of, only_text, split_documents, whole_file
 from data.language import LanguageData
 
@@ -25,9 +25,7 @@ class Text(LanguageData):
 
     def __init__(self, root: str | None = None, **options: Any):
         super().__init__(**options)
-        if not root:
-            raise DataError("data=text needs the text, data.root=FILE_OR_FOLDER")
-        self.root = expand_home(root).absolute()
+        self.root = given_path(root, "data=text needs the text, data.root=FILE_OR_FOLDER")
 
     def title(self) -> str:
         """Return a title with the file or folder of the text."""

@@ -6,14 +6,13 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from common.errors import DataError
-from common.files import expand_home
 from data.cache import MappedFile
-from data.dataset import DataSet, Source, check_at_least, once
+from data.dataset import DataSet, Source, check_at_least, given_path, once
 from data.documents import files_of, split_of
 from data.token_windows import Concatenated, TokenWindows
 from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, choose_vocabulary
@@ -44,17 +43,14 @@ class Tokens(DataSet):
         seq_len: int = 256,
         format: Literal["auto", "llmc", "nanogpt"] = "auto",
         vocab_size: int = GPT2_VOCAB_SIZE,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
         extra_tokens: ExtraTokens = None,
         tokenizer: str | None = None,
         dtype: str | None = None,
+        **options: Any,
     ):
-        super().__init__(num_workers)
-        if not root:
-            raise DataError("data=tokens needs .bin files, data.root=FILE_OR_FOLDER")
+        super().__init__(**options)
+        self.root = given_path(root, "data=tokens needs .bin files, data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len, vocab_size=vocab_size)
-        self.root = expand_home(root).absolute()
         vocabulary = choose_vocabulary(tokenizer, extra_tokens)
         if vocab_size == GPT2_VOCAB_SIZE:
             vocab_size = vocabulary.size
