@@ -320,7 +320,10 @@ class RowFiles(ABC):
         files: The files.
         size: Their bytes, of compressed files those of their content.
         key: A hash of the files and their state, for the cache.
+        option: The option that names the fields of texts.
     """
+
+    option: str
 
     def __init__(self, files: Sequence[Path], read: Sequence[Path] | None = None):
         """Note the state of files, which are absolute paths. ``read`` are those with their content, if others."""
@@ -344,13 +347,23 @@ class RowFiles(ABC):
     def __len__(self) -> int:
         """The number of rows."""
 
-    @abstractmethod
     def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
-        """Return the texts of some fields of rows, int [b], joined by newlines for each row; raise DataError."""
+        """Return the strings of some fields of rows, int [b], joined by newlines for each row.
 
-    @abstractmethod
+        Raises:
+            DataError: If a row has not all these strings. The message has the file, the row and the reason.
+        """
+        return self._values(indices, fields, partial(_joined, fields), self.option)
+
     def chats(self, indices: np.ndarray, field: str) -> list[Chat]:
         """Return the chats in a field of rows, int [b], with the ``tools`` of each row; raise DataError."""
+        return self._values(indices, [field], lambda row: chat_of(row[field], row.get("tools")), CHATS)
+
+    @abstractmethod
+    def _values(
+        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], option: str
+    ) -> list[Any]:
+        """Return what ``take`` returns for each row. ``option`` is the one that names the fields."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -368,6 +381,8 @@ class Rows(RowFiles):
         starts: The start of each file and the end of the last, int64 [files + 1], in bytes.
         index: The positions.
     """
+
+    option = "data.field="
 
     def __init__(self, files: Sequence[Path], cache_dir: str | os.PathLike | None = None):
         """Index files by absolute paths. Compressed ones are unpacked into the cache."""
@@ -392,29 +407,15 @@ class Rows(RowFiles):
                     lines[i] = os.pread(file.fileno(), length, start)
         return lines
 
-    def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
-        """Return the strings of some fields of rows, int [b], joined by newlines.
-
-        Raises:
-            DataError: If a row is not a JSON object with these strings. The message has the file, the line and the
-                reason.
-        """
-        return self._values(indices, fields, partial(joined, fields))
-
-    def chats(self, indices: np.ndarray, field: str) -> list[Chat]:
-        """See RowFiles."""
-        return self._values(indices, [field], lambda row: chat_of(row[field], row.get("tools")), CHATS)
-
     def _values(
-        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], key: str = "data.field="
+        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], option: str
     ) -> list[Any]:
-        """Return what ``take`` returns for each row. ``key`` is the option that names the fields."""
         values = []
         for index, line in zip(indices, self.lines(indices), strict=True):
             try:
                 values.append(take(parse_json(_decoded(line))))
             except (ValueError, LookupError, TypeError) as error:
-                problem = f"{_problem(line, fields, key, str(error))}. Correct the line, or delete it"
+                problem = f"{_problem(line, fields, option, str(error))}. Correct the line, or delete it"
                 if is_utf16(line):
                     problem = f"UTF-16, not UTF-8. {TO_UTF8}"
                 raise DataError(f"{self.name(index)}: {problem}") from None
@@ -466,8 +467,8 @@ def _decoded(line: bytes) -> str:
     return line.decode("utf-8-sig")  # Windows' editors write a byte-order mark before the first row
 
 
-def joined(fields: Sequence[Any], row: Any) -> str:
-    """Return the strings at some keys or indices, joined by newlines; raise TypeError or ValueError if one is none."""
+def _joined(fields: Sequence[str], row: dict) -> str:
+    """Return the strings at some keys, joined by newlines; raise TypeError or ValueError if one is none."""
     text = "\n".join([row[field] for field in fields])
     _ = text.isascii() or text.encode()  # JSON can write half a character
     return text
@@ -482,10 +483,9 @@ def _problem(line: bytes, fields: Sequence[str], key: str, reason: str) -> str:
     """Return a description of what is wrong with a row. ``reason`` is the error's, for a row that is a JSON object."""
     try:
         row = parse_json(_decoded(line))
-    except json.JSONDecodeError as error:
-        return f"not JSON ({error.msg} at character {error.pos + 1})"
     except ValueError as error:
-        return f"not JSON ({error})"
+        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        return f"not JSON ({where})"
     if not isinstance(row, dict):
         return f"not a JSON object with the field {fields[0]!r} but of type {type(row).__name__}"
     chats = [name for name, value in row.items() if is_chat(value) and not (key == CHATS and name in fields)]

@@ -12,15 +12,13 @@ import numpy as np
 
 from common.errors import DataError
 from common.files import parse_json
-from data.jsonl import CHATS, RowData, RowFiles, chat_hint, joined, names
-from data.prompts import chat_of
-from data.templates import Chat
+from data.jsonl import CHATS, RowData, RowFiles, chat_hint, names
 
 _CACHE_BYTES = 256 << 20
 _CHATS = re.compile(r"(large_)?list<\w+: struct<.*\b(role|from): ")  # the types of columns of chats
 # The columns of the row groups that this process decoded, the most recently used at the end. Threads change it by
 # single operations of the dict, because a lock might be held while another thread forks.
-_decoded: dict[tuple, list] = {}
+_decoded: dict[tuple, dict[str, Any]] = {}
 
 
 class ParquetRows(RowFiles):
@@ -28,6 +26,8 @@ class ParquetRows(RowFiles):
 
     The requested columns of a row group are decoded together. A process keeps about 256 MiB of the newest row groups.
     """
+
+    option = "data.column="
 
     def __init__(self, files: Sequence[Path], cache_dir: Any = None):
         """Read the positions of the row groups; raise DataError if a file is not Parquet. Nothing is cached."""
@@ -43,54 +43,29 @@ class ParquetRows(RowFiles):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
-        """Return the strings of some columns of rows, int [b], joined by newlines.
-
-        Raises:
-            DataError: If a column is missing, or a value is not a string. The message has the file, the row and the
-                reason.
-        """
-
-        def text(values: list[Any]) -> str:
-            try:
-                return joined(range(len(values)), [_plain(value.as_py(), value.type) for value in values])
-            except (TypeError, ValueError):  # of another type; not UTF-8
-                held = ", ".join(str(value.type) if value.is_valid else "null" for value in values)
-                chats = [name for name, value in zip(fields, values, strict=True) if _CHATS.match(str(value.type))]
-                raise ValueError(
-                    f"{', '.join(fields)} is {held}, not text in UTF-8. Correct it, or choose another column by "
-                    f"data.column={chat_hint(chats)}"
-                ) from None
-
-        return self._values(indices, fields, text, "data.column=")
-
-    def chats(self, indices: np.ndarray, field: str) -> list[Chat]:
-        """See RowFiles."""
-
-        def chat(values: list[Any]) -> Chat:
-            try:
-                messages, *tools = (_plain(value.as_py(), value.type) for value in values)
-                return chat_of(messages, *tools)
-            except ValueError as error:
-                raise ValueError(f"{field} {error}. Correct it, or choose another column by {CHATS}") from None
-
-        return self._values(indices, [field], chat, CHATS, optional="tools")
-
     def _values(
-        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[list], Any], key: str, optional: str = ""
+        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], option: str
     ) -> list[Any]:
-        """Return what ``take`` returns for the values of each row. ``key`` is the option that names the columns."""
         taken: list[Any] = [None] * len(indices)
         group_of = np.searchsorted(self._starts, indices, side="right") - 1
         for position in np.unique(group_of).tolist():
             number, group, _ = self._groups[position].tolist()
-            columns = self._columns(number, group, [*fields, *[optional] * (optional in self._names[number])], key)
+            tools = ["tools"] if option == CHATS and "tools" in self._names[number] else []
+            columns = self._columns(number, group, [*fields, *tools], option)
             for i in np.flatnonzero(group_of == position).tolist():
-                values = [column[int(indices[i] - self._starts[position])] for column in columns]
+                values = {name: column[int(indices[i] - self._starts[position])] for name, column in columns.items()}
                 try:
-                    taken[i] = take(values)
-                except ValueError as error:
-                    raise DataError(f"{self.name(int(indices[i]))}: {error}") from None
+                    taken[i] = take({name: _plain(value.as_py(), value.type) for name, value in values.items()})
+                except (TypeError, ValueError) as error:  # of another type; not UTF-8
+                    problem, chats = str(error), []
+                    if option != CHATS:
+                        held = (str(value.type) if value.is_valid else "null" for value in values.values())
+                        problem = f"is {', '.join(held)}, not text in UTF-8"
+                        chats = [name for name, value in values.items() if _CHATS.match(str(value.type))]
+                    raise DataError(
+                        f"{self.name(int(indices[i]))}: {', '.join(fields)} {problem}. Correct it, or choose another "
+                        f"column by {option}{chat_hint(chats)}"
+                    ) from None
         return taken
 
     def name(self, index: int) -> str:
@@ -99,8 +74,8 @@ class ParquetRows(RowFiles):
         number, group, _ = self._groups[position].tolist()
         return f"{self.files[number]} row {index - self._starts[position - group]} (from 0)"
 
-    def _columns(self, number: int, group: int, fields: Sequence[str], option: str) -> list[Any]:
-        """Return some columns of a row group, each a pyarrow.ChunkedArray. ``option`` is the one that names them."""
+    def _columns(self, number: int, group: int, fields: Sequence[str], option: str) -> dict[str, Any]:
+        """Return some columns of a row group, by name. ``option`` is the one that names them."""
         key = (self.key, number, group, *fields)
         if (columns := _decoded.pop(key, None)) is None:
             with self._parquet(number) as file:
@@ -113,9 +88,9 @@ class ParquetRows(RowFiles):
                     raise DataError(f"{self.files[number]}: {problem}")
                 # Without Arrow's threads, which a forked process would not have.
                 table = file.read_row_group(group, columns=list(fields), use_threads=False)
-                columns = [table[field] for field in fields]
+                columns = {field: table[field] for field in fields}
         _decoded[key] = columns
-        fit = _CACHE_BYTES // max(1, sum(column.nbytes for column in columns))  # if all are of this size
+        fit = _CACHE_BYTES // max(1, sum(column.nbytes for column in columns.values()))  # if all are of this size
         while len(_decoded) > max(1, fit):
             _decoded.pop(next(iter([*_decoded]), ()), None)
         return columns
