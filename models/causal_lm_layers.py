@@ -17,7 +17,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -155,6 +155,12 @@ class Forward:
             memo |= {id(unit): units[name]} if name in units else {id(part): Absent(part) for part in _called(unit)}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
+    def _with_others(self, index: int, layer: Any, given: tuple[Tensor], _: dict) -> tuple[tuple, dict]:
+        """Return all arguments of a layer that is called with hidden states alone."""
+        (hidden,) = given
+        args, kwargs = self.calls(hidden, hidden.shape[1] * layer.parts, index)
+        return (hidden, *args), kwargs
+
     @uncompiled
     def calls(self, hidden: Tensor, length: int, index: int) -> tuple[tuple, dict]:
         """Return what layer ``index`` is called with beside hidden states: arguments, and those by name.
@@ -233,31 +239,39 @@ class Forward:
 
     def embedding(self, part: Callable[[str], nn.Module]) -> nn.Module:
         """Return the first layer, token ids [b, t] -> [b, t, c]."""
-        return Embedding(self, {name: part(name) for name in self.before})
+        units = {name: part(name) for name in self.before}
+        return Embedding(self, units, self.shell(units, Stop))
 
     def layer(self, part: Callable[[str], nn.Module], index: int) -> nn.Module:
-        """Return a layer, [b, t, c] -> same."""
-        return as_block(self, part(f"{self.layers}.{index}"), index)
+        """Return a layer that is called with hidden states alone, [b, t, c] -> same.
+
+        Its attribute ``parts`` is the number of parts of the sequence; hidden states are one (``parallel.sequence``).
+        """
+        layer = part(f"{self.layers}.{index}")
+        layer.parts = 1  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
+        layer.register_forward_pre_hook(partial(self._with_others, index), with_kwargs=True)
+        layer.register_forward_hook(lambda _layer, _given, output: first_of(output))
+        return layer
 
     def head(self, part: Callable[[str], nn.Module]) -> nn.Module:
         """Return the last layer, [b, t, c] -> logits [b, t, v]."""
         units = {name: part(name) for name in self.units if name not in self.before or name in self.twice}
-        return PlainHead(self, units) if self.plain else Head(self, units)
+        if not self.plain:
+            return Head(self, units, self.shell(units))
+        return PlainHead(self, units, self.shell({**units, self.projection: Stop(units[self.projection])}))
 
 
 class Part(nn.Module):
     """Holds some modules of a model, and computes with a copy of it, ``shell``, that has stand-ins for the others."""
 
+    whole: Forward
     shell: Any
 
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+    def __init__(self, whole: Forward, units: Mapping[str, nn.Module], shell: Any) -> None:
         super().__init__()
         for name, unit in units.items():
             nest(self, name, unit)
-
-    def compute_with(self, shell: Any) -> None:
-        """Set the copy of the model."""
-        self.__dict__["shell"] = shell  # no submodule
+        self.__dict__.update(whole=whole, shell=shell)  # no submodule
         self.train()
 
     def train(self, mode: bool = True) -> Part:
@@ -265,13 +279,19 @@ class Part(nn.Module):
         self.shell.train(mode)
         return super().train(mode)
 
+    @uncompiled
+    def after_layers(self, hidden: Tensor) -> Tensor:
+        """Compute logits [b, t, v] of what the layers return, [b, t, c]. Raises ``Reached`` if there is a ``Stop``."""
+        last = self.shell.get_submodule(self.whole.layers)[-1]
+        last.received = hidden
+        try:
+            return self.shell(inputs_embeds=hidden.detach(), attention_mask=all_seen(hidden), use_cache=False).logits
+        finally:
+            last.received = None
+
 
 class Embedding(Part):
     """What a model computes before its layers, token ids [b, t] -> [b, t, c]."""
-
-    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
-        super().__init__(units)
-        self.compute_with(whole.shell(units, Stop))
 
     @uncompiled
     def forward(self, tokens: Tensor) -> Tensor:
@@ -283,84 +303,26 @@ class Embedding(Part):
         raise AssertionError("a model without layers")
 
 
-class Block(nn.Module):
-    """A layer of transformers that is called with hidden states alone, [b, t, c] -> same.
-
-    Attributes:
-        parts: The number of parts of the sequence; hidden states are one of them (``parallel.sequence``).
-    """
-
-    whole: Forward
-    index: int
-    parts = 1
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[b, t, c] -> same."""
-        args, kwargs = self.whole.calls(hidden, hidden.shape[1] * self.parts, self.index)
-        return first_of(super().forward(hidden, *args, **kwargs))
-
-
-def as_block(whole: Forward, layer: nn.Module, index: int) -> nn.Module:
-    """Make a layer of transformers a ``Block``, in place."""
-    layer.__class__ = _block_of(type(layer))
-    layer.whole, layer.index = whole, index  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
-    return layer
-
-
-@cache
-def _block_of(kind: type) -> type:
-    return type(kind.__name__, (Block, kind), {})
-
-
-class End:
-    """What a model computes after its layers, by its own ``forward``."""
-
-    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
-        """Compute with these modules of the model."""
-        self.shell = whole.shell(units)
-        self._last = self.shell.get_submodule(whole.layers)[-1]
-
-    @uncompiled
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[b, t, c] -> logits [b, t, v]. Raises ``Reached`` if there is a ``Stop`` on the way."""
-        self._last.received = hidden
-        try:
-            return self.shell(inputs_embeds=hidden.detach(), attention_mask=all_seen(hidden), use_cache=False).logits
-        finally:
-            self._last.received = None
-
-
 class Head(Part):
     """What a model computes after its layers, [b, t, c] -> logits [b, t, v]."""
 
-    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
-        super().__init__(units)
-        self._end = End(whole, units)
-        self.compute_with(self._end.shell)
-
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, t, c] -> [b, t, v]."""
-        return self._end(hidden)
+        return self.after_layers(hidden)
 
 
 class PlainHead(Part, FusedHead):
     """A head whose projection gives the logits, so that the loss needs none."""
 
-    def __init__(self, whole: Forward, units: Mapping[str, nn.Module]) -> None:
-        super().__init__(units)
-        self._name = whole.projection
-        self._end = End(whole, {**units, self._name: Stop(self.projection)})
-        self.compute_with(self._end.shell)
-
     @property
     def projection(self) -> nn.Linear:
         """The projection onto the vocabulary, which may be tied to the embedding."""
-        return self.get_submodule(self._name)  # pyright: ignore[reportReturnType]
+        return self.get_submodule(self.whole.projection)  # pyright: ignore[reportReturnType]
 
     def hidden(self, x: Tensor) -> Tensor:
         """Compute the input of the projection, [b, t, c] -> same."""
         try:
-            return self._end(x)
+            return self.after_layers(x)
         except Reached as reached:
             return reached.args[0]
 
