@@ -41,10 +41,6 @@ class KeyValueCache:
         slots = torch.arange(max(positions) + 1, device=device)
         self._visible = (slots <= self._positions[:, None])[:, None, None]
 
-    def rows(self, table: Tensor, length: int) -> Tensor:
-        """Return the rows of a table of positions [positions, c] for ``length`` tokens: [length, c] or [b, 1, c]."""
-        return table[:length] if self._positions is None else table[self._positions][:, None]
-
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of ``length`` tokens: [length] for all rows, or [b, 1]."""
         return torch.arange(length, device=device) if self._positions is None else self._positions[:, None]
@@ -75,7 +71,7 @@ class UsesCache:
 
     def position_rows(self, table: Tensor, length: int) -> Tensor:
         """Return the rows of a table of positions [positions, c] for the next tokens: [length, c] or [b, 1, c]."""
-        return table[:length] if self.cache is None else self.cache.rows(table, length)
+        return table[:length] if self.cache is None else table[self.cache.positions(length, table.device)]
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of the next tokens: [length] for all rows, or [b, 1]."""

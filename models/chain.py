@@ -418,8 +418,7 @@ class Chain:
             for name, module in layer.named_modules(prefix=layer_name):
                 owners = [self.tied.get(f"{name}.{key}", "") for key in _own_tensors(module)]
                 if not all(is_within(owner, names) for owner in owners):  # otherwise all its tensors are aliases
-                    own = module.named_buffers(recurse=False)
-                    kept = {key: buffer.dtype for key, buffer in own if buffer.dtype not in usual}
+                    kept = {key for key, buffer in module.named_buffers(recurse=False) if buffer.dtype not in usual}
                     self._fill(name, module, constructed, derive_seed(seed, name))
                     _move(module, device, dtype, kept)
             for alias, owner in self.tied.items():
@@ -483,11 +482,12 @@ def is_within(parameter: str, layers: Sequence[str]) -> bool:
     return any(parameter.startswith(f"{layer}.") for layer in layers)
 
 
-def _move(module: nn.Module, device: torch.device, dtype: torch.dtype, kept: Mapping[str, torch.dtype]) -> None:
-    """Move this module's own tensors (not its children's) to ``device``, floating point ones to ``dtype``.
+def _move(module: nn.Module, device: torch.device, dtype: torch.dtype, kept: set[str]) -> None:
+    """Move this module's own tensors (not its children's) to ``device``, floating-point ones to ``dtype``.
 
-    The buffers in ``kept`` keep the dtypes there.
+    The buffers in ``kept`` keep their dtypes.
     """
     for key, tensor in _own_tensors(module).items():
-        tensor.data = tensor.data.to(kept.get(key, dtype if tensor.is_floating_point() else tensor.dtype))
+        if tensor.is_floating_point() and key not in kept:
+            tensor.data = tensor.data.to(dtype)
     module._apply(lambda tensor: tensor.to(device), recurse=False)

@@ -29,7 +29,7 @@ def gathering(plan: Plan, axis: Axis | None = None, compiled: bool = False) -> I
     if plan.chunks > 1 or (len(plan.stages) == 1 and len(plan.devices) > 1):
         replicas.gather = partial(_refuse, plan)
     elif axis is not None and axis.size > 1:
-        all_rows = partial(_all_rows, axis)
+        all_rows = partial(_Gather.apply, axis)
         replicas.gather = torch.compiler.disable(all_rows) if compiled else all_rows  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
@@ -45,15 +45,11 @@ def _refuse(plan: Plan, rows: Tensor) -> Tensor:
     )
 
 
-def _all_rows(axis: Axis, rows: Tensor) -> Tensor:
-    return _Gather.apply(rows, axis)
-
-
 class _Gather(torch.autograd.Function):
     """All rows of the ranks along an axis. The gradient of a rank's rows is the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx, axis: Axis, rows: Tensor) -> Tensor:
         counts = [int(n) for n in torch.cat(axis.all_gather(torch.tensor([len(rows)], device=rows.device)))]
         padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, max(counts) - len(rows)))
         ctx.axis, ctx.first, ctx.count = axis, sum(counts[: axis.index]), len(rows)
@@ -64,4 +60,4 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).clone()  # each replica adds its own
         dist.all_reduce(total, group=ctx.axis.group)
-        return total.narrow(0, ctx.first, ctx.count).to(gradient.dtype), None
+        return None, total.narrow(0, ctx.first, ctx.count).to(gradient.dtype)

@@ -62,15 +62,13 @@ class Gradients:
         self._parameters = [p for stage in stages for p in stage.layers.parameters()]
         # True: the parameters that this rank counts. False: those that another rank counts, which holds them as well.
         self._counted: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for stage in stages:
-            for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
-                if name not in chain.tied:
-                    piece = piece_of(parameter) if cutting is None else cutting.piece(name, parameter)
-                    self._counted[piece.counts(mesh)].append(parameter)
         self._names: dict[nn.Parameter, list[str]] = {}
         for stage in stages:
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
                 self._names.setdefault(parameter, []).append(name)
+                if name not in chain.tied:
+                    piece = piece_of(parameter) if cutting is None else cutting.piece(name, parameter)
+                    self._counted[piece.counts(mesh)].append(parameter)
         self._sharded = mesh.shards > 1
         self._in_buckets = mesh.dp_group is not None and not self._sharded and not plan.splits_backward
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)

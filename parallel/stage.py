@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from inspect import unwrap
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -169,16 +169,6 @@ class Stage(nn.Module):
         if counted:
             self.sums.append(result.stack())
         return result.loss * self.loss_scale
-
-    @overload
-    def _compute(
-        self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: None, weights: Tensor | None
-    ) -> Tensors: ...
-
-    @overload
-    def _compute(
-        self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: Tensor, weights: Tensor | None
-    ) -> Sums: ...
 
     def _compute(
         self,
