@@ -6,12 +6,9 @@ the YAML file of an option for the others. The comment at the top of a file desc
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
 import re
-import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
@@ -102,25 +99,31 @@ def read_option(group: str, name: str, file: Path) -> Option:
         if not line.startswith("#"):
             break
         about += [line[2:]] if not line.startswith("# @package") else []
-    tree = dict(_items(root)) if isinstance(root, MappingNode) else {}
+    tree, content = dict(_items(root)), yaml.safe_load(text) if isinstance(root, MappingNode) else {}
     section = _SECTIONS.get(group, group)
     section = section and section.format(name)
     is_global = re.search(r"^# @package _global_", text, re.M)
     own = tree.get(section) if is_global else root
     keys = list(_yaml_keys(own, section, text.splitlines())) if section and isinstance(own, MappingNode) else []
     others = {key: node for key, node in tree.items() if is_global and key != section and key not in _NOT_LISTED}
-    sets = [*_chosen(tree), *(word for key, node in others.items() for word in _words(node, key))]
-    for path in _extended(tree):
-        there = (at / path for at in (file.parent, FOLDER / groups()[group]))
-        if extended := next(filter(Path.is_file, there), None):  # composing says what is missing, and helps
-            keys = _over(read_option(group, path.stem, extended).keys, keys)
-    schema = re.search(r"^ *- /schema/([\w/]+)@", text, re.M)
-    if schema is not None:
-        of_schema = schema_keys(SCHEMAS[schema[1]], group)
-        keys = _over(of_schema, keys)[: len(of_schema)]
-    recipes = [name for name, _ in _items(tree["recipes"])] if "recipes" in tree else []
+    sets, schema = [], None
+    for item in content.get("defaults") or ():
+        [(place, chosen)] = item.items() if isinstance(item, dict) else [(str(item), "")]
+        word, _, where = place.partition("@")
+        if place.startswith("override /"):
+            sets.append(f"{place.removeprefix('override /')}={_typed(chosen)}")
+        elif word.startswith("/schema/"):
+            schema = word.removeprefix("/schema/")
+            of_schema = schema_keys(SCHEMAS[schema], group)
+            keys = _over(of_schema, keys)[: len(of_schema)]
+        elif where == "_here_" and not word.startswith("/"):  # it extends ``device@_here_: a100`` or ``a100@_here_``
+            there = (Path(at, word, str(chosen)) for at in (file.parent, FOLDER / groups()[group]))
+            files = (path.with_name(f"{path.name}.yaml") for path in there)
+            if extended := next(filter(Path.is_file, files), None):  # composing says what is missing, and helps
+                keys = _over(read_option(group, extended.stem, extended).keys, keys)
+    sets += [word for key, node in others.items() for word in _words(node, key)]
     typed = f"callbacks=[{name}]" if group == "callbacks" else f"{group}={name}"
-    return Option(typed, "\n".join(about), keys, sets, recipes, schema and schema[1])
+    return Option(typed, "\n".join(about), keys, sets, [*(content.get("recipes") or ())], schema)
 
 
 def _over(keys: Sequence[Key], given: Sequence[Key]) -> list[Key]:
@@ -147,21 +150,15 @@ def sections() -> dict[str, Any]:
 @cache
 def schema_keys(node: type, section: str = "") -> Sequence[Key]:
     """Return the keys of a schema, whose section is ``section``, without those that are sections or groups."""
-    prefix, source = f"{section}." if section else "", inspect.getsource(node)
-    comments = {
-        token.start[0]: token.string[1:].strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    items = [item for item in ast.walk(ast.parse(source)) if isinstance(item, ast.AnnAssign)]
-    ends = {ast.unparse(item.target): item.end_lineno or 0 for item in items}
+    prefix = f"{section}." if section else ""
+    comments = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(node), re.M))
     hints, keys = get_type_hints(node), []
     for item in fields(node):
         if is_dataclass(hints[item.name]) or node is Root and item.name in groups().values():
             continue
         value = item.default if item.default_factory is MISSING else item.default_factory()
-        default, meaning = _typed(value), comments.get(ends[item.name], "")
-        keys.append(Key(f"{prefix}{item.name}", default, meaning, _choices(hints[item.name])))
+        meaning, choices = comments.get(item.name, ""), _choices(hints[item.name])
+        keys.append(Key(f"{prefix}{item.name}", _typed(value), meaning, choices))
     return keys
 
 
@@ -225,22 +222,6 @@ def _text(node: Node) -> str:
     if isinstance(node, ScalarNode) and node.tag.endswith(":null"):
         return "null"
     return _typed(BaseConstructor().construct_document(node))
-
-
-def _extended(tree: Mapping[str, Node]) -> Iterator[Path]:
-    """Yield the files that a file of its group extends: ``device@_here_: a100`` or, beside it, ``a100@_here_``."""
-    for item in tree["defaults"].value if "defaults" in tree else ():
-        [(key, name)] = [(key, value.value) for key, value in _items(item)] or [(item.value, None)]
-        word, _, where = key.partition("@")
-        if where == "_here_" and not word.startswith("/"):
-            yield Path(word, f"{name}.yaml") if name else Path(f"{word}.yaml")
-
-
-def _chosen(tree: Mapping[str, Node]) -> list[str]:
-    chosen = []
-    for item in tree["defaults"].value if "defaults" in tree else ():
-        chosen += [f"{key}={value.value}" for key, value in _items(item) if key.startswith("override /")]
-    return [word.removeprefix("override /") for word in chosen]
 
 
 def _words(node: Node, key: str) -> Iterator[str]:
