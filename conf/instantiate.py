@@ -16,11 +16,12 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf, ValidationError, nodes
+from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import PlanError, TrainingError, UserError
 from common.namesakes import is_here, theirs
 from conf import keys_of, masking, options
-from conf.messages import unknown_key
+from conf.messages import interrupt_in, unknown_key
 from parallel.strategies import OWN, STRATEGIES, StrategyInfo
 
 # A section from elsewhere (a checkpoint, a peer) may only name public classes of these packages ...
@@ -144,7 +145,10 @@ def to_config(tree: dict) -> Any:
     From now on, this process masks the values of the environment variables that the tree refers to.
     """
     masking.named.update(tree.get(masking.KEY, ()))
-    return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
+    try:
+        return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
+    except OmegaConfBaseException as error:
+        raise interrupt_in(error) or error from None
 
 
 def check_sections(cfg: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -32,6 +33,8 @@ def explain(error: BaseException) -> str | None:
         )
     if not isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
         return None
+    if interrupt_in(error) is not None:
+        return "stopped by SIGINT"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"there is no '{error.missing_cfg_file}'{nearest(f'{group}={{}}', name, error.options)}"
@@ -51,6 +54,13 @@ def explain(error: BaseException) -> str | None:
             return f"{file}there is no key {cause.full_key}; it is a key of {', '.join(having)}"
         return file + unknown_key(cause.full_key, known, _elsewhere(cause.parent_node, cause.full_key))
     return f"{file}{cause.full_key}: {str(cause).splitlines()[0]}"
+
+
+def interrupt_in(error: BaseException | None) -> BaseException | None:
+    """Return the interrupt that an error hides: OmegaConf may raise an error of its own after one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
@@ -86,8 +96,7 @@ def nearest(form: str, name: str, known: Sequence[str]) -> str:
 def _elsewhere(section: DictConfig, key: str) -> list[str]:
     """Return the keys of other sections that have the name of ``key``: "optim.lr" for "train.lr"."""
     name = key.rpartition(".")[2]
-    tree = OmegaConf.to_container(section._get_root())  # private: an error of Hydra has no configuration (2.3.1)
-    assert isinstance(tree, dict)
+    tree: Any = OmegaConf.to_container(section._get_root())  # private: Hydra's error has no configuration (2.3.1)
     sections = {str(other): keys for other, keys in tree.items() if isinstance(keys, dict) and other != "hydra"}
     return [f"{other}.{name}" for other, keys in sections.items() if name in keys]
 

@@ -6,17 +6,19 @@ import shlex
 import pytest
 from commandline import ROOT, train
 from composed import compose
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import UserError
 from conf import help, keys
 from conf.composition import _for_jobs
-from conf.instantiate import instantiate
+from conf.instantiate import instantiate, to_config
 from conf.schema import Parallel, Root
 from data.dataset import DataSet
 from models.toy import toy
 from train import main
 from training.command.api import with_given
+from training.command.errors import described
 from training.run.prepare import describe_recipe
 
 CONF = ROOT / "conf"
@@ -336,3 +338,15 @@ def test_debug_stands_on_top_of_the_model_and_below_the_command_line():
 def test_what_a_sweep_itself_reads_is_no_value_to_sweep_over():
     group, key, *kept = "parallel=single,ddp", "parallel.chunks=2", "sweep.objective=val_loss", "hydra.sweep.dir=x"
     assert _for_jobs([group, key, *kept]) == [group, "parallel.chunks=choice(2)", *kept]
+
+
+@pytest.mark.parametrize("build, kind", [(to_config, KeyboardInterrupt), (OmegaConf.create, OmegaConfBaseException)])
+def test_an_interrupt_from_which_omegaconf_makes_an_error_stays_an_interrupt(build, kind, monkeypatch):
+    def interrupted(self, item):
+        monkeypatch.setattr(ListConfig, "_set_flag", None)  # what OmegaConf calls afterwards fails
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ListConfig, "append", interrupted)
+    with pytest.raises(kind) as error:
+        build({"steps": [1, 2]})
+    assert described(error.value) == (1, "stopped by SIGINT")
