@@ -470,11 +470,8 @@ def converted(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
     """Return tensors, the floating-point ones in ``dtype``; None leaves them as they are."""
     if dtype is None:
         return tensors
-
-    def convert(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return tuple(map(convert, tensors)) if isinstance(tensors, tuple) else convert(tensors)
+    new = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in as_tuple(tensors))
+    return new if isinstance(tensors, tuple) else new[0]
 
 
 def is_within(parameter: str, layers: Sequence[str]) -> bool:

@@ -47,7 +47,7 @@ class Columns:
 
     def heads(self, module: nn.Module) -> int:
         """Return how many heads, or single outputs, each of the matrices of a whole module has."""
-        return outputs_of(module) // (self.groups * self.unit)
+        return next(module.parameters(recurse=False)).shape[0] // (self.groups * self.unit)
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,6 @@ class Region:
 
 
 CutOf = Columns | Rows | Vocabulary | Region | Refused
-
-
-def outputs_of(module: nn.Module) -> int:
-    """Return the size of the first dimension of a module's own parameters."""
-    return next(module.parameters(recurse=False)).shape[0]
 
 
 def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:

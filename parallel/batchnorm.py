@@ -30,7 +30,7 @@ class RunningStatistics:
         replicas: dist.ProcessGroup | None,
         synchronise: bool = False,
     ) -> None:
-        """Refer to the BatchNorm layers of some stages, at least one layer.
+        """Refer to the BatchNorm layers of some stages, if there are any.
 
         ``microbatches`` is the number that each replica computes in a step, ``replicas`` the group of the ranks that
         hold the same stages (None if there is one replica), and ``synchronise`` whether to normalise over the
@@ -54,7 +54,8 @@ class RunningStatistics:
 
     def begin(self) -> None:
         """Begin a step with the running statistics as moments, so that a layer that no forward calls keeps its own."""
-        torch._foreach_copy_(self._parts, self._running)  # pyright: ignore[reportPrivateImportUsage]
+        if self._norms:
+            torch._foreach_copy_(self._parts, self._running)  # pyright: ignore[reportPrivateImportUsage]
 
     def add(self, stage: nn.Module) -> None:
         """Add the moments that a stage's layers computed in the newest micro-batch. Called after its forward."""
@@ -66,13 +67,15 @@ class RunningStatistics:
 
         All layers are computed together, because launching kernels for each of them takes milliseconds.
         """
-        means = torch._foreach_div(self._all_sums, self._microbatches)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_zero_(self._all_sums)  # pyright: ignore[reportPrivateImportUsage]
-        self._means = means  # the sums are clear, so a number that is not finite does not stay in them
+        if self._norms:
+            means = torch._foreach_div(self._all_sums, self._microbatches)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_zero_(self._all_sums)  # pyright: ignore[reportPrivateImportUsage]
+            self._means = means  # the sums are clear, so a number that is not finite does not stay in them
 
     def update(self) -> None:
         """Update the running statistics with the means of ``take``. Called if the step updates the weights."""
-        means = self._means
+        if not (means := self._means):
+            return
         if self._replicas is not None:
             flat = torch.cat([mean.flatten() for mean in means]) / dist.get_world_size(self._replicas)
             dist.all_reduce(flat, group=self._replicas)

@@ -107,7 +107,7 @@ class PipeStage(PipelineStage):
         start = self.timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
         self._microbatch = fwd_chunk_id
         output = _unwrapped(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
-        if self._statistics is not None and self._stage.training:
+        if self._stage.training:
             self._statistics.add(self._stage)
         self.timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
         self.strategy.computing = None

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError, add_note
 from data.dataset import Batch
-from models.batchnorm import StepBatchNorm
 from models.chain import Chain
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
@@ -206,10 +205,7 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint(stage.layers.names))
         self.gradients = Gradients(plan, chain, self.stages, mesh, self.device, options.timeout_s, self.cutting)
-        self.statistics: RunningStatistics | None = None
-        if any(isinstance(module, StepBatchNorm) for stage in self.stages for module in stage.modules()):
-            together = options.sync_batchnorm
-            self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, together)
+        self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, options.sync_batchnorm)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -229,8 +225,7 @@ class Strategy(ABC):
             Numbers over the global batch.
         """
         self.gradients.clear()
-        if self.statistics is not None:
-            self.statistics.begin()
+        self.statistics.begin()
         # The gradient of the global mean loss, over count targets that are not padding, is put together in this order:
         #     sum over a replica's targets  x  loss scale / (averaged x terms)   here, as the loss's factor
         #     mean over the dp replicas                                          by DistributedDataParallel or Sharding
@@ -240,10 +235,9 @@ class Strategy(ABC):
         with self._step(step, self.loss_scale.factor / (self._averaged * self._terms)):
             self.forward_backward(self._placed(batch))
         self.gradients.finish()
-        if self.statistics is not None:
-            self.statistics.take()
+        self.statistics.take()
         result = self._agree(batch.targets.numel(), stop, loss_limit)
-        if self.statistics is not None and result.usable:
+        if result.usable:
             self.statistics.update()
         return result
 
@@ -257,8 +251,7 @@ class Strategy(ABC):
         """
         last = self.stages[-1]
         if not last.leaves_out and last.sample_dims is None and batch.weights is not None and not batch.weights.all():
-            cut = of_microbatch(self.chain, batch.chunks(self.plan.chunks)[0])
-            last.sample_dims = cut.sample_dims
+            last.sample_dims = of_microbatch(self.chain, batch.chunks(self.plan.chunks)[0]).sample_dims
         self._first = (number - 1) * self.plan.global_batch_size
         with self._step():
             self.forward(self._placed(batch))
@@ -331,18 +324,11 @@ class Strategy(ABC):
         A number that is not finite on one rank makes the sum not finite on all ranks, so all of them decide alike.
         """
         loss, count, *metrics = self.take_sums()
-        has_loss = self._counts_samples and any(stage.ends_chain for stage in self.stages)
-        local = torch.stack(
-            [
-                loss,
-                count,
-                torch.full_like(loss, targets if has_loss else 0),
-                self.gradients.squared_norm().to(loss),
-                torch.full_like(loss, stop),
-                *metrics,
-            ]
-        )
-        loss, count, targets_of_all, squares, stops, *metrics = self.all_sum(local)
+        if not self._counts_samples or not any(stage.ends_chain for stage in self.stages):
+            targets = 0  # others count them
+        squares = self.gradients.squared_norm().to(loss)
+        local = [loss, count, loss.new_full((), targets), squares, loss.new_full((), stop), *metrics]
+        loss, count, targets_of_all, squares, stops, *metrics = self.all_sum(torch.stack(local))
         factor = self.plan.dp * self._terms / count if count else 1.0
         if targets_of_all:  # by a power of two, so that no bit of a result depends on the steps before
             more = targets_of_all / self.plan.dp / self._usual_terms
@@ -496,9 +482,8 @@ class LocalStrategy(Strategy):
                 self.sharding.before_backward(self.stages, last)
             with nullcontext() if last else self._no_sync():
                 loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
-                if self.statistics is not None:
-                    for stage in self.stages:
-                        self.statistics.add(stage)
+                for stage in self.stages:
+                    self.statistics.add(stage)
                 self.computing = BACKWARD, i
                 with self._backward:
                     loss.backward()

@@ -78,7 +78,7 @@ class Cutting:
             given = x
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._given, self._entered = given, _enter(x, self.line, divided)
+            self._given, self._entered = given, _Sent.apply(x, *_ENTER[divided], self.line)
             self._traced &= given.requires_grad
         self._inside = True
         assert self._entered is not None  # it was just set
@@ -91,7 +91,7 @@ class Cutting:
     def leave(self, y: Tensor, divided: bool) -> Tensor:
         """End a region with this rank's summand, [b, t, ...]. Return the sum, or a part of it as ``enter`` got one."""
         self.end()
-        return _leave(y, self.line, divided)
+        return _Sent.apply(y, *_LEAVE[divided], self.line)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Cutting:
         (run,) = cut.runs(self.index)
         others = (tokens < run.start) | (tokens >= run.stop)
         rows = F.embedding((tokens - run.start).masked_fill(others, 0), module.weight)
-        return _leave(rows.masked_fill(others[..., None], 0.0), self.line, divided=False)
+        return _Sent.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.line)
 
     def _divide(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
         if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.line.size:
@@ -359,11 +359,6 @@ def _follows_enter(x: Tensor) -> bool:
     return False
 
 
-def _enter(x: Tensor, line: Axis, divided: bool) -> Tensor:
-    there, back = (_all_gather, _reduce_scatter) if divided else (_as_it_is, _all_reduce)
-    return _Sent.apply(x, there, back, line)
-
-
-def _leave(y: Tensor, line: Axis, divided: bool) -> Tensor:
-    there, back = (_reduce_scatter, _all_gather) if divided else (_all_reduce, _as_it_is)
-    return _Sent.apply(y, there, back, line)
+# What enters a region, forward and backward, by whether it is divided; what leaves it, the other way round.
+_ENTER: dict[bool, tuple[Operator, Operator]] = {False: (_as_it_is, _all_reduce), True: (_all_gather, _reduce_scatter)}
+_LEAVE = {divided: (back, there) for divided, (there, back) in _ENTER.items()}

@@ -461,9 +461,7 @@ def test_of_keys_and_values_side_by_side_a_rank_uses_its_head_of_both():
     last_of_four = SimpleNamespace(axis=lambda name: tensor.Axis([*range(4)], 3))
     cutting = Cutting(gpt2("tiny"), last_of_four, sequence=False)
     cutting._cut_columns("kv", module, Columns(groups=2, unit=3, shared=True), divided=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor, "_enter", lambda x, line, divided: x)
-        assert torch.equal(module(x), wanted)
+    assert torch.equal(module(x), wanted)
 
 
 def test_a_first_layer_without_positions_is_refused_where_they_are_to_be_divided():
