@@ -67,7 +67,11 @@ class Batch:
         """Return the batch of which ``to_arrays`` made this one. Its tensors share the arrays' memory."""
         import torch
 
-        return self.map(lambda stored: torch.from_numpy(stored[1]).view(stored[0]))
+        def joined(stored: Any) -> Tensor:
+            dtype, array = stored
+            return torch.from_numpy(array).view(dtype)
+
+        return self.map(joined)
 
     def pin_memory(self) -> Batch:
         """Return the same batch in page-locked memory (needs an accelerator)."""

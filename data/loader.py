@@ -16,6 +16,7 @@ import signal
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -374,14 +375,6 @@ def read_ahead(
     ready: queue.Queue = queue.Queue(maxsize=AHEAD)
     stop = threading.Event()
 
-    def put(item: tuple[Batch | None, BaseException | None]) -> None:
-        # Without a timeout put() would wait forever after the consumer has stopped taking batches.
-        while not stop.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
     def read() -> None:
         torch.get_num_threads()  # otherwise a thread's first operation would undo the next line
         torch.set_num_threads(1)
@@ -390,10 +383,10 @@ def read_ahead(
             for batch in batches:
                 if stop.is_set():
                     return
-                put((batch.pin_memory() if pin_memory else batch, None))
-            put((None, None))
+                ready.put((batch.pin_memory() if pin_memory else batch, None))
+            ready.put((None, None))
         except BaseException as error:
-            put((None, error))
+            ready.put((None, error))
 
     # With a second pool there are more threads than cores, and OpenMP would put those of the first to sleep after every
     # operation: a small model's steps took twice as long.
@@ -418,6 +411,9 @@ def read_ahead(
             yield batch
     finally:
         stop.set()
+        with suppress(queue.Empty):  # makes room for what the thread still puts, a batch and the end
+            while True:
+                ready.get_nowait()
         thread.join(_END_S)
 
 
@@ -437,7 +433,6 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
         sampler=steps,
         num_workers=num_workers,
         prefetch_factor=AHEAD,
-        collate_fn=_unchanged,
         worker_init_fn=_end_with_parent,
         # Without its own generator the loader draws from the global one, and the run would depend on num_workers.
         generator=torch.Generator(),
@@ -482,10 +477,6 @@ class _InWorker(Dataset):
             return self._batches[step].to_arrays()
         except (DataError, OSError) as error:
             return error  # torch would raise it with the worker's traceback as its message
-
-
-def _unchanged(item: Any) -> Any:
-    return item
 
 
 def _end_with_parent(worker: int) -> None:

@@ -66,10 +66,14 @@ class Tokens(DataSet):
     def prepare(self) -> None:
         """Map the files, and check their first tokens. The others are checked when they are read."""
         suffix = ".npy" if self.root.is_dir() and not any(self.root.rglob("*.bin")) else ".bin"
-        files = [read_header(path, self.format, self.dtype) for path in files_of(self.root, "tokens", suffix)]
-        for file in files:
-            check_tokens(file.path, file.array[: _LOOKED_AT // len(files)], self.vocab_size)
-        splits = _cut(files[0]) if self.root.is_file() else _by_name(files, self.root)
+        paths = files_of(self.root, "tokens", suffix)
+        splits: dict[str, list[MappedFile]] = {"train": [], "valid": [], "test": []}
+        for path in paths:
+            file = read_header(path, self.format, self.dtype)
+            check_tokens(path, file.array[: _LOOKED_AT // len(paths)], self.vocab_size)
+            splits[split_of(path.relative_to(self.root))].append(file)
+        if self.root.is_file():
+            splits = _cut(*splits["train"])
         sources = {split: self._source(part) for split, part in splits.items()}
         if sources["train"] is None:
             tokens = ", ".join(f"{file.path.name}: {file.count:,}" for file in splits["train"][:5])
@@ -83,7 +87,7 @@ class Tokens(DataSet):
             f"{split} {sum(file.count for file in part):,} tokens ({len(sources[split] or ()):,} samples)"
             for split, part in splits.items()
         )
-        self.description = f"token shards of {self.root} ({len(files):,}): {', '.join(parts)}"
+        self.description = f"token shards of {self.root} ({len(paths):,}): {', '.join(parts)}"
 
     def _source(self, files: Sequence[MappedFile]) -> Source | None:
         windows = [Shard(file, self.seq_len, self.vocab_size) for file in files if file.count > self.seq_len]
@@ -129,7 +133,12 @@ def read_header(path: Path, format: str = "auto", dtype: str | None = None) -> M
     magic, version, count = struct.unpack("<iii", start)
     stored, offset = HEADERS.get((magic, version)), _HEADER_BYTES
     if start.startswith(b"\x93NUMPY"):
-        array = _array_of(path)
+        try:
+            array = np.load(path, mmap_mode="r")
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read ({error}). Write or download it again") from None
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise DataError(f"{path} holds {array.dtype} {list(array.shape)}, not the whole numbers of tokens, [n]")
         stored, offset, count = array.dtype.str, array.offset, len(array)
     elif format == "nanogpt" and stored is None:
         return _without_header(path, dtype)
@@ -152,16 +161,6 @@ def read_header(path: Path, format: str = "auto", dtype: str | None = None) -> M
     return MappedFile(path, stored, offset, count)
 
 
-def _array_of(path: Path) -> np.memmap:
-    try:
-        array = np.load(path, mmap_mode="r")
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read ({error}). Write or download it again") from None
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{path} holds {array.dtype} {list(array.shape)}, not the whole numbers of tokens, [n]")
-    return array
-
-
 def _without_header(path: Path, dtype: str | None) -> MappedFile:
     kind, size = np.dtype(dtype or "<u2"), path.stat().st_size
     if size % kind.itemsize:
@@ -177,13 +176,6 @@ def _without_header(path: Path, dtype: str | None) -> MappedFile:
             f"{'uint32' if first[2::4].any() else 'uint64'}, or data.dtype=uint16 if they are tokens of 16 bits"
         )
     return file
-
-
-def _by_name(files: Sequence[MappedFile], root: Path) -> dict[str, list[MappedFile]]:
-    splits: dict[str, list[MappedFile]] = {"train": [], "valid": [], "test": []}
-    for file in files:
-        splits[split_of(file.path.relative_to(root).with_suffix(""))].append(file)
-    return splits
 
 
 def _cut(file: MappedFile) -> dict[str, list[MappedFile]]:

@@ -121,18 +121,14 @@ class Vocabulary(ABC):
         rendered: bool = False,
         placed: bool = False,
     ) -> list[list]:
-        """Return at most the first ``most`` tokens of each text, and encode little more; None for all.
-
-        They are those of ``placed_tokens`` if ``placed`` is set, and otherwise those of ``tokens``.
-        """
-        encode = self.placed_tokens if placed else self.tokens
+        """Return at most the first ``most`` tokens of each text, and encode little more; None: all. See ``tokens``."""
         if most is None:
-            return encode(texts, threads, rendered)
+            return self.tokens(texts, threads, rendered, placed)
         found: dict[int, list] = {}
         characters = _CHARACTERS_A_TOKEN * (most + _TOKENS_MORE)
         while left := [i for i in range(len(texts)) if i not in found]:
             cut = [texts[i] if len(texts[i]) <= characters else self._beginning(texts[i], characters) for i in left]
-            for i, text, tokens in zip(left, cut, encode(cut, threads, rendered), strict=True):
+            for i, text, tokens in zip(left, cut, self.tokens(cut, threads, rendered, placed), strict=True):
                 if len(text) == len(texts[i]) or len(tokens) >= most + _TOKENS_MORE:
                     found[i] = tokens[:most]
             characters *= 4
@@ -153,15 +149,11 @@ class Vocabulary(ABC):
         return [[*self.begin, *tokens] for tokens in self.tokens(texts, threads)]
 
     @abstractmethod
-    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
-        """Return the tokens of each text or part of a text.
+    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False, placed: bool = False) -> list[Any]:
+        """Return the tokens of each text or part of a text, as int; ``placed``: each with its place, as Placed.
 
         Special tokens are recognised in it; GPT-2's <|endoftext|> only if the text was ``rendered`` by a template.
         """
-
-    @abstractmethod
-    def placed_tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[Placed]]:
-        """Return the tokens of each text, each with its place in the text. See ``tokens``."""
 
     def difference(self, folder: Path, reader: str = "AutoTokenizer") -> str | None:
         """Return a text for which a class of transformers reads other tokens in a folder, with both.
@@ -216,22 +208,20 @@ class GPT2Vocabulary(Vocabulary):
         self.key = " ".join([ENCODER_SHA256, *map(json.dumps, self.extra)])
         self.label = "GPT-2 tokens" + (f" and {len(self.extra)} of this run's own" if self.extra else "")
 
-    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
-        """See Vocabulary."""
+    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False, placed: bool = False) -> list[Any]:
+        """See Vocabulary. A character whose bytes are in several tokens belongs to each of them."""
+        encoding = gpt2(self.extra)
         known = {"allowed_special": {*self.extra, *["<|endoftext|>"] * rendered}, "disallowed_special": ()}
         if threads == 1:  # a pool of one thread takes longer than a batch of rows
-            return [gpt2(self.extra).encode(text, **known) for text in texts]
-        return gpt2(self.extra).encode_batch(list(texts), num_threads=threads, **known)
-
-    def placed_tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[Placed]]:
-        """See Vocabulary. A character whose bytes are in several tokens belongs to each of them."""
-        placed = []
-        for tokens in self.tokens(texts, threads, rendered):
-            parts = gpt2(self.extra).decode_tokens_bytes(tokens)
+            encoded: list[Any] = [encoding.encode(text, **known) for text in texts]
+        else:
+            encoded = encoding.encode_batch(list(texts), num_threads=threads, **known)
+        for i, tokens in enumerate(encoded if placed else ()):
+            parts = encoding.decode_tokens_bytes(tokens)
             ends = list(itertools.accumulate(sum(byte & 0xC0 != 0x80 for byte in part) for part in parts))
             starts = [end - (part[0] & 0xC0 == 0x80) for end, part in zip([0, *ends], parts, strict=False)]
-            placed.append(list(zip(tokens, zip(starts, ends, strict=True), strict=True)))
-        return placed
+            encoded[i] = list(zip(tokens, zip(starts, ends, strict=True), strict=True))
+        return encoded
 
     @property
     def _can_be_cut(self) -> bool:
@@ -336,21 +326,15 @@ class HuggingFaceVocabulary(Vocabulary):
             f'{self.path.with_name(SETTINGS)}, such as {{"eos_token": "</s>"}}'
         )
 
-    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[int]]:
+    def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False, placed: bool = False) -> list[Any]:
         """See Vocabulary."""
-        return [encoding.ids for encoding in self._encodings(texts, threads)]
-
-    def placed_tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False) -> list[list[Placed]]:
-        """See Vocabulary."""
-        encodings = self._encodings(texts, threads, placed=True)
-        return [list(zip(encoding.ids, encoding.offsets, strict=True)) for encoding in encodings]
-
-    def _encodings(self, texts: Sequence[str], threads: int, placed: bool = False) -> list[tokenizers.Encoding]:
-        tokenizer = self._read
+        read = self._read
         if threads == 1:  # does not use the library's threads, which a forked process does not have
-            return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        encode = tokenizer.encode_batch if placed else tokenizer.encode_batch_fast
-        return encode(texts, add_special_tokens=False)
+            encodings = [read.encode(text, add_special_tokens=False) for text in texts]
+        else:
+            encode = read.encode_batch if placed else read.encode_batch_fast
+            encodings = encode(texts, add_special_tokens=False)
+        return [list(zip(each.ids, each.offsets, strict=True)) if placed else each.ids for each in encodings]
 
     @cached_property
     def _can_be_cut(self) -> bool:
