@@ -13,7 +13,6 @@ derive from others (``${train.global_batch_size}``) stays derived, as long as th
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,12 +46,13 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
     """
     if not any(map(_NAMES_ONE.match, arguments)):
         return None
+    parsed = parse(arguments)
     try:
-        typed = _typed(parse(arguments).overrides)
+        typed = _typed(parsed.overrides)
     except HydraException:
         return None  # Hydra raises a better message
     paths = _checkpoints(typed)
-    if not paths or parse(arguments).config_name is not None:
+    if not paths or parsed.config_name is not None:
         return None  # --config-name names a composed configuration, which is complete
     configs = [_config_of(Path(path)) for path in paths]
     if configs[0] is None:
@@ -127,10 +127,15 @@ class SavedConfig:
             for group in sections[1:]:
                 same_target = raw[group].get("_target_") == config[group].get("_target_")
                 if choices.get(group) != self._had[group] or not same_target:  # the option's file is missing
-                    for key in raw[group].keys() - config[group].keys():
-                        cfg[group].pop(key)
-            for key in values.keys() - _derived(cfg, raw, values):
-                OmegaConf.update(cfg, key, literal(values[key]), merge=False)
+                    cfg[group] = {}
+            for key, value in values.items():
+                OmegaConf.update(cfg, key, literal(value), merge=False)
+            for key, value in values.items():
+                section, _, name = key.rpartition(".")
+                if section and "${" in str(raw[section].get(name)):
+                    OmegaConf.update(cfg, key, raw[section][name], merge=False)
+                    if _resolved(cfg, key) != value:
+                        OmegaConf.update(cfg, key, literal(value), merge=False)
             for key in ON_TOP:
                 if self._is_new(key, choices.get(key)):
                     file = self._read(key, choices.get(key))
@@ -181,19 +186,6 @@ def _groups_of(file: Mapping[str, Any]) -> set[str]:
     """Return the groups whose option an experiment's file selects."""
     entries = [entry for entry in file.get("defaults", []) if isinstance(entry, dict)]
     return {str(key).split("/")[-1] for entry in entries for key in entry}
-
-
-def _derived(cfg: DictConfig, raw: Mapping[str, Any], values: Mapping[str, Any]) -> set[str]:
-    """Return the keys that the files derive from others, if the result is the checkpoint's value."""
-    trained, references = copy.deepcopy(cfg), []
-    trained.mode = "train"
-    for path, value in values.items():
-        section, _, key = path.rpartition(".")
-        if section and "${" in str(raw[section].get(key)):
-            references.append(path)
-        else:
-            OmegaConf.update(trained, path, literal(value), merge=False)
-    return {path for path in references if _resolved(trained, path) == values[path]}
 
 
 def _typed(overrides: Any) -> dict[str, Override]:
