@@ -196,8 +196,8 @@ class _Part:
         group, at_first = self._group_of(own)
         now = _own_values(group).items()
         changed = {f"{_GROUP}{key}": value for key, value in now if not _equal(value, at_first.get(key))}
-        numbers = _numbers(state | changed)
-        plain = {_named(key, value): torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
+        numbers = {key: value for key, value in (state | changed).items() if type(value) in _KINDS.values()}
+        plain = {f"{k}{_PLAIN}{type(v).__name__}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
         tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
         lost = [key for key, value in (state | changed).items() if value is not None and key not in numbers | tensors]
         if lost and not self._warned:
@@ -209,7 +209,7 @@ class _Part:
                 ", ".join(lost),
             )
         if own is not parameter and not self._gathers:
-            tensors = {key: shared_like(parameter, t) if _is_like(t, own) else t for key, t in tensors.items()}
+            tensors = {k: shared_like(parameter, t) if t.shape == own.shape else t for k, t in tensors.items()}
         return tensors | plain
 
     def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
@@ -222,7 +222,7 @@ class _Part:
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
             if plain:
-                number = {"int": int, "float": float, "bool": bool}[kind](value[...].item())
+                number = _KINDS[kind](value[...].item())
                 if name.startswith(_GROUP):
                     group[name.removeprefix(_GROUP)] = number
                 else:
@@ -239,11 +239,7 @@ class _Part:
 
 # Names in a checkpoint of numbers that are not tensors: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
 _PLAIN, _GROUP = "#", "group."
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a parameter's state or of a group, which are not tensors."""
-    return {key: value for key, value in values.items() if type(value) in (int, float, bool)}
+_KINDS = {"int": int, "float": float, "bool": bool}
 
 
 def _own_values(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,14 +255,6 @@ def _equal(value: Any, other: Any) -> bool:
         return bool(value == other)
     except (RuntimeError, TypeError, ValueError):  # arrays
         return value is other
-
-
-def _named(key: str, value: float) -> str:
-    return f"{key}{_PLAIN}{type(value).__name__}"
-
-
-def _is_like(value: Any, own: Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == own.shape
 
 
 def _kind(config: Mapping[str, Any]) -> str:
