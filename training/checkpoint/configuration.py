@@ -55,8 +55,6 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
     if not paths or parsed.config_name is not None:
         return None  # --config-name names a composed configuration, which is complete
     configs = [_config_of(Path(path)) for path in paths]
-    if configs[0] is None:
-        return None
     if any(config != configs[0] for config in configs):
         raise TrainingError(f"{', '.join(paths)} have different configurations; name one of them at a time")
     model, wanted = configs[0]["model"].get("name"), _values(typed.get("model"))
@@ -192,16 +190,16 @@ def _typed(overrides: Any) -> dict[str, Override]:
     return {override.key_or_group: override for override in OverridesParser.create().parse_overrides(list(overrides))}
 
 
-def _config_of(path: Path) -> dict[str, Any] | None:
-    """Return the configuration that a checkpoint keeps; None if it keeps none."""
+def _config_of(path: Path) -> dict[str, Any]:
+    """Return the configuration that a checkpoint keeps."""
     checkpoint = Checkpoint.find(path)
-    config = checkpoint.config
+    config: Any = checkpoint.config
     try:
-        sections = [] if config is None else [config.get("choices", {}), *(config[name] for name in TRAINED)]
-        usable = config is None or isinstance(config["model"]["name"], str)
+        sections = [config.get("choices", {}), *(config[name] for name in TRAINED)]
+        usable = isinstance(config["model"]["name"], str) and all(isinstance(section, dict) for section in sections)
     except (LookupError, TypeError, AttributeError):
         usable = False
-    if not usable or not all(isinstance(section, dict) for section in sections):
+    if not usable:
         raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: its config is not a configuration")
     return config
 

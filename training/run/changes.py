@@ -23,8 +23,6 @@ _TOTAL, _LENGTH = "schedule.total", ("train.steps", "train.epochs")
 _MICROBATCH = "micro-batch"  # its size, if the numbers depend on it
 # Keys that change where the data are and how they are read, but not the data.
 _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
-# In an older checkpoint of a GPT-2 whose sizes are those of a config.json, they are null.
-_FROM_FILE = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size")
 _POINTS = 8  # steps of a run at which a schedule is compared
 
 
@@ -79,7 +77,6 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
     if not isinstance(before, dict):
         return None
     same_samples = before.get(_SAMPLES_KEY) == now.get(_SAMPLES_KEY)
-    typed = () if command is None else command["typed"]
     # An older checkpoint has fewer sections.
     sections = {_section(name) for name in before} - {"train"}
     names = [
@@ -89,7 +86,6 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
         and _section(name) != "choice"  # instead of the option's name, its values are compared
         and (name in before or _section(name) in sections)
         and not (name in _NOT_CONTENT and (same_samples or name != "data.root"))
-        and not (name in _FROM_FILE and before.get(name) is None and name not in typed)
     ]
     if len(names) > 1 and _SAMPLES_KEY in names:
         names.remove(_SAMPLES_KEY)  # they differ because of another setting

@@ -137,16 +137,6 @@ def test_a_difference_that_nobody_typed_is_an_error_and_what_follows_from_a_type
     assert changes(BEFORE, {**BEFORE, "samples": "2"}, COMMAND) is not None, "data may have grown"
 
 
-def test_sizes_that_an_older_checkpoint_left_to_config_json_are_no_difference():
-    before = {**BEFORE, "model.n_layer": None, "model.block_size": None, "model.dropout": None}
-    now = {**BEFORE, "model.n_layer": 6, "model.block_size": 256}
-    assert changes(before, {**now, "model.dropout": None}, COMMAND) is None
-    with pytest.raises(TrainingError, match="were not typed: model.dropout=None in the checkpoint and 0.5 now"):
-        changes(before, {**now, "model.dropout": 0.5}, COMMAND)
-    typed = {**COMMAND, "typed": [*COMMAND["typed"], "model.n_layer"]}
-    assert changes(before, {**now, "model.dropout": None}, typed).endswith("before: model.n_layer None -> 6")
-
-
 def test_another_text_under_the_same_name_is_seen_and_the_same_text_elsewhere_is_not_mentioned():
     before = {"data.root": "a", "data.cache_dir": "x", "samples": "0001"}
     assert changes(before, {**before, "data.root": "b", "data.cache_dir": "y"}) is None
