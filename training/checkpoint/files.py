@@ -171,11 +171,9 @@ def _check_file(path: Path, size: int, checksum: str | None) -> None:
 def _named_by(path: Path) -> Path:
     if (path / MANIFEST).exists():
         return path
-    for folder in (path, path / "checkpoints"):
-        if (found := _current(folder, LATEST)) is not None:
+    for folder, name in ((path, LATEST), (path / "checkpoints", LATEST), (path.parent, path.name)):
+        if name in (LATEST, BEST) and (found := _current(folder, name)) is not None:
             return found
-    if path.name in (LATEST, BEST) and (found := _current(path.parent, path.name)) is not None:
-        return found
     return path
 
 
@@ -369,12 +367,9 @@ def _tell_of_no_links(folder: Path, why: str) -> None:
 
 
 def remove_old(folder: Path, keep: int, best: int | None = None) -> None:
-    """Remove all checkpoints except the newest ``keep``, that of the step ``best``, and those that links point to."""
-    kept = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
-    if best is not None:
-        kept.add(step_name(best))
+    """Remove all checkpoints except the newest ``keep`` and that of the step ``best``."""
     for old in step_folders(folder)[: -max(keep, 1)]:
-        if old.name not in kept:
+        if step_of(old) != best:
             remove(old)
 
 

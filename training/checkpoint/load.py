@@ -237,11 +237,9 @@ def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) 
     first = strategy.mesh.rank == 0
     chosen = _together(strategy.mesh, lambda: _choose(wanted, folder) if first else None)
     path = strategy.mesh.gather(chosen and str(chosen.folder))[0]
-    loaded = None
-    if path is not None:
-        checkpoint = _together(strategy.mesh, lambda: chosen or Checkpoint.find(Path(path)))
-        loaded = _load(checkpoint, strategy, optimizer)
-    return loaded
+    if path is None:
+        return None
+    return _load(_together(strategy.mesh, lambda: chosen or Checkpoint.find(Path(path))), strategy, optimizer)
 
 
 def _together(mesh: Mesh, work: Callable[[], T]) -> T:

@@ -99,7 +99,7 @@ class Checkpointer:
         self.check, self.warn = check, warn
         self._every, self.keep, self._timeout_s = every, keep, timeout_s
         self._mesh, plan = strategy.mesh, strategy.plan
-        self.rank, self._alone = self._mesh.rank, self._mesh.size == 1
+        self.rank = self._mesh.rank
         self._writers = 1  # on this machine
         self._about = {
             "seed": strategy.options.seed,
@@ -195,7 +195,7 @@ class Checkpointer:
         if save is None:
             return None
         save.join()
-        answers = self.gather((save.error, save.lost))
+        answers = self._mesh.gather((save.error, save.lost))
         if any(lost for _, lost in answers):
             self.group = None  # it cannot be used any more
             if self.rank == 0:  # a rank that was late may have written to it again
@@ -212,7 +212,7 @@ class Checkpointer:
 
         Returns whether the checkpoint is in this run's directory.
         """
-        own = self.gather(checkpoint.folder.parent == self.folder.resolve())[0]
+        own = self._mesh.gather(checkpoint.folder.parent == self.folder.resolve())[0]
         self._newest = checkpoint.step
         if own:
             self._saved = checkpoint.step
@@ -222,16 +222,12 @@ class Checkpointer:
 
     def has(self, step: int) -> bool:
         """Return whether rank 0 finds the checkpoint of a step, in this run's directory or in the resumed run's."""
-        return self.gather((self.origin / step_name(step) / MANIFEST).exists())[0]
+        return self._mesh.gather((self.origin / step_name(step) / MANIFEST).exists())[0]
 
     def close(self) -> None:
         """Wait some seconds for a pending save, on a rank that leaves early. This does not wait for other ranks."""
         if self._pending is not None:
             self._pending.join(_CLOSE_S)
-
-    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
-        """Return every rank's value, by rank."""
-        return [value] if self._alone else self._mesh.gather(value, group=group)
 
     def _amend(self, final: Path, progress: dict) -> None:
         """Update the progress of a saved checkpoint: the model may have been evaluated since."""
@@ -246,12 +242,12 @@ class Checkpointer:
 
     def _connect(self) -> None:
         """Make the group of the saving threads, unless there is one."""
-        if self._alone or self.group is not None:
+        if self._mesh.size == 1 or self.group is not None:
             return
         files = files_of(self.strategy, self.optimizer).values()
         own = sum(piece.tensor.nbytes for part in files for piece in part.values())
         node = socket.gethostname()
-        others = self.gather((node, own))
+        others = self._mesh.gather((node, own))
         self._writers = sum(where == node and size > 0 for where, size in others)
         patience = timedelta(seconds=self._timeout_s + max(size for _, size in others) / _SLOWEST_DISK)
         group = dist.new_group(backend="gloo", timeout=patience)
@@ -304,7 +300,7 @@ class _Save(threading.Thread):
         except Exception as failure:
             error = f"{failure}; {free_space(self.draft.parent)}"
         try:
-            answers = self._checkpoints.gather((value, error), group=self._checkpoints.group)
+            answers = self._checkpoints.strategy.mesh.gather((value, error), self._checkpoints.group)
         except Exception as failure:
             self.lost = True
             cause = str(failure).rpartition("] ")[2]  # without the line of gloo's source

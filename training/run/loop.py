@@ -164,8 +164,7 @@ class Loop:
                 value = known.get(key)
                 setattr(self.outcome, key, value if value is None or isinstance(value, int) else float(value))
             now = self.callbacks.run.evaluation
-            measured = known.get("evaluation", now)
-            same = tuple(known["monitor"]) == self.monitor
+            measured, same = known.get("evaluation", now) == now, tuple(known["monitor"]) == self.monitor
             if "skipping" in progress:
                 self.skipping.load_state_dict(progress["skipping"])
                 self.skipping.skipped += done - step
@@ -174,10 +173,10 @@ class Loop:
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"progress in the manifest of {checkpoint.folder} is damaged: {error!r}") from error
         best = self.outcome.best_step
-        if best is not None and not (same and measured == now and (best == step or self.checkpoints.has(best))):
+        if best is not None and not (same and measured and (best == step or self.checkpoints.has(best))):
             self.outcome.forget_best()
             why = f"there is no checkpoint of step {best}" if same else f"step {best} was the best by other numbers"
-            if measured != now:
+            if not measured:
                 why = f"step {best} was the best by other validation data, another loss or train.eval_batches"
             self.say(f"the best weights begin anew: {why}")
         self.skipping.counted = step
