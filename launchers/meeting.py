@@ -216,58 +216,60 @@ class Peer:
         return self.node, self.address
 
 
-@dataclass(frozen=True)
+@dataclass
 class Meeting:
     """Ranks that have met.
 
     Attributes:
+        world: This rank's world.
         store: The store that they share.
         peers: Their machines and addresses, by rank; empty if ``run_workers`` has started them.
         names: Their names in messages, by rank.
         beats: The thread that shows the other ranks what this rank is doing.
+        messages: How many messages rank 0 has sent to the others (launchers.rank_0).
+        ready: Whether all ranks are ready to begin.
     """
 
+    world: World
     store: Store
     peers: list[Peer]
     names: list[str]
     beats: Beats
+    messages: int = 0
+    ready: bool = False
+
+    def allow(self, timeout_s: float) -> None:
+        """Change how long ranks wait for each other, in seconds."""
+        self.store.set_timeout(timedelta(seconds=timeout_s))
+        self.beats.timeout_s = timeout_s
 
 
 @contextmanager
-def rendezvous(world: World, timeout_s: float) -> Iterator[tuple[Store | None, list[Peer]]]:
+def rendezvous(world: World, timeout_s: float) -> Iterator[Meeting | None]:
     """Meet the other ranks, and show them what this rank is doing while the block runs.
-
-    Inside of another rendezvous the ranks have met already, and only ``timeout_s`` is changed: the outer one begins
-    before the configuration is read, with the time-out that is typed on the command line.
 
     Args:
         world: This rank's world.
         timeout_s: How long to wait for the others, in seconds.
 
     Yields:
-        The store that all ranks share, None for a single rank; and the machines and addresses of the ranks, by rank,
-        which are empty if ``run_workers`` has started them.
+        The ranks that have met, which are also the ``current_meeting``; None for a single rank.
 
     Raises:
         LaunchError: If ranks do not connect, if machines cannot reach each other, or if the block has failed because
             of ranks that do not move. The message names the ranks.
     """
     global _meeting
-    if _meeting is not None:
-        _meeting.store.set_timeout(timedelta(seconds=timeout_s))
-        _meeting.beats.timeout_s = timeout_s
-        yield _meeting.store, _meeting.peers
-        return
     store = connect(world, timeout_s)
     if store is None:
-        yield None, []
+        yield None
         return
     peers = find_peers(world, store, timeout_s) if world.origin != "local" else []
     names = [str(peer) for peer in peers] or [f"rank {rank}" for rank in range(world.size)]
     with watched(world, store, timeout_s, names) as beats:
-        _meeting = Meeting(store, peers, names, beats)
+        _meeting = Meeting(world, store, peers, names, beats)
         try:
-            yield store, peers
+            yield _meeting
         finally:
             _meeting = None
 

@@ -1,4 +1,8 @@
-"""Rank 0 prepares a run and sends it to the other ranks, which end if the run cannot begin."""
+"""Rank 0 prepares a run and sends it to the other ranks, which end if the run cannot begin.
+
+It says one thing after another, and the others wait for each: the contents of a run, and at last that all are ready, or
+that it ends. All of this is within ``rendezvous``.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,28 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launchers import stopping
 from launchers.failure import EndedTogether
 from launchers.heartbeat import await_keys, note, store_of
-from launchers.meeting import current_meeting
-from launchers.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+from launchers.meeting import Meeting, current_meeting
 
 _POLL_S = 0.05
 _HEARD_S = 5.0  # how long rank 0 waits for the others to read that it ends
-_READY = "ready"  # the key that rank 0 sets when all ranks are ready
+_HEARD = "heard-the-end"
 
 
-def tell(store: Store, what: str, content: Any) -> None:
-    """Send the other ranks the content for which they wait in ``hear``."""
-    store.set(what, json.dumps({"content": content}))
+def tell(meeting: Meeting, **said: Any) -> None:
+    """Send the other ranks the ``content`` for which they wait in ``hear``, or the ``exit_code`` of rank 0."""
+    meeting.store.set(_next(meeting), json.dumps(said))
 
 
-def hear(world: World, what: str, timeout_s: float, stops: bool = True) -> Any:
-    """Wait for the content that rank 0 sends, for as long as rank 0 is alive. Called within ``rendezvous``.
+def hear(meeting: Meeting, stops: bool = True) -> Any:
+    """Wait for the content that rank 0 sends, for as long as rank 0 is alive.
 
     Args:
-        world: This rank's world.
-        what: The name of the content.
-        timeout_s: How long rank 0 may send no beat, in seconds.
+        meeting: The ranks that have met.
         stops: Whether a request to stop ends the wait.
 
     Raises:
@@ -42,63 +40,52 @@ def hear(world: World, what: str, timeout_s: float, stops: bool = True) -> Any:
         EndedTogether: If rank 0 has ended with an error.
         LaunchError: If rank 0 sends no beats any more.
     """
-    meeting = current_meeting()
-    assert meeting is not None, "call hear() within rendezvous()"
-    store, names = meeting.store, meeting.names
+    name, key = meeting.names[0], _next(meeting)
     note(0, "waiting for rank 0")
-    stops = stops and world.origin != "slurm"  # SLURM signals all tasks, and rank 0 queues the job again
-    await_keys(store, {0: what}, timeout_s, names, stops)
+    stops = stops and meeting.world.origin != "slurm"  # SLURM signals all tasks, and rank 0 queues the job again
+    await_keys(meeting.store, {0: key}, meeting.beats.timeout_s, meeting.names, stops)
     note(0, "starting")
-    told = json.loads(store.get(what))
-    store.add(f"heard-{what}", 1)
-    if "content" in told:
-        return told["content"]
-    if told["exit_code"] == 0:
+    said = json.loads(meeting.store.get(key))
+    if "content" in said:
+        return said["content"]
+    meeting.store.add(_HEARD, 1)
+    if said["exit_code"] == 0:
         raise SystemExit(0)
-    if told["exit_code"] == stopping.EXIT_CODE:
-        raise stopping.Stopped(f"stopped before the first step, as {names[0]} was")
-    raise EndedTogether(f"{names[0]} has ended before the first step: {told['message']}", told["exit_code"])
+    if said["exit_code"] == stopping.EXIT_CODE:
+        raise stopping.Stopped(f"stopped before the first step, as {name} was")
+    raise EndedTogether(f"{name} has ended before the first step: {said['message']}", said["exit_code"])
 
 
-def ending(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of an error."""
-    return (stopping.EXIT_CODE if isinstance(error, stopping.Stopped) else 1), str(error)
+def _next(meeting: Meeting) -> str:
+    meeting.messages += 1
+    return f"message-{meeting.messages}"
 
 
 @contextmanager
-def ending_together(
-    store: Store | None, what: str, describe: Callable[[BaseException], tuple[int, str]] = ending
-) -> Iterator[None]:
-    """On rank 0, end the other ranks if the block ends before it has sent the content for which they wait.
+def ending_together(meeting: Meeting | None, describe: Callable[[BaseException], tuple[int, str]]) -> Iterator[None]:
+    """On rank 0, end the other ranks if the block ends before all are ready.
 
     Args:
-        store: The store of ``rendezvous``; None if there is only one rank.
-        what: The name of the content.
+        meeting: The ranks that have met; None if there is only one rank.
         describe: Returns the exit code and the message of an error.
     """
+    exit_code, message = 0, ""
     try:
         yield
     except BaseException as error:
-        _tell_end(store, what, *describe(error))
+        exit_code, message = describe(error)
         raise
-    _tell_end(store, what, 0, "")
+    finally:
+        if meeting is not None and meeting.world.rank == 0 and not meeting.ready:
+            with suppress(Exception):  # if the store is gone, the others notice it
+                tell(meeting, exit_code=exit_code, message=message)
+                deadline = time.monotonic() + _HEARD_S
+                # The host of the store stays until the others have read this, which they cannot do after it has ended.
+                while meeting.store.add(_HEARD, 0) < meeting.world.size - 1 and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
 
 
-def _tell_end(store: Store | None, what: str, exit_code: int, message: str) -> None:
-    if store is None:
-        return
-    with suppress(Exception):  # if the store is gone, the others notice it
-        if store.check([what]):
-            return
-        store.set(what, json.dumps({"exit_code": exit_code, "message": message}))
-        meeting, deadline = current_meeting(), time.monotonic() + _HEARD_S
-        others = len(meeting.peers) - 1 if meeting is not None else 0
-        # The host of the store stays until the others have read this, which they cannot do after it has ended.
-        while store.add(f"heard-{what}", 0) < others and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
-
-def ready_together(world: World, timeout_s: float) -> None:
+def ready_together(timeout_s: float) -> None:
     """Wait until all ranks call this, for as long as they are alive, since a rank may read its data for the first time.
 
     Raises the errors of ``hear``. Returns at once if the ranks have not met by ``rendezvous``.
@@ -106,17 +93,15 @@ def ready_together(world: World, timeout_s: float) -> None:
     meeting = current_meeting()
     if meeting is None:
         return
-    store, names = meeting.store, meeting.names
-    if world.rank > 0:
-        if stopping.wanted():
-            raise stopping.Stopped("stopped before the first step")
-        with store_of(names[0]):
-            store.set(f"ready-{world.rank}", "")
-        hear(world, _READY, timeout_s, stops=False)  # from here on the ranks stop together
-        return
-    with ending_together(store, _READY):
-        if stopping.wanted():
-            raise stopping.Stopped("stopped before the first step")
-        others = {rank: f"ready-{rank}" for rank in range(1, world.size)}
-        await_keys(store, others, timeout_s, names)
-        tell(store, _READY, None)
+    meeting.allow(timeout_s)
+    if stopping.wanted():
+        raise stopping.Stopped("stopped before the first step")
+    if meeting.world.rank > 0:
+        with store_of(meeting.names[0]):
+            meeting.store.set(f"ready-{meeting.world.rank}", "")
+        hear(meeting, stops=False)  # from here on the ranks stop together
+    else:
+        others = {rank: f"ready-{rank}" for rank in range(1, meeting.world.size)}
+        await_keys(meeting.store, others, timeout_s, meeting.names)
+        tell(meeting, content=None)
+        meeting.ready = True

@@ -188,9 +188,9 @@ def _work(world: World, packed: bytes, limits: tuple[int, int]) -> dict[str, Any
     share_cores(world.local_size, subject.parallel.threads)
     if subject.device == "cpu":
         keep_freed_memory()
-    with rendezvous(world, timeout_s) as (store, _):
-        if store is not None:
-            init_process_group(subject.device, world.rank, world.size, world.local_rank, store, timeout_s)
+    with rendezvous(world, timeout_s) as meeting:
+        if meeting is not None:
+            init_process_group(subject.device, world.rank, world.size, world.local_rank, meeting.store, timeout_s)
         at_once = world.size if subject.device == "cuda" else min(world.size, max(1, usable_cores()))
         some = dist.new_group(range(at_once)) if 1 < at_once < world.size else None
         among = some if isinstance(some, dist.ProcessGroup) else None
@@ -202,7 +202,7 @@ def _work(world: World, packed: bytes, limits: tuple[int, int]) -> dict[str, Any
         del data
         found |= {"layers": _layers(ranks, subject, *limits), **_strategies(ranks, subject)}
         ranks.wait()
-        if store is not None:
+        if meeting is not None:
             dist.destroy_process_group()
         return found
 

@@ -22,10 +22,7 @@ from training.checkpoint.configuration import saved_config
 from training.command.errors import described
 
 if TYPE_CHECKING:
-    from launchers.meeting import Peer
     from training.run.setup import Setup
-
-_JOB = "job"  # the key of rank 0's message to the others
 
 
 @contextmanager
@@ -42,12 +39,12 @@ def leading(world: World | None, arguments: Sequence[str]) -> Iterator[None]:
 
     if world.origin == "torchrun":
         stopping.stop_without_parent()
-    with rendezvous(world, _typed_timeout(arguments)) as (store, _), ending_together(store, _JOB, _ended):
+    with rendezvous(world, _typed_timeout(arguments)) as meeting, ending_together(meeting, ended):
         note(0, "reading the command line and preparing the data")
         yield
 
 
-def _ended(error: BaseException) -> tuple[int, str]:
+def ended(error: BaseException) -> tuple[int, str]:
     """Return the exit code of rank 0 after an error, and its message for the other ranks."""
     if isinstance(error, Stopped):
         return stopping.EXIT_CODE, ""
@@ -59,18 +56,18 @@ def _ended(error: BaseException) -> tuple[int, str]:
 
 def lead(setup: Setup, run_dir: Path, world: World) -> None:
     """On rank 0 under torchrun or srun: send the other ranks the configuration and the run directory, and run."""
-    from launchers.meeting import describe_peers, rendezvous
+    from launchers.meeting import current_meeting, describe_peers
     from launchers.rank_0 import tell
     from training.run.rank import run
 
-    cfg = setup.cfg
-    with rendezvous(world, cfg.parallel.timeout_s) as (store, peers), _requeued(world):
+    cfg, meeting = setup.cfg, current_meeting()
+    with _requeued(world):
         if stopping.wanted():
             raise Stopped("stopped before the first step")
-        if store is not None:
-            print(describe_peers(peers), flush=True)
-            tell(store, _JOB, {"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
-        run(cfg, run_dir, world, store, setup)
+        if meeting is not None:
+            print(describe_peers(meeting.peers), flush=True)
+            tell(meeting, content={"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
+        run(cfg, run_dir, world, setup)
 
 
 def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] | None = None) -> None:
@@ -90,24 +87,31 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
     from launchers.worker import redirect_output
     from training.run.rank import run
 
-    console, timeout_s = os.dup(2), _typed_timeout(arguments)
+    console = os.dup(2)
     if world.origin == "torchrun":
         stopping.stop_without_parent()
-    with rendezvous(world, timeout_s) as (store, peers), _said_once(world, peers):
+    with rendezvous(world, _typed_timeout(arguments)) as meeting:
+        assert meeting is not None  # as there are several ranks
         try:  # meanwhile, rank 0 composes and prepares
             words = quote_values(arguments)
             own = compose_own(words, saved_config(words), replaced)
         except Exception as error:  # an error of rank 0 comes first
             own = error
-        job = hear(world, _JOB, timeout_s)
+        try:
+            job = hear(meeting)
+        except EndedTogether as ended:
+            # Its message is on the console that ranks of a machine share. Pods share none.
+            mine, first = meeting.peers[world.rank], meeting.peers[0]
+            unseen = world.origin == "environment" or (mine.leader and mine.machine != first.machine)
+            raise EndedTogether(str(ended) if unseen else "", ended.exit_code) from None
         if isinstance(own, Exception):
             raise own
         check_received(job["cfg"], job["run_dir"], own)
         cfg, run_dir = to_config(job["cfg"]), Path(job["run_dir"])
         redirect_output(run_dir / "logs", world.rank)
         try:
-            with rendezvous(world, cfg.parallel.timeout_s), _requeued(world):
-                run(cfg, run_dir, world, store)
+            with _requeued(world):
+                run(cfg, run_dir, world)
         except Stopped:
             raise Stopped from None  # rank 0 prints the message
         except BaseException:
@@ -115,17 +119,6 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             raise
         finally:
             sys.stdout.flush()
-
-
-@contextmanager
-def _said_once(world: World, peers: Sequence[Peer]) -> Iterator[None]:
-    """Print why rank 0 has ended only where its message is not seen: pods share no console, ranks of a machine do."""
-    try:
-        yield
-    except EndedTogether as ended:
-        mine, first = peers[world.rank], peers[0]
-        said = world.origin == "environment" or (mine.leader and mine.machine != first.machine)
-        raise EndedTogether(str(ended) if said else "", ended.exit_code) from None
 
 
 def _typed_timeout(arguments: Sequence[str]) -> float:

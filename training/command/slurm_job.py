@@ -26,10 +26,9 @@ from launchers.slurm.follow import wait
 from launchers.slurm.submit import Job, check_options, submit, write_private
 from launchers.slurm.task import array_index, work
 from launchers.world import restarts
+from training.command.ranks import ended
 from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
 from training.reporting.run_directory import EARLIER_ATTEMPT_S, check_free, hold, locked_directories, release
-
-_BALANCE = "balance"  # the key of rank 0's message to the others
 
 
 @dataclass(frozen=True)
@@ -126,21 +125,21 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     if restarts() > 0:
         after_restart(cfg, run_dir)
     try:
-        with rendezvous(world, cfg.parallel.timeout_s) as (store, peers):
+        with rendezvous(world, cfg.parallel.timeout_s) as meeting, ending_together(meeting, ended):
             use_code_of(cfg)
-            if world.rank > 0:  # rank 0 has measured for all
-                cfg.parallel.balance, setup = hear(world, _BALANCE, cfg.parallel.timeout_s), None
+            if meeting is not None and world.rank > 0:  # rank 0 has measured for all
+                cfg.parallel.balance, setup = hear(meeting), None
             else:
-                with ending_together(store, _BALANCE):
-                    setup = prepare(cfg, world.size, nodes())
-                    hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
-                    if restarts() == 0:  # another job of this directory may have run since this one was queued
-                        check_free(run_dir, cfg)
-                    if store is not None:
-                        tell(store, _BALANCE, to_dict(cfg.parallel)["balance"])
+                setup = prepare(cfg, world.size, nodes())
+                hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
+                if restarts() == 0:  # another job of this directory may have run since this one was queued
+                    check_free(run_dir, cfg)
                 update_job(run_dir, status=RUNNING)
-                print("\n".join(filter(None, [describe(setup), describe_peers(peers)])), flush=True)
-            run(cfg, run_dir, world, store, setup)
+                print(describe(setup), flush=True)
+                if meeting is not None:
+                    print(describe_peers(meeting.peers), flush=True)
+                    tell(meeting, content=to_dict(cfg.parallel)["balance"])
+            run(cfg, run_dir, world, setup)
     except Exception as error:
         # If the launcher did not wait, nobody else records the error.
         if not is_peer_error(error):
