@@ -86,7 +86,8 @@ def test_ranks_that_prepare_other_data_do_not_train_together(tmp_path):
 def test_ranks_of_torchrun_are_told_that_data_may_be_drawn_if_only_these_differ(monkeypatch, differs, said):
     class Two:
         def gather(self, mine):
-            return [{**mine, **{name: both[rank] for name, both in differs.items()}} for rank in (0, 1)]
+            theirs = [{name: both[rank] for name, both in differs.items()} for rank in (0, 1)]
+            return [("n1", {**dict(mine[1]), **other}.items()) for other in theirs]
 
     monkeypatch.setattr(ranks, "describe_rank", lambda setup: {"torch": "1", "data": "a"})
     with pytest.raises(LaunchError, match=said):

@@ -8,7 +8,9 @@ import platform
 import secrets
 import socket
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +49,7 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
         LaunchError: On every rank: ranks differ. The message names the ranks and both values.
     """
     described = {"data": setup.data_digest} if alike else describe_rank(setup)
-    answers = mesh.gather({"node": socket.gethostname(), **described})
-    problems = []
-    for name in answers[0]:
-        ranks: dict[str, list[int]] = {}
-        for rank, answer in enumerate(answers):
-            if answer[name] is not None:
-                ranks.setdefault(answer[name], []).append(rank)
-        if name != "node" and len(ranks) > 1:
-            problems.append(f"{name}: {_who_has_what(ranks, [answer['node'] for answer in answers])}")
-    if not problems:
+    if not (problems := _differing(mesh, described.items())):
         return None
     differs = f"the ranks do not run the same: {'; '.join(problems)}"
     if setup.cfg.launcher.allow_mixed:
@@ -112,16 +105,10 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
         LaunchError: On every rank: ranks that write have another directory. The message names them.
     """
     # The name is new on every machine: network file systems cache for a while that a file does not exist.
-    name: str | None = f".shared-{secrets.token_hex(8)}"
+    token = run_dir / mesh.gather(f".shared-{secrets.token_hex(8)}")[0]
     if mesh.rank == 0:
-        try:
-            (run_dir / name).touch()
-        except OSError:
-            name = None  # a full or read-only disk is reported when a file is to be kept
-    name = mesh.gather(name)[0]
-    if name is None:
-        return None
-    token = run_dir / name
+        with suppress(OSError):  # a full or read-only disk is reported when a file is to be kept
+            token.touch()
     waited_s, deadline = min(_APPEARS_S, timeout_s / 2), time.monotonic()
     while not (seen := os.path.exists(token)) and time.monotonic() < deadline + waited_s:
         time.sleep(_POLL_S)
@@ -130,7 +117,7 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
         with suppress(OSError):
             token.unlink()
     other = {rank: (writing, node) for rank, (saw, writing, node) in enumerate(answers) if not saw}
-    if not other:
+    if not other or 0 in other:
         return None
     listed = ", ".join(f"{rank} ({node})" for rank, (_, node) in other.items())
     differs = (
@@ -175,13 +162,7 @@ def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
     mesh = strategy.mesh
     if mesh.size == 1:
         return None
-    answers = mesh.gather([socket.gethostname(), _digests_of_weights(strategy)])
-    nodes, ranks = [node for node, _ in answers], {}
-    for rank, (_, held) in enumerate(answers):
-        for tensor, digest in held:
-            ranks.setdefault(tensor, {}).setdefault(digest, []).append(rank)
-    problems = [f"{tensor}: {_who_has_what(having, nodes)}" for tensor, having in ranks.items() if len(having) > 1]
-    if not problems:
+    if not (problems := _differing(mesh, _digests_of_weights(strategy))):
         return None
     more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     differs = f"ranks do not hold the same weights: {'; '.join(problems[:_SHOWN])}{more}"
@@ -220,12 +201,21 @@ def _bits(tensor: Tensor) -> bytes:
     return rows.cpu().numpy().tobytes()
 
 
-def _who_has_what(ranks: dict[str, list[int]], nodes: list[str]) -> str:
-    groups = []
-    for value, having in ranks.items():
-        machines = ", ".join(dict.fromkeys(nodes[rank] for rank in having))
-        groups.append(f"{value} on rank{'s' * (len(having) > 1)} {', '.join(map(str, having))} ({machines})")
-    return ", ".join(groups)
+def _differing(mesh: Mesh, values: Iterable[tuple[str, str | None]]) -> list[str]:
+    """Compare named values of all ranks, except None. Returns for each that differs which ranks have which value."""
+    answers = mesh.gather((socket.gethostname(), list(values)))
+    found: dict[str, dict[str, list[int]]] = {}
+    for rank, (_, named) in enumerate(answers):
+        for name, value in named:
+            if value is not None:
+                found.setdefault(name, {}).setdefault(value, []).append(rank)
+
+    def described(value: str, ranks: list[int]) -> str:
+        machines = ", ".join(dict.fromkeys(answers[rank][0] for rank in ranks))
+        return f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} ({machines})"
+
+    differing = {name: having.items() for name, having in found.items() if len(having) > 1}
+    return [f"{name}: {', '.join(starmap(described, having))}" for name, having in differing.items()]
 
 
 def _project_digest() -> str:
