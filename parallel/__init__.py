@@ -20,8 +20,8 @@ These modules use parts of torch that are private or undocumented and may change
     pipe_stage.py, zero_bubble/   the methods of torch's pipeline stage that PipeStage overrides; schedules._Action,
                                   _PipelineScheduleRuntime with its _prepare_schedule_with_comms, _num_stages and
                                   _n_microbatches
-    host_group.py                 a subclass of ProcessGroup, with _get_backend, _allgather_base and
-                                  _reduce_scatter_base; the methods of ProcessGroupGloo; options in distributed_c10d
+    host_group.py                 a subclass of ProcessGroup, with _get_backend, _set_group_name, _allgather_base and
+                                  _reduce_scatter_base; the methods of ProcessGroupGloo
     shape_inference.py            torch._subclasses.fake_tensor, torch.utils._python_dispatch, torch._ops.OpOverload,
                                   Operator._schema, UntypedStorage._cdata; torch._dynamo.reset (tried with 2.13)
     stage.py, gradients.py        aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit

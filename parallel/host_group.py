@@ -9,26 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]  # torch's stub does not export it
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-    Store,
-)
+from torch.distributed.distributed_c10d import Store
 
 from parallel.devices import gpus_in_common, local_device
 
 BACKEND, NCCL = "host", "nccl"
-
-T = TypeVar("T")
 
 
 def init_process_group(device_type: str, rank: int, size: int, local_rank: int, store: Store, timeout_s: float) -> str:
@@ -61,31 +51,16 @@ def register() -> None:
 
 
 def _new_group(store: Store, rank: int, size: int, timeout: timedelta) -> HostGroup:
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    return HostGroup(gloo, rank, size)  # pyright: ignore[reportArgumentType]  # see _Gloo
-
-
-class _Gloo(Protocol):
-    """The operations of ``ProcessGroupGloo``, which torch's stub leaves out."""
-
-    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions, /) -> dist.Work: ...
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceCoalescedOptions, /) -> dist.Work: ...
-    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions, /) -> dist.Work: ...
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: AllgatherOptions, /) -> dist.Work: ...
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: AllgatherOptions, /) -> dist.Work: ...
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: ReduceScatterOptions, /) -> dist.Work: ...
-    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work: ...
-    def barrier(self, opts: BarrierOptions, /) -> dist.Work: ...
+    return HostGroup(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
 
 
 class HostGroup(dist.ProcessGroup):
     """A process group with the operations that strategies, DistributedDataParallel and torch's pipelines use.
 
-    The methods have the names by which torch.distributed's functions call them.
+    The methods have the names by which torch.distributed's functions call them. ``options`` are those of gloo.
     """
 
-    def __init__(self, gloo: _Gloo, rank: int, size: int) -> None:
+    def __init__(self, gloo: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # torch's stub knows only the other __init__
         self._gloo = gloo
 
@@ -93,44 +68,46 @@ class HostGroup(dist.ProcessGroup):
         """Return the name in torch's registry."""
         return BACKEND
 
-    def _get_backend(self, device: torch.device) -> _Gloo:
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:  # torch 2.13's own asks a backend, of which this group has none
+        """Return the name by which FSDP's DeviceMesh finds the group."""
+        return self._name
+
+    def _get_backend(self, device: torch.device) -> Any:
         return self._gloo  # torch 2.11 reads from it whether operations can be coalesced
 
-    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> dist.Work:
         """Reduce in place."""
-        return self._run(self._gloo.allreduce, tensors, _or(opts, AllreduceOptions))
+        return self._run(self._gloo.allreduce, tensors, options)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceCoalescedOptions | None = None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], *options: Any) -> dist.Work:
         """Reduce several tensors in place."""
-        return self._run(self._gloo.allreduce_coalesced, tensors, _or(opts, AllreduceCoalescedOptions))
+        return self._run(self._gloo.allreduce_coalesced, tensors, options)
 
-    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], *options: Any) -> dist.Work:
         """Send one rank's tensors to all."""
-        return self._run(self._gloo.broadcast, tensors, _or(opts, BroadcastOptions))
+        return self._run(self._gloo.broadcast, tensors, options)
 
-    def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: AllgatherOptions | None = None
-    ) -> dist.Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> dist.Work:
         """Collect every rank's tensor in a list."""
         hosts = [list(map(_empty_host, gathered)) for gathered in outputs]
-        work = self._gloo.allgather(hosts, list(map(_host, inputs)), _or(opts, AllgatherOptions))
+        work = self._gloo.allgather(hosts, list(map(_host, inputs)), *options)
         return _Work(work, sum(outputs, []), sum(hosts, []), outputs)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None) -> dist.Work:
+    def _allgather_base(self, output: Tensor, input: Tensor, *options: Any) -> dist.Work:
         host = _empty_host(output)
-        work = self._gloo._allgather_base(host, _host(input), _or(opts, AllgatherOptions))
-        return _Work(work, [output], [host], output)
+        return _Work(self._gloo._allgather_base(host, _host(input), *options), [output], [host], output)
 
-    def _reduce_scatter_base(
-        self, outputTensor: Tensor, inputTensor: Tensor, opts: ReduceScatterOptions | None = None
-    ) -> dist.Work:
-        host = _empty_host(outputTensor)
-        work = self._gloo._reduce_scatter_base(host, _host(inputTensor), _or(opts, ReduceScatterOptions))
-        return _Work(work, [outputTensor], [host], outputTensor)
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, *options: Any) -> dist.Work:
+        host = _empty_host(output)
+        return _Work(self._gloo._reduce_scatter_base(host, _host(input), *options), [output], [host], output)
 
-    # torch 2.13's names of these two
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
+    # torch 2.13's names of these two; its stub names the options
+    all_gather_single = _allgather_base  # pyright: ignore[reportAssignmentType]
+    reduce_scatter_single = _reduce_scatter_base  # pyright: ignore[reportAssignmentType]
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Send a tensor."""
@@ -144,15 +121,15 @@ class HostGroup(dist.ProcessGroup):
 
     def barrier(self, opts=None) -> dist.Work:
         """Wait for all ranks."""
-        return self._gloo.barrier(BarrierOptions())
+        return self._gloo.barrier()
 
     def shutdown(self) -> None:
         """Close the connections."""
         del self._gloo
 
-    def _run(self, operation: Callable, tensors: list[Tensor], opts) -> dist.Work:
+    def _run(self, operation: Callable, tensors: list[Tensor], options: tuple) -> dist.Work:
         hosts = list(map(_host, tensors))
-        return _Work(operation(hosts, opts), tensors, hosts, tensors)
+        return _Work(operation(hosts, *options), tensors, hosts, tensors)
 
 
 class _Work(dist.Work):
@@ -192,7 +169,3 @@ def _host(tensor: Tensor) -> Tensor:
 def _empty_host(tensor: Tensor) -> Tensor:
     """Return pinned memory of the tensor's shape, which a GPU copies to and from several times as fast."""
     return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-
-
-def _or(opts: T | None, default: type[T]) -> T:
-    return default() if opts is None else opts

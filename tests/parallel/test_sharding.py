@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cases import Layout, Recipe
+from cases import Layout, Recipe, assert_same_training, train
 from cells import RECIPES
 from probes import bytes_of_state, gathers, gradients_after_an_evaluation, losses_of_optimizers
+from ranks import Ranks
 
 TOLERANCE = 1e-5
 TOY, GPT2 = RECIPES["toy"], RECIPES["gpt2"]
@@ -72,3 +73,14 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(ranks, 
     for share in ranks.run(dp, bytes_of_state, GPT2, layout):
         for kind, size in share.items():
             assert size == pytest.approx(whole[kind] / (shard or dp), rel=0.1), kind
+
+
+def test_ranks_that_share_a_gpu_share_parameters(ranks):
+    """Here on CPUs, through the process group of such ranks."""
+    pool = Ranks(2, {}, "host")
+    try:
+        run = pool.run(2, train, Layout("fsdp", dp=2), TOY)
+    finally:
+        pool.close()
+    (reference,) = ranks.run(1, train, Layout("single"), TOY)
+    assert_same_training(run, reference, TOLERANCE)
