@@ -15,7 +15,7 @@ from typing import Any
 from launchers import stopping
 from launchers.failure import EndedTogether
 from launchers.heartbeat import await_keys, note, store_of
-from launchers.meeting import Meeting, current_meeting
+from launchers.meeting import Meeting
 
 _POLL_S = 0.05
 _HEARD_S = 5.0  # how long rank 0 waits for the others to read that it ends
@@ -85,14 +85,11 @@ def ending_together(meeting: Meeting | None, describe: Callable[[BaseException],
                     time.sleep(_POLL_S)
 
 
-def ready_together(timeout_s: float) -> None:
+def ready_together(meeting: Meeting, timeout_s: float) -> None:
     """Wait until all ranks call this, for as long as they are alive, since a rank may read its data for the first time.
 
-    Raises the errors of ``hear``. Returns at once if the ranks have not met by ``rendezvous``.
+    Raises the errors of ``hear``.
     """
-    meeting = current_meeting()
-    if meeting is None:
-        return
     meeting.allow(timeout_s)
     if stopping.wanted():
         raise stopping.Stopped("stopped before the first step")

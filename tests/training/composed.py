@@ -110,15 +110,20 @@ def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
     import torch.distributed as dist
 
     from launchers import World
+    from launchers.heartbeat import watched
+    from launchers.meeting import Meeting
     from training.run.rank import run as training
 
-    rank, size, store = 0, 1, None
-    if dist.is_initialized():  # the pool's own group: a run makes one for itself
-        rank, size = dist.get_rank(), dist.get_world_size()
-        dist.barrier()
-        dist.destroy_process_group()
-        store = dist.FileStore(meeting, size)
-    return training(to_config(tree), Path(folder), World(rank, size, rank, size, "local"), store)
+    if not dist.is_initialized():
+        return training(to_config(tree), Path(folder))
+    # the pool's own group: a run makes one for itself
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    world, store = World(rank, size, rank, size, "local"), dist.FileStore(meeting, size)
+    names = [f"rank {other}" for other in range(size)]
+    with watched(world, store, 300, names) as beats:
+        return training(to_config(tree), Path(folder), world, Meeting(world, store, [], names, beats))
 
 
 def steps(folder: Path) -> list[dict]:

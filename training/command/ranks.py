@@ -67,7 +67,7 @@ def lead(setup: Setup, run_dir: Path, world: World) -> None:
         if meeting is not None:
             print(describe_peers(meeting.peers), flush=True)
             tell(meeting, content={"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
-        run(cfg, run_dir, world, setup)
+        run(cfg, run_dir, world, meeting, setup)
 
 
 def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] | None = None) -> None:
@@ -111,7 +111,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
         redirect_output(run_dir / "logs", world.rank)
         try:
             with _requeued(world):
-                run(cfg, run_dir, world)
+                run(cfg, run_dir, world, meeting)
         except Stopped:
             raise Stopped from None  # rank 0 prints the message
         except BaseException:

@@ -139,7 +139,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
                 if meeting is not None:
                     print(describe_peers(meeting.peers), flush=True)
                     tell(meeting, content=to_dict(cfg.parallel)["balance"])
-            run(cfg, run_dir, world, setup)
+            run(cfg, run_dir, world, meeting, setup)
     except Exception as error:
         # If the launcher did not wait, nobody else records the error.
         if not is_peer_error(error):
