@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import ceil
 
 from parallel.schedules import SCHEDULES
@@ -30,19 +31,13 @@ class PaperCosts:
     def __init__(self, cluster: Cluster, precision: str) -> None:
         self.cluster, self.peak = cluster, cluster.peak[precision]
         self.devices, self.itemsize, self.gathered = cluster.devices, BYTES[precision], BYTES[precision]
-        self._known: dict[tuple[LayerWork, int, int, bool], float] = {}
+        self.forward = cache(self._forward)
 
-    def forward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
+    def _forward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
         """Seconds of a layer's forward on some samples, its products and parameters split over ``tp`` ranks.
 
         ``sequence`` says whether the ranks share each sequence where they do not share products.
         """
-        key = work, samples, tp, sequence
-        if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._forward(*key)
-        return known
-
-    def _forward(self, work: LayerWork, samples: int, tp: int, sequence: bool) -> float:
         cluster = self.cluster
         read = self.itemsize * work.parameters / tp / cluster.memory_bandwidth if work.flops else 0.0
         products = work.flops * samples / tp / (self.peak * cluster.product) + read + work.products * cluster.launch

@@ -119,7 +119,7 @@ class Here:
 
     processes: int
     at_once: int
-    layers: tuple[LayerSeconds, ...]
+    layers: Sequence[LayerSeconds]
     step: float
     update: Line
     overhead: float = 0.0
@@ -165,10 +165,8 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
         most: The number of samples of the largest micro-batch to measure. It is reduced for slow models.
     """
     args = dumps(subject), (least, most)
-    found, *_ = call_in_workers(_work, args, processes, timeout_s=subject.parallel.timeout_s)
-    layers = tuple(LayerSeconds(name, *curves) for name, curves in found.pop("layers"))
-    found |= found.pop("lines")
-    return Here(processes, layers=layers, **found)
+    here, *_ = call_in_workers(_work, args, processes, timeout_s=subject.parallel.timeout_s)
+    return here
 
 
 def free_memory(timeout_s: float) -> float:
@@ -181,7 +179,7 @@ def _ask_free_memory(_: World) -> float:
     return torch.cuda.mem_get_info(0)[0]
 
 
-def _work(world: World, packed: bytes, limits: tuple[int, int]) -> dict[str, Any]:
+def _work(world: World, packed: bytes, limits: tuple[int, int]) -> Here:
     """Measure on one of the ranks. All ranks return the same."""
     subject: Subject = pickle.loads(packed)
     timeout_s = subject.parallel.timeout_s
@@ -198,13 +196,14 @@ def _work(world: World, packed: bytes, limits: tuple[int, int]) -> dict[str, Any
         data = subject.data()
         for name in ("single", "ddp", "fsdp") if world.size > 1 else ("single",):
             _step(ranks, subject, name, _NUMBERS[0], 1)  # imports what it needs
-        found = {"at_once": at_once, "process": peak_memory_bytes(ranks.device)}
+        process = peak_memory_bytes(ranks.device)
         del data
-        found |= {"layers": _layers(ranks, subject, *limits), **_strategies(ranks, subject)}
+        layers = _layers(ranks, subject, *limits)
+        here = Here(world.size, at_once, layers, process=process, **_strategies(ranks, subject))
         ranks.wait()
         if meeting is not None:
             dist.destroy_process_group()
-        return found
+        return here
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class _Ranks:
         return worst.quantile(0.25, dim=0).cpu()
 
 
-def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tuple[str, list[Curve]]]:
+def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[LayerSeconds]:
     """Measure the layers at several sizes: on as many ranks at once as there are cores, then on rank 0 alone."""
 
     def timed(samples: int, together: bool) -> list[list[float]]:
@@ -262,7 +261,7 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[tupl
     if ranks.at_once > 1:
         found[..., -1] = rounds(1, sizes, count)[..., -1]
     curves = [[Curve(sizes, seconds) for seconds in layer] for layer in found.permute(1, 2, 0).tolist()]
-    return list(zip(subject.chain.names, curves, strict=True))
+    return [LayerSeconds(name, *of) for name, of in zip(subject.chain.names, curves, strict=True)]
 
 
 def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
@@ -302,12 +301,7 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
             added = [(piped - alone / ranks.size) / sent for piped, alone in zip(more, computed, strict=True)]
             messages[schedule] = Line.through(bytes_of, added)
     overhead = (one_by_one - computed[0]) / layers * ranks.at_once / ranks.size  # here all ranks computed at once
-    return {
-        "step": max(0.0, float(single[0][0]) - computed[0]),
-        "overhead": overhead,
-        "lines": lines,
-        "messages": messages,
-    }
+    return {"step": max(0.0, float(single[0][0]) - computed[0]), "overhead": overhead, "messages": messages, **lines}
 
 
 def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> tuple[Chain, Batch]:
