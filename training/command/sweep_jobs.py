@@ -7,7 +7,7 @@ import multiprocessing
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,23 +84,10 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
         KeyboardInterrupt: If the user ends the sweep.
     """
     logging.getLogger("hydra._internal.core_plugins.basic_launcher").addFilter(_mask)
-    loader, config = sweeper.hydra_context.config_loader, sweeper.config
-    overrides = OverridesParser.create(config_loader=loader).parse_overrides([*sweeper._parse_config(), *arguments])
-    jobs = [expand_lists(job) for job in sweeper.split_arguments(overrides, None)[0]]
-    sweep_dir = Path(config.hydra.sweep.dir)
-    task, problems = sweeper.task_function, {}
-
-    def compose(job: list[str]) -> Any:
-        cfg = check_keys(loader.load_sweep_config(config, job))
-        check_effects(cfg, [] if task.brought else job)  # a job adds the checkpoint's values first
-        of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
-        if of not in problems:
-            problems[of] = None if task.brought else _problem_of(cfg, task.folders)
-        if problems[of] is not None:
-            raise HydraException(problems[of])
-        return cfg
-
-    entries = compose_all(compose, jobs, sweep_dir, task.brought)
+    config, sweep_dir = sweeper.config, Path(sweeper.config.hydra.sweep.dir)
+    parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
+    overrides = parser.parse_overrides([*sweeper._parse_config(), *arguments])
+    entries = compose_all(sweeper, [expand_lists(job) for job in sweeper.split_arguments(overrides, None)[0]])
     todo = open_folders(entries, sweep_dir)
     OmegaConf.save(config, sweep_dir / "multirun.yaml")
     mask_files([sweep_dir / "multirun.yaml"])  # at once: there may be no job left that does
@@ -147,37 +134,37 @@ def _mask(record: logging.LogRecord) -> bool:
     return True
 
 
-def compose_all(
-    compose: Callable[[list[str]], Any], jobs: Iterable[list[str]], sweep_dir: Path, brought: Sequence[str] = ()
-) -> list[Entry]:
-    """Compose every job. A job that cannot be composed becomes an entry that has failed.
-
-    Args:
-        compose: Returns the configuration of a job's overrides.
-        jobs: The overrides of each job, as they were typed.
-        sweep_dir: The sweep's directory.
-        brought: Overrides that were not typed.
+def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
+    """Compose every job of Hydra's ``sweeper``. A job that cannot be composed becomes an entry that has failed.
 
     Raises:
         HydraException: No job can be composed, so that the mistake is not that of one job.
         OmegaConfBaseException: The same.
     """
-    entries, first_error = [], None
+    loader, config, task = sweeper.hydra_context.config_loader, sweeper.config, sweeper.task_function
+    sweep_dir = Path(config.hydra.sweep.dir)
+    entries, errors, problems = [], [], {}
     for num, overrides in enumerate(jobs):
-        job = Job(num, tuple(mask_secrets([word for word in overrides if word not in brought])))
+        job = Job(num, tuple(mask_secrets([word for word in overrides if word not in task.brought])))
         try:
-            cfg = compose(overrides)
+            cfg = check_keys(loader.load_sweep_config(config, overrides))
+            check_effects(cfg, [] if task.brought else overrides)  # a job adds the checkpoint's values first
+            of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
+            if of not in problems:
+                problems[of] = None if task.brought else _problem_of(cfg, task.folders)
+            if problems[of] is not None:
+                raise HydraException(problems[of])
             with open_dict(cfg):
                 cfg.hydra.job.num, cfg.hydra.job.id = num, str(num)
             HydraConfig.instance().set_config(cfg)  # the directory's name may refer to Hydra's section
             folder, queued = sweep_dir / cfg.hydra.sweep.subdir, not cfg.launcher.get("wait", True)
             entries.append(Entry(job, overrides, folder, queued))
         except (HydraException, OmegaConfBaseException) as error:
-            first_error = first_error or error
+            errors.append(error)
             reason = "\n".join(str(error).strip() for error in (error, error.__cause__) if error is not None)
             entries.append(Entry(replace(job, status=FAILED, error=reason), overrides, sweep_dir / str(num)))
-    if first_error is not None and all(entry.job.status == FAILED for entry in entries):
-        raise first_error
+    if len(errors) == len(entries):
+        raise errors[0]
     return entries
 
 

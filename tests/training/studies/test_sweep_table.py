@@ -227,7 +227,7 @@ def test_a_launcher_is_given_jobs_whose_numbers_have_no_gaps(tmp_path):
 
 
 def test_jobs_that_continue_one_run_are_compared_by_their_own_validation():
-    objective = Objective("val_loss", larger_is_better=False)
+    objective = Objective("val_loss", "minimize")
     summary = {"best_val_loss": 0.05}  # of the run that they continue
     assert objective.of(summary, [{"step": 9, "loss": 1.0}, {"step": 9, "val_loss": 0.4}]) == 0.4
     assert objective.of(summary, [{"step": 9, "loss": 1.0}]) == 0.05

@@ -107,11 +107,10 @@ def results(table: Table) -> Iterator[str]:
     """The best job of each model in a sentence, the command that runs it again, and what its loss is compared with."""
     from training.studies.sweep.table import score_of
 
-    sign = -1 if table.objective.larger_is_better else 1
     for row in table.best:
         whose = f" of {row.summary['model']}" if len(table.best) > 1 else ""
         rivals, equals = table.rivals(row), table.equals(row)
-        worst = max(rivals, key=lambda rival: sign * score_of(rival))
+        worst = max(rivals, key=lambda rival: table.objective.sign * score_of(rival))
         alike = f", the fastest of {len(equals)} jobs that have it" if len(equals) > 1 else ""
         last = f"; the worst, {worst.label}, has {table.show_score(worst)}" if len(equals) < len(rivals) else ""
         doubt = _doubt(table, row) if table.objective.is_speed else ""
@@ -172,7 +171,7 @@ def _figures(table: Table) -> Iterator[tuple[str, str]]:
     from training.studies.sweep.figure import loss_figure, score_figure
     from training.studies.sweep.table import TIME
 
-    caption = f"{table.objective.title}: {'larger' if table.objective.larger_is_better else 'smaller'} is better"
+    caption = f"{table.objective.title}: {'larger' if table.objective.sign < 0 else 'smaller'} is better"
     if table.objective.name == TIME:
         caption += (
             ". Medians after the warm-up, with whiskers from the 10th to the 90th percentile. Ideal, of pipelines: if "

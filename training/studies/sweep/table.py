@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from common.errors import TrainingError
 from parallel.strategies import names_where
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records
-from training.reporting.monitor import LOSS, MAXIMIZE, MINIMIZE, direction_of
+from training.reporting.monitor import LOSS, MINIMIZE, Monitor, direction_of
 
 TIME, TRAINING_LOSS = "step_time_s", "final_loss"
 ENOUGH_STEPS = 10  # after the warm-up: of fewer, the percentiles are the fastest and the slowest step
@@ -32,11 +32,8 @@ _SPEED = (
 _SHOWN = (TIME, LOSS, TRAINING_LOSS, "samples_per_s", "tokens_per_s", "peak_memory_bytes", "bubble_fraction")
 
 
-class Objective(NamedTuple):
+class Objective(Monitor):
     """What jobs are compared by: a number of summary.json, or a metric of the validation; "val_loss" is the best."""
-
-    name: str
-    larger_is_better: bool
 
     @property
     def title(self) -> str:
@@ -54,7 +51,7 @@ class Objective(NamedTuple):
         value = None
         if self.name.startswith("val_"):  # its own: the best of a run that was resumed may be from before
             found = (record[self.name] for record in records if record.get(self.name) is not None)
-            value = (max if self.larger_is_better else min)(found, default=None)
+            value = min(found, key=lambda number: self.sign * number, default=None)
         if value is None:
             value = summary.get(f"best_{self.name}", summary.get(self.name))
         if isinstance(value, list):  # one number per rank
@@ -74,16 +71,14 @@ def choose_objective(
         keys: The overrides that vary.
         summaries: The contents of the jobs' summary.json.
     """
-    monitors: set[tuple[str, str]] = {
-        (one.get("monitor", LOSS), one.get("monitor_direction", MINIMIZE)) for one in summaries if one
-    }
-    monitor, known = monitors.pop() if len(monitors) == 1 else (LOSS, MINIMIZE)
+    monitors = {Monitor(one.get("monitor", LOSS), one.get("monitor_direction", MINIMIZE)) for one in summaries if one}
+    monitor, known = monitors.pop() if len(monitors) == 1 else Monitor(LOSS, MINIMIZE)
     if name is None:
         # Jobs are compared with those of the same model, and another seed is the same question once more.
         compared = [key for key in keys if key not in ("model", "seed")]
         validated = any(summary.get("best_val_loss") is not None for summary in summaries)
         name = TIME if compared and all(map(is_of_speed, compared)) else monitor if validated else TRAINING_LOSS
-    return Objective(name, (direction or (known if name == monitor else None) or direction_of(name)) == MAXIMIZE)
+    return Objective(name, direction or (known if name == monitor else None) or direction_of(name) or MINIMIZE)
 
 
 def is_of_speed(key: str) -> bool:
@@ -180,9 +175,9 @@ class Table:
     @cached_property
     def best(self) -> list[Row]:
         """The best job of each model of which several jobs have a score; of equally good ones, the fastest."""
-        choose = max if self.objective.larger_is_better else min
+        sign = self.objective.sign
         groups = {row.summary["model"]: self.rivals(row) for row in self.scored}
-        best = [choose(rivals, key=score_of) for rivals in groups.values() if len(rivals) > 1]
+        best = [min(rivals, key=lambda row: sign * score_of(row)) for rivals in groups.values() if len(rivals) > 1]
         return [min(self.equals(row), key=lambda equal: equal.summary.get(TIME) or math.inf) for row in best]
 
     def equals(self, row: Row) -> list[Row]:
