@@ -75,10 +75,8 @@ class WandbRun:
         except RuntimeError:  # a user of a number alone, as in containers
             os.environ["HOME"] = str(self._run_dir)
         with _service_ended_on_error():
-            online = self._start_online() if mode == "online" else None
-            if online is not None:
-                self._run = online
-            else:
+            self._run: Any = self._start_online() if mode == "online" else None
+            if self._run is None:
                 records = read_records(metrics := self._run_dir / METRICS)
                 before = records[-1]["step"] if records else 0 if metrics.exists() else math.inf
                 self._logged = _last_step_kept(self._run_dir / "wandb", before)

@@ -57,19 +57,16 @@ def recall(cfg: Any, run_dir: Path) -> None:
         cfg: The configuration, which is changed.
         run_dir: The run directory, for ``train.resume=auto``.
     """
-    parallel, chosen = cfg.parallel, is_automatic(cfg)
-    source = cfg.train.resume
-    if cfg.mode == "eval":
-        source = cfg.checkpoint if chosen else None
-    elif not (chosen or cfg.train.precision == AUTO or parallel.balance in BALANCES):
-        return
-    if source is None:
+    parallel, evaluates = cfg.parallel, cfg.mode == "eval"
+    source = cfg.checkpoint if evaluates else cfg.train.resume
+    of_training = not evaluates and (cfg.train.precision == AUTO or parallel.balance in BALANCES)
+    if source is None or not (is_automatic(cfg) or of_training):
         return
     saved = Checkpoint.newest(run_dir / "checkpoints") if source == AUTO else Checkpoint.find(Path(source))
     if saved is None:
         return
     layout = Layout.from_manifest(saved.layout)
-    if cfg.train.precision == AUTO and cfg.mode != "eval":
+    if cfg.train.precision == AUTO and not evaluates:
         cfg.train.precision = saved.layout.get("precision", AUTO)
     if parallel.name == AUTO:
         check_kept(layout, cfg)
@@ -221,11 +218,9 @@ def _fixed(cfg: Any) -> dict[str, Any]:
     plan, fixed = _first_plan(cfg), {"recompute": "full" if cfg.train.activation_checkpointing else "none"}
     if info.several_devices:  # its stages compute in turn
         return {**fixed, "strategy": plan.strategy, "dp": 1, "pp": 1}
-    fixed |= {"strategy": plan.strategy, "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "shard": plan.shard}
-    fixed |= {"sequence": plan.sequence, "reshard": plan.reshard}
-    if plan.pipelined:
-        fixed |= {"schedule": plan.schedule, "stages_per_rank": plan.stages_per_rank, "balance": plan.balance}
-    return fixed
+    keys = ["strategy", "dp", "tp", "pp", "shard", "sequence", "reshard"]
+    keys += ["schedule", "stages_per_rank", "balance"] if plan.pipelined else []
+    return fixed | {key: getattr(plan, key) for key in keys}
 
 
 def _first_plan(cfg: Any) -> Plan:
