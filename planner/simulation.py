@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import cache
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import NamedTuple
 
 from parallel.orders import Action, Orders, StageSeconds
 from parallel.schedules import SCHEDULES
@@ -114,14 +113,6 @@ def duration(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule:
     return max(done[-1].end for done in simulate(seconds, ranks, chunks, schedule).values())
 
 
-class _Parts(NamedTuple):
-    """The seconds of each stage: forward, the backward for inputs, and the rest of the backward."""
-
-    forward: list[float]
-    backward: list[float]
-    weights: list[float]
-
-
 def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> float:
     """Approximate the duration of ``simulate`` in a time that does not depend on ``chunks``.
 
@@ -135,7 +126,7 @@ def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule:
     if schedule in ("gpipe", "looped_bfs"):
         both = forward, backward[::-1]
         return sum(_passes(times, none, ranks, chunks, chunks) for times in both)
-    whole, split = _Parts(forward, backward, none), _Parts(forward, inputs, weights)
+    whole, split = (forward, backward, none), (forward, inputs, weights)
     if schedule == "planned":  # as many split backwards and as much memory as pay
         kinds = [(parts, spare) for parts in (whole, split) for spare in (0, ranks // 2, ranks)]
         return min(_alternating(parts, ranks, chunks, 2, spare) for parts, spare in kinds)
@@ -159,9 +150,10 @@ def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last
     return ends[-1]
 
 
-def _alternating(parts: _Parts, ranks: int, chunks: int, ahead: int, spare: int = 0) -> float:
+def _alternating(parts: Sequence[list[float]], ranks: int, chunks: int, ahead: int, spare: int = 0) -> float:
     """Return the makespan of an order that alternates between forwards and backwards.
 
+    ``parts`` are the seconds of each stage: forward, the backward for inputs, and the rest of the backward.
     It is the longest path over the ranks: until the rank's first backward, then its work until its last forward, then
     until the end. Before its first backward a rank runs ``ahead`` more forwards than the next rank, and all ranks run
     ``spare`` more than necessary.

@@ -79,10 +79,7 @@ def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lam
     own = sum(map(peak_memory_bytes, strategy.devices)), state_bytes(strategy, state_of), outcome.step_time_s
     gathered = strategy.mesh.gather((*own, recording))
     intervals = on_one_clock([Recording.parse(received) for *_, received in gathered])
-    return [
-        RankResult(memory, state, step_time, steps)
-        for (memory, state, step_time, _), steps in zip(gathered, intervals, strict=True)
-    ]
+    return [RankResult._make([*numbers, steps]) for (*numbers, _), steps in zip(gathered, intervals, strict=True)]
 
 
 def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:

@@ -40,12 +40,11 @@ PICTURE, EVENTS = "timeline.png", "timeline.json"
 _MOST_STEPS = 5  # in the Chrome trace
 
 # The colours also differ in lightness, for print in grey and for colour-blind readers.
-_COLOURS = {FORWARD: plot.BLUE, BACKWARD: plot.ORANGE, BACKWARD_INPUT: plot.ORANGE, BACKWARD_WEIGHT: "#8fd3bd"}
-_NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "backward, inputs",
-    BACKWARD_WEIGHT: "backward, weights",
+_LOOKS = {
+    FORWARD: ("forward", plot.BLUE),
+    BACKWARD: ("backward", plot.ORANGE),
+    BACKWARD_INPUT: ("backward, inputs", plot.ORANGE),
+    BACKWARD_WEIGHT: ("backward, weights", "#8fd3bd"),
 }
 _IDLE, _WAITING, _SENT = "#f0f0f0", plot.PALE, "#404040"
 _OTHERS = (plot.GREEN, "#cc79a7", "#7f3c8d", "#56b4e9")  # kinds that are neither work nor receives
@@ -127,9 +126,9 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
         free = 0.0  # where the next number above a narrow block may begin
         for kind, stage, microbatch, start, end in sorted(step, key=lambda interval: interval.start):
             if kind in WORK:
-                loop = own.index(stage)
-                colour = _lighter(_COLOURS[kind], loop / len(own))
-                legend[WORK.index(kind), loop] = _NAMES[kind] + _stages_at(loop, stages), colour
+                loop, (name, colour) = own.index(stage), _LOOKS[kind]
+                colour = _lighter(colour, loop / len(own))
+                legend[WORK.index(kind), loop] = name + _stages_at(loop, stages), colour
                 left, right = 1e3 * (start - first), 1e3 * (end - first)
                 _bar(axes, left, right, row + _TOP, _BLOCK, facecolor=colour, edgecolor="white", lw=0.6)
                 size = min(11.0, (right - left) * points / (0.75 * digits))

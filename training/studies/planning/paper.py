@@ -52,10 +52,8 @@ _WHERE = "docs/planner.md has the tables, and how to measure a network"
 _MEMORY_IS_OFF = 0.1  # layouts that fit with less to spare are named; see the table of memory in docs/planner.md
 _SHOWN = 10
 _PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
-_OF_LAYOUT = (
-    "parallel",
-    *(f"parallel.{key}" for key in (*FREE, "sequence")),
-)  # keys of a command that a layout says itself
+# Keys of a command that a layout says itself.
+_OF_LAYOUT = ("parallel", *(f"parallel.{key}" for key in (*FREE, "sequence")))
 _NOT_COPIED = ("mode", "cluster", "hydra")  # sections of a command
 _PAPER = "bf16"  # the precision on paper of train.precision=auto
 
@@ -115,15 +113,10 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     tensor = tensor_sizes(chain, data, fixed, cluster.devices)
     room = cluster.devices, cluster.size, on_job(cfg)
     possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, chain)
-    costs, number = PaperCosts(cluster, precision), parameter_dtype(precision).itemsize
-    devices = Devices(
-        costs,
-        cluster.size,
-        cluster.memory,
-        Allocation(number, costs.gathered, cluster.reserved, costs.itemsize),
-        mean_states(cfg.optim, chain),
-        on_job(cfg),
-    )
+    costs, states = PaperCosts(cluster, precision), mean_states(cfg.optim, chain)
+    number = parameter_dtype(precision).itemsize
+    allocation = Allocation(number, costs.gathered, cluster.reserved, costs.itemsize)
+    devices = Devices(costs, cluster.size, cluster.memory, allocation, states, on_job(cfg))
     found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
     alone = Layout.single().into(copy.deepcopy(cfg.parallel))
     plan = make_plan(alone, chain, global_batch_size=model.batch, device="cpu", precision=precision)
