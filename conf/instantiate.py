@@ -368,6 +368,8 @@ def resolve(target: Any) -> Any:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names and len(files := [spec.origin for spec in theirs(top)]) > 1:
         raise TrainingError(f"_target_={target}: {top} is {files[0]}, of Python, and not {files[1]}: rename yours")
+    if not is_ours(target):
+        next(theirs(module), None)  # an error if their folder has a file of the name of one of this project's
     try:
         item = getattr(import_module(module), name)
     except (AttributeError, ImportError, ValueError) as error:
@@ -375,8 +377,6 @@ def resolve(target: Any) -> Any:
         if (found := getattr(sys.modules.get(module), "__file__", None)) is not None:
             hint = f"{module} is {found}"
         raise TrainingError(f"_target_={target} names nothing: {error}; {hint}") from error
-    if not is_ours(target):
-        next(theirs(module), None)  # an error if their folder has a file of the name of one of this project's
     if not inspect.isclass(item) and not inspect.isfunction(item):
         raise TrainingError(f"_target_={target} is neither a class nor a function")
     package = getattr(item, "requires", None)  # the optional package that a class needs

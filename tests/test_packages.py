@@ -130,7 +130,7 @@ def test_packages_of_the_user_with_the_names_of_this_projects_are_joined_with_th
 
 
 def test_two_files_of_one_name_are_an_error_that_names_both(folder, monkeypatch):
-    (folder / "mine.py").write_text("class Net: pass\n")
+    (folder / "mine.py").write_text("from models.losses import Mine as Net\n")
     (folder / "sched.py").write_text("class InvSq: pass\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     with pytest.raises(UserError, match=f"sched is .*sched.py, of Python, and not {folder}/sched.py: rename yours"):
