@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -263,8 +262,8 @@ def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> None:
         for name, piece in tensors.items():
             if piece.counts(mesh):
                 for numbers, box in piece.boxes():
-                    content = bytes_of(numbers).numpy()
-                    _write_box(descriptor, content, numbers.itemsize, box, piece.shape, starts[name])
+                    content = bytes_of(numbers).numpy().reshape(*numbers.shape, numbers.itemsize)
+                    _write_box(descriptor, content, box, piece.shape, starts[name])
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -306,21 +305,14 @@ def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
     return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
-def _write_box(
-    descriptor: int, content: Any, itemsize: int, box: tuple[slice, ...], shape: tuple[int, ...], begin: int
-) -> None:
-    """Write the bytes of a box into the tensor that begins at offset ``begin``, with one write per contiguous run."""
-    size, start = [place.stop - place.start for place in box], [place.start for place in box]
-    # The last dimension in which the box is narrower than the tensor. For each index of the dimensions before it, the
-    # box is contiguous in the file.
-    last = max((dim for dim in range(len(shape)) if size[dim] < shape[dim]), default=0)
-    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
-    length = math.prod(size[last:]) * itemsize
-    position = 0
-    for outer in product(*(range(place.start, place.stop) for place in box[:last])):
-        offset = sum(map(operator.mul, (*outer, *start[last : last + 1]), strides))
-        _write_at(descriptor, content[position : position + length], begin + offset)
-        position += length
+def _write_box(descriptor: int, content: Any, box: tuple[slice, ...], shape: tuple[int, ...], begin: int) -> None:
+    """Write a box, an array of bytes, into a tensor that begins at offset ``begin``, one contiguous run at a time."""
+    stride = math.prod(shape[1:]) * content.shape[-1]
+    if all(place == slice(0, size) for place, size in zip(box[1:], shape[1:], strict=True)):
+        _write_at(descriptor, content.reshape(-1), begin + (box[0].start * stride if box else 0))
+    else:
+        for index, part in zip(range(box[0].start, box[0].stop), content, strict=True):
+            _write_box(descriptor, part, box[1:], shape[1:], begin + index * stride)
 
 
 def _write_at(descriptor: int, content: Any, offset: int) -> None:
