@@ -49,16 +49,13 @@ class Optimizer:
         self._parts: list[_Part] = []
         parameters = [(name, p) for name, p in strategy.named_parameters() if p.requires_grad]
         fused = strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages)
-        if config.get("others") is None:
-            sections = [(config, parameters)]
-        else:
-            hidden = hidden_matrices(strategy.chain)
-            matrices = [(name, p) for name, p in parameters if name in hidden]
-            rest = [(name, p) for name, p in parameters if name not in hidden]
-            sections = [(config, matrices), (config["others"], rest)]
+        others = config.get("others")
+        first = dict(parameters).keys() if others is None else hidden_matrices(strategy.chain)
+        matrices = [(name, p) for name, p in parameters if name in first]
+        rest = [(name, p) for name, p in parameters if name not in first]
         shared = {key: config.get(key) for key in ("decay_vectors", "rates")}
         exact = strategy.plan.precision in ("fp32", "fp64")
-        for section, own in sections:
+        for section, own in ((config, matrices), (others or config, rest)):
             whole_only = update_of(section) == PER_PARAMETER
             alone = [(name, p) for name, p in own if whole_only and strategy.piece(name, p).axes]
             together = [(name, p) for name, p in own if not (whole_only and strategy.piece(name, p).axes)]
