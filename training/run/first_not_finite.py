@@ -32,31 +32,28 @@ def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
     # Sorted in the order of a step: (0 forward, 1 or 2 backward; position of the layer, negative in a backward; words).
     found: list[tuple[int, int, str]] = []
 
+    def look(phase: int, place: int, words: str, tensors: Iterable[Tensor]) -> None:
+        if not all(bool(local(x.detach()).isfinite().all()) for x in tensors):
+            found.append((phase, place, words))
+
     def look_at_layer(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-        kind = type(layer).__name__
-        if not _finite(layer.parameters()):
-            found.append((0, position[name], f"a weight of layer {name!r} ({kind})"))
-        elif not _finite(as_tuple(output)):
-            found.append((0, position[name], f"the output of layer {name!r} ({kind})"))
+        place, this = position[name], f"layer {name!r} ({type(layer).__name__})"
+        look(0, place, f"a weight of {this}", layer.parameters())
+        look(0, place, f"the output of {this}", as_tuple(output))
         for x in inputs:
             if x.requires_grad:
-                words = f"the gradient that layer {name!r} ({kind}) gives"
-                x.register_hook(partial(look_at_gradient, (1, -position[name], words)))
-
-    def look_at_gradient(entry: tuple[int, int, str], gradient: Tensor) -> None:
-        if not _finite([gradient]):
-            found.append(entry)
+                x.register_hook(lambda gradient: look(1, -place, f"the gradient that {this} gives", [gradient]))
 
     def look_at_loss(stage: nn.Module, inputs: Any, output: Any) -> None:
-        if stage.ends_chain and not _finite(as_tuple(output)):
-            found.append((0, len(position), "the loss"))
+        if stage.ends_chain:
+            look(0, len(position), "the loss", as_tuple(output))
 
     handles = []
     for stage in strategy.stages:
-        if stage.begins_chain and not _finite(batch.input_tensors):
-            found.append((0, -1, "an input of the batch"))
-        if stage.ends_chain and not _finite([batch.targets]):
-            found.append((0, len(position) - 1, "a target of the batch"))
+        if stage.begins_chain:
+            look(0, -1, "an input of the batch", batch.input_tensors)
+        if stage.ends_chain:
+            look(0, len(position) - 1, "a target of the batch", [batch.targets])
         handles.append(stage.register_forward_hook(look_at_loss))
         handles += [layer.register_forward_hook(partial(look_at_layer, name)) for name, layer in stage.layers.items()]
     try:
@@ -67,8 +64,8 @@ def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
             handle.remove()
     for stage in strategy.stages:  # parameters' gradients are known only as averages over replicas
         for name, layer in stage.layers.items():
-            if not _finite(p.grad for p in layer.parameters() if p.grad is not None):
-                found.append((2, -position[name], f"the gradient of layer {name!r} ({type(layer).__name__})"))
+            gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+            look(2, -position[name], f"the gradient of layer {name!r} ({type(layer).__name__})", gradients)
     firsts = strategy.mesh.gather(min(found, default=None))
     if not any(firsts):
         return ""
@@ -76,7 +73,3 @@ def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
     ranks = [rank for rank, entry in enumerate(firsts) if entry == first]
     where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if strategy.mesh.size > 1 else ""
     return first[2] + where
-
-
-def _finite(tensors: Iterable[Tensor]) -> bool:
-    return all(bool(local(x.detach()).isfinite().all()) for x in tensors)
