@@ -16,8 +16,9 @@ import resource
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import cache
@@ -79,9 +80,8 @@ class ChatTemplate:
 
     def check(self) -> bool:
         """Return whether it has generation blocks; raise DataError with the problem if the text is not a template."""
-        process = _take(self)
-        _give_back(process)
-        return process.has_blocks
+        with _process(self) as process:
+            return process.has_blocks
 
     def render(self, chat: Chat, continued: bool = False) -> tuple[str, list[Span]]:
         """Return a chat as text, and the places in it of what the assistant writes, in ascending order.
@@ -98,9 +98,8 @@ class ChatTemplate:
                 no generation blocks and does not begin as the messages before an answer do. The message describes the
                 problem, but not the row.
         """
-        process = _take(self)
-        done = process.ask([chat.messages, chat.tools, continued])
-        _give_back(process)
+        with _process(self) as process:
+            done = process.ask([chat.messages, chat.tools, continued])
         return done["text"], [(start, end) for start, end in done["spans"]]
 
 
@@ -108,7 +107,7 @@ class ChatTemplate:
 
 # Processes without a request, by the id of the process that has started them, so that a forked process starts its own.
 # Threads take one by a single operation of the list, because a lock might be held while another thread forks.
-_idle: dict[int, list[_Process]] = {}
+_idle: defaultdict[int, list[_Process]] = defaultdict(list)
 
 
 class _Process:
@@ -133,50 +132,45 @@ class _Process:
     def ask(self, request: Any) -> Any:
         """Return the answer to a request. If there is none, end the process and raise DataError."""
         written = json.dumps(request, default=str).encode() + b"\n"  # Parquet has dates and decimals
+        line = b""
         try:
-            self._given.write(written)
-            self._given.flush()
-            line = self._got.readline()
-        except BrokenPipeError:
-            line = b""
+            with suppress(BrokenPipeError):
+                self._given.write(written)
+                self._given.flush()
+                line = self._got.readline()
+            if line.endswith(b"\n"):
+                answer = json.loads(line)
+            elif (code := self._process.wait()) == -signal.SIGXCPU:
+                answer = {"problem": f"it takes more than {_allowed(_SECONDS, len(written))} s of processor time"}
+            else:
+                answer = {"problem": f"the process that renders it has ended with code {code}"}
+            if "problem" in answer:
+                raise DataError(answer["problem"])
+            return answer
         except BaseException:  # such as Ctrl-C, after which the answer must not be used for another request
             self.end()
             raise
-        if line.endswith(b"\n"):
-            answer = json.loads(line)
-            if "problem" not in answer:
-                return answer
-            self.end()
-            raise DataError(answer["problem"])
-        code = self._process.wait()
-        self.end()
-        if code == -signal.SIGXCPU:
-            raise DataError(f"it takes more than {_allowed(_SECONDS, len(written))} s of processor time")
-        raise DataError(f"the process that renders it has ended with code {code}")
 
     def end(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._given, self._got):
-            with suppress(OSError):
-                stream.close()
+        with suppress(OSError), self._process:
+            self._process.kill()
 
 
-def _take(template: ChatTemplate) -> _Process:
-    """Return a process that renders a template, and end idle processes of other templates."""
-    waiting = _idle.setdefault(os.getpid(), [])
-    while waiting:
-        with suppress(IndexError):  # another thread has taken it
+@contextmanager
+def _process(template: ChatTemplate) -> Iterator[_Process]:
+    """Lend a process that renders a template, and end idle processes of other templates."""
+    waiting, process = _idle[os.getpid()], None
+    while process is None:
+        try:
             process = waiting.pop()
-            if process.template == template:
-                return process
+        except IndexError:
+            process = _Process(template)
+        if process.template != template:
             process.end()
-    return _Process(template)
-
-
-def _give_back(process: _Process) -> None:
-    _idle.setdefault(os.getpid(), []).append(process)
+            process = None
+    yield process
+    waiting.append(process)
 
 
 @atexit.register
