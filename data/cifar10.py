@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from data.images import Augment, Labelled, PublishedImages, crop_and_flip
+from data.images import Labelled, PublishedImages, crop_and_flip
 
 _CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _FOLDER = "cifar-10-batches-py"
@@ -52,20 +52,15 @@ class CIFAR10(PublishedImages):
         **options: Any,
     ):
         super().__init__(root, image_size=image_size, channels=channels, **options)
-        self.augment, self.seed = augment, seed
+        self.augmentation = partial(crop_and_flip, seed=seed) if augment else None
 
     def title(self) -> str:
         """Return the name of the data set, and how it is augmented."""
-        return "CIFAR-10" + (", cropped and mirrored at random" if self.augment else "")
+        return "CIFAR-10" + (", cropped and mirrored at random" if self.augmentation else "")
 
     def class_names(self) -> list[str]:
         """Return the published names of the classes. Further classes are named by their numbers."""
         return [*_CLASSES, *super().class_names()[len(_CLASSES) :]][: self.num_classes]
-
-    @property
-    def augmentation(self) -> Augment | None:
-        """Random crops and mirror images, if ``augment`` is set."""
-        return partial(crop_and_flip, seed=self.seed) if self.augment else None
 
     def read(self, root: Path, split: str) -> Labelled:
         """Read the published images of "train" or "test"."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.errors import DataError
 from data.dataset import Source
-from data.images import ImageData, Images, Labelled, hold_out
+from data.images import ImageData, Labelled, hold_out
 
 
 class Digits(ImageData):
@@ -33,8 +33,7 @@ class Digits(ImageData):
         tenth = len(images) // 10
         rest, test = hold_out(stored.labels, tenth)
         train, valid = (rest[part] for part in hold_out(stored.labels[rest], tenth))
-        rows = {"train": train, "valid": valid, "test": test}
-        return {name: Images(stored, part, self.mean, self.std, self.image_shape) for name, part in rows.items()}
+        return {s: self._images(stored, part) for s, part in (("train", train), ("valid", valid), ("test", test))}
 
 
 def _file() -> Path:

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from common.errors import DataError
 from data.dataset import Source, given_path
 from data.documents import SPLITS, find_files
-from data.images import ImageData, Images, Labelled
+from data.images import ImageData, Labelled
 from data.jsonl import select_rows
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
@@ -68,7 +68,7 @@ class ImageFolder(ImageData):
         rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
         selected = select_rows({split: len(listed) for split, listed in rows.items()})
         chosen = {s: rows.get(s, rows["train"])[part.row(np.arange(len(part)))] for s, part in selected.items()}
-        return {s: Images(stored, part, self.mean, self.std, self.image_shape) for s, part in chosen.items()}
+        return {split: self._images(stored, part) for split, part in chosen.items()}
 
 
 class _ImageFiles:

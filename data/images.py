@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -79,6 +79,10 @@ class ImageData(DataSet):
     def title(self) -> str:
         """Return a few words about the images, for the description."""
 
+    def _images(self, stored: Labelled, rows: np.ndarray, augment: Augment | None = None) -> Images:
+        """Return some of the images of ``stored`` as samples of this data set. See Images."""
+        return Images(stored, rows, self.mean, self.std, self.image_shape, augment)
+
     @once
     def prepare(self) -> None:
         """Read the splits. See DataSet."""
@@ -98,10 +102,12 @@ class PublishedImages(ImageData):
     Attributes:
         folds: One of so many training images is used to validate.
         way_out: The fix for missing or damaged files, for messages.
+        augmentation: The function that augments training images; None if they are not augmented.
     """
 
     folds: int
     way_out: str
+    augmentation: Augment | None = None
 
     def __init__(self, root: str | None = None, **options: Any):
         super().__init__(**options)
@@ -122,17 +128,11 @@ class PublishedImages(ImageData):
             root = cached_folder(self.cache_dir, type(self).__name__.lower(), self._download)
         published, test = self.read(root, "train"), self.read(root, "test")
         train, valid = hold_out(published.labels, len(published.labels) // self.folds)
-        rows = {"train": (published, train), "valid": (published, valid), "test": (test, np.arange(len(test.labels)))}
-        augmentation = {"train": self.augmentation}
         return {
-            split: Images(stored, part, self.mean, self.std, self.image_shape, augmentation.get(split))
-            for split, (stored, part) in rows.items()
+            "train": self._images(published, train, self.augmentation),
+            "valid": self._images(published, valid),
+            "test": self._images(test, np.arange(len(test.labels))),
         }
-
-    @property
-    def augmentation(self) -> Augment | None:
-        """The function that augments training images; None if they are not augmented."""
-        return None
 
     def _download(self, folder: Path) -> None:
         """Download the files by torchvision, which checks their hashes."""
@@ -141,25 +141,13 @@ class PublishedImages(ImageData):
             getattr(load_torchvision().datasets, name)(folder, download=True)
 
 
-class Pixels(Protocol):
-    """An array uint8 [n, channels, height, width], or an object of this shape that reads images when it is indexed."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape, as of an array."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: np.ndarray, /) -> np.ndarray: ...
-
-
 @dataclass(frozen=True)
 class Labelled:
     """Images and their labels.
 
     Attributes:
-        images: uint8 [n, channels, height, width].
+        images: uint8 [n, channels, height, width]: an array, or an object with this shape, which reads images when it
+            is indexed by an array.
         labels: int64 [n], each in [0, num_classes).
         num_classes: The number of classes.
         origin: The name of the data in error messages.
@@ -168,7 +156,7 @@ class Labelled:
         DataError: If there are no images, the numbers of images and labels differ, or a label is out of range.
     """
 
-    images: Pixels
+    images: Any
     labels: np.ndarray
     num_classes: int
     origin: str

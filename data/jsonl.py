@@ -422,17 +422,13 @@ class Rows(RowFiles):
         return values
 
     def name(self, index: int) -> str:
-        """Return a row's file and line, for a message."""
-        number, path = self.line_of(index)
-        return f"{path} line {number}"
-
-    def line_of(self, index: int) -> tuple[int, Path]:
-        """Return a row's line number, from 1 on, and its file, which is read up to the row."""
+        """Return a row's file and line, for a message. The file is read up to the row."""
         start = self.index.array[index]
         number = int(self._file_of(start))
         with open(self._read[number], "rb") as file:
             ends = enumerate(itertools.accumulate(map(len, file)), 1)
-            return next(line for line, end in ends if end > start - self.starts[number]), self.files[number]
+            line = next(line for line, end in ends if end > start - self.starts[number])
+        return f"{self.files[number]} line {line}"
 
     def _file_of(self, positions: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.starts, positions, side="right") - 1

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 _MOST_COUNTED = 1 << 24
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smaller of uint16 and uint32 that holds every token of the vocabulary."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
 def cached_tokens(
     cache_dir: str | os.PathLike | None,
     name: str,
@@ -42,7 +37,7 @@ def cached_tokens(
 
     def build(folder: Path) -> None:
         vocab_size, splits = encode(folder)
-        dtype = token_dtype(vocab_size)
+        dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         for split, arrays in splits.items():
             with open(folder / f"{split}.{dtype}", "wb") as file:
                 for array in arrays:
