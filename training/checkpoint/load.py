@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import CheckpointError
 from models.chain import Chain
 from models.sequential import names_of_module
 from parallel.mesh import Mesh
-from parallel.pieces import Box, Boxes
+from parallel.pieces import Box
 from parallel.strategy import Strategy
 from training.checkpoint.files import (
     BEST,
@@ -31,26 +31,13 @@ from training.checkpoint.files import (
     step_of,
     update_link,
 )
+from training.optimizer import Optimizer
 
 AUTO = "auto"
 _SHOWN = 4  # names or keys that differ
 _ASK_S = 1.0
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class Optimizer(Protocol):
-    """The optimizer's interface for checkpoints; ``kind`` is the full name of its class."""
-
-    kind: str
-
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the optimizer's tensors for a parameter."""
-        ...
-
-    def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
-        """Replace the optimizer's tensors for a parameter."""
-        ...
 
 
 def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None) -> Checkpoint:

@@ -54,7 +54,8 @@ from training.checkpoint.files import (
     write_file,
     write_manifest,
 )
-from training.checkpoint.load import Optimizer, StoredTensor
+from training.checkpoint.load import StoredTensor
+from training.optimizer import Optimizer
 
 log = logging.getLogger("training")
 
