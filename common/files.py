@@ -141,19 +141,6 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the OmegaConf configuration in a YAML file. Raises UserError if it cannot be read, or is not YAML."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    try:
-        return OmegaConf.create(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-
-
 @cache
 def template(path: Path, html: bool = False, **filters: Callable) -> Any:
     """Return the jinja template in a file, which may use ``filters``. With ``html`` the values are escaped."""

@@ -326,9 +326,7 @@ def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -
 def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
     kind, optional = parameter.annotation, parameter.default is None
     if get_origin(kind) in (Union, UnionType):
-        members = [
-            member for member in get_args(kind) if getattr(member, "__name__", "") != "Tensor"
-        ]  # no key is a tensor
+        members = [one for one in get_args(kind) if getattr(one, "__name__", "") != "Tensor"]  # no key is a tensor
         optional |= NoneType in members
         members = [member for member in members if member is not NoneType]
         kind = members[0] if len(members) == 1 else Any

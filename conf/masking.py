@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-
-from common.errors import UserError
-from common.files import read_yaml
+from yaml import YAMLError
 
 KEY = "from_environment"
 MASK = "***"
@@ -115,11 +113,11 @@ def mask_files(paths: list[Path]) -> None:
     """Mask secrets in YAML files; files without secrets, and those that do not exist, are left alone."""
     for path in filter(Path.exists, paths):
         try:
-            content = OmegaConf.to_container(read_yaml(path), resolve=False)
+            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
             masked = mask_secrets(content)
             if masked != content:
                 OmegaConf.save(OmegaConf.create(masked), path)
-        except (OSError, UserError) as error:
+        except (OSError, ValueError, YAMLError) as error:
             # A secret that cannot be masked must not stay.
             path.unlink(missing_ok=True)
             print(f"warning: {path} could not be written again without its secrets: {error}", file=sys.stderr)

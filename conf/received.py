@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -23,23 +22,12 @@ _ANY = "\0"  # placeholder for values that differ by process: the time of its st
 _ANY_PATH = r"(?!\.)[\w .,:+-]+(?:/(?!\.)[\w .,:+-]+)*"  # ... in a path, whose parts cannot begin with a dot
 
 
-@dataclass(frozen=True)
-class OwnCommand:
-    """The configuration of a rank's own command line, with which rank 0's is compared.
-
-    Attributes:
-        tree: The configuration, as plain data.
-        run_dir: The run directory. In it and in ``tree``, ``_ANY`` stands for time and run id, which rank 0 determines.
-    """
-
-    tree: Mapping[str, Any]
-    run_dir: str
-
-
 def compose_own(
     arguments: Sequence[str], saved: Any = None, replaced: Callable[[Any], Any] | None = None
-) -> OwnCommand:
-    """Compose the configuration of this rank's own command line.
+) -> tuple[dict[str, Any], str]:
+    """Return the configuration of this rank's own command line as plain data, and its run directory.
+
+    In both, ``_ANY`` stands for the time and the run's id, which rank 0 determines.
 
     Args:
         arguments: The command line.
@@ -58,10 +46,10 @@ def compose_own(
         del cfg.hydra
     cfg = cfg if replaced is None else replaced(cfg)
     tree = json.loads(json.dumps(to_dict(cfg)))  # rank 0's configuration was converted to JSON, too
-    return OwnCommand({**tree, "import_from": code_folders(arguments)}, run_dir)
+    return {**tree, "import_from": code_folders(arguments)}, run_dir
 
 
-def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
+def check_received(tree: dict[str, Any], run_dir: str, own: Mapping[str, Any], own_dir: str) -> None:
     """Check rank 0's configuration on another rank, because it has come through a store that others may reach.
 
     The values by which it could execute, write or read something here must be those of this rank's own command line:
@@ -71,19 +59,20 @@ def check_received(tree: dict[str, Any], run_dir: str, own: OwnCommand) -> None:
         tree: The configuration, as plain data. Its ``import_from`` is replaced by this rank's.
         run_dir: The run directory.
         own: The configuration of this rank's own command line.
+        own_dir: The run directory of that command line.
 
     Raises:
         UserError: A value differs. The message names the keys, but not the values, which may be secret.
     """
-    tree["import_from"] = own.tree["import_from"]
+    tree["import_from"] = own["import_from"]
     add_to_path(tree["import_from"])
     foreign = [node for node in nodes_with_target(tree) if why_foreign(node["_target_"]) is not None]
-    mine = [node for node in nodes_with_target(own.tree) if isinstance(node["_target_"], str)]
+    mine = [node for node in nodes_with_target(own) if isinstance(node["_target_"], str)]
     refused = [f"_target_={node['_target_']}" for node in foreign if not any(_agrees(known, node) for known in mine)]
-    refused += [key for key in _GUARDED if not _agrees(_at(own.tree, key), _at(tree, key))]
-    if _at(tree, "train.resume") not in ("auto", _at(own.tree, "train.resume")):  # auto: found in the run directory
+    refused += [key for key in _GUARDED if not _agrees(_at(own, key), _at(tree, key))]
+    if _at(tree, "train.resume") not in ("auto", _at(own, "train.resume")):  # auto: found in the run directory
         refused.append("train.resume")
-    if not _agrees(own.run_dir, run_dir):
+    if not _agrees(own_dir, run_dir):
         refused.append(f"hydra.run.dir={run_dir}")
     if refused:
         raise UserError(

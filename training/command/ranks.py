@@ -106,7 +106,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             raise EndedTogether(str(ended) if unseen else "", ended.exit_code) from None
         if isinstance(own, Exception):
             raise own
-        check_received(job["cfg"], job["run_dir"], own)
+        check_received(job["cfg"], job["run_dir"], *own)
         cfg, run_dir = to_config(job["cfg"]), Path(job["run_dir"])
         redirect_output(run_dir / "logs", world.rank)
         try:

@@ -228,18 +228,18 @@ def test_a_rank_takes_nothing_from_rank_0_that_is_executed_read_or_written_and_t
 ):
     """Rank 0's configuration has come through a store that others may reach."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    own = compose_own(typed)
-    sent, run_dir = OmegaConf.create(literal(own.tree)), changes.get("run_dir", "outputs/2026-01-01/10-00-00-abcdef")
+    own, own_dir = compose_own(typed)
+    sent, run_dir = OmegaConf.create(literal(own)), changes.get("run_dir", "outputs/2026-01-01/10-00-00-abcdef")
     for key in changes.keys() - {"run_dir"}:
         OmegaConf.update(sent, key, changes[key], merge=False, force_add=True)
     received = OmegaConf.to_container(sent)
     path = run_dir if ".." in run_dir or named == "hydra.run.dir=/etc" else os.path.abspath(run_dir)
     with nullcontext() if named is None else pytest.raises(UserError, match=f"rank 0 sends {named}, which the command"):
-        check_received(received, path, own)
+        check_received(received, path, own, own_dir)
 
 
 def test_a_key_that_is_taken_away_is_taken_away_on_every_rank():
-    assert "noise" not in compose_own(["~data.noise"]).tree["data"]
+    assert "noise" not in compose_own(["~data.noise"])[0]["data"]
 
 
 def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):
