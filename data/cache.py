@@ -41,7 +41,13 @@ def cached_folder(cache_dir: str | os.PathLike | None, name: str, build: Callabl
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _waiting(FileLock(folder.with_name(f".{name}.lock")), folder):
+        lock = FileLock(folder.with_name(f".{name}.lock"))
+        try:
+            held = lock.acquire(timeout=_WARN_AFTER_S)
+        except Timeout:
+            logger.warning("waiting for another process to build %s (lock %s)", folder, lock.lock_file)
+            held = lock.acquire()
+        with held:
             if not folder.is_dir():
                 with atomic_folder(folder) as draft:
                     build(draft)
@@ -63,20 +69,6 @@ def cache_root(cache_dir: str | os.PathLike | None) -> Path:
         return expand_home(default if cache_dir is None else cache_dir)
     except UserError as error:
         raise DataError(f"{error}: data.cache_dir=FOLDER") from None
-
-
-@contextmanager
-def _waiting(lock: FileLock, folder: Path) -> Iterator[None]:
-    """Hold a lock, and log for which folder if this process has to wait long."""
-    try:
-        lock.acquire(timeout=_WARN_AFTER_S)
-    except Timeout:
-        logger.warning("waiting for another process to build %s (lock %s)", folder, lock.lock_file)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 class MappedFile:

@@ -252,11 +252,8 @@ def _read(named: str, template: str, vocabulary: Vocabulary) -> ChatTemplate:
             text = {entry["name"]: entry["template"] for entry in text}["default"]
         if text is None:
             raise LookupError(f"{vocabulary.label} have none")
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise DataError(f"{named} cannot be read ({error}); {way_out}") from None
-    read = ChatTemplate(text, tuple(vocabulary.special.items()), date.today().isoformat())
-    try:
+        read = ChatTemplate(text, tuple(vocabulary.special.items()), date.today().isoformat())
         read.check()
-    except DataError as error:
+    except (OSError, ValueError, TypeError, LookupError, DataError) as error:
         raise DataError(f"{named} cannot be read ({error}); {way_out}") from None
     return read
