@@ -158,12 +158,10 @@ class Concatenated(Source):
 
         indices = np.asarray(indices, dtype=np.int64)
         numbers = np.searchsorted(self.ends, indices, side="right")
-        order, parts = [], []
+        parts = []
         for number in np.unique(numbers):
-            mine = np.flatnonzero(numbers == number)
             source = self.sources[number]
-            order.append(mine)
-            parts.append(source.read(indices[mine] - (self.ends[number] - len(source)), epoch))
-        back = torch.from_numpy(np.argsort(np.concatenate(order)))
+            parts.append(source.read(indices[numbers == number] - (self.ends[number] - len(source)), epoch))
+        back = torch.from_numpy(np.argsort(np.argsort(numbers, kind="stable")))
         inputs, targets = (torch.cat(tensors)[back] for tensors in zip(*parts, strict=True))
         return inputs, targets

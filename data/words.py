@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -85,11 +85,7 @@ def basic_english(text: str) -> list[str]:
 
 def count_words(documents: Iterable[Document]) -> Counter[str]:
     """Return how often each word occurs in the documents."""
-    counts: Counter[str] = Counter()
-    for document in documents:
-        for piece in document.pieces():
-            counts.update(basic_english(piece))
-    return counts
+    return Counter(chain.from_iterable(_words(documents)))
 
 
 def choose_words(counts: Counter[str], min_frequency: int = 1, max_size: int | None = None) -> list[str]:
@@ -109,7 +105,10 @@ def encode_words(documents: Iterable[Document], words: Sequence[str]) -> Iterato
     The end of a line or of a document has no token, as published.
     """
     tokens = {word: token for token, word in enumerate(words)}
-    for document in documents:
-        for piece in document.pieces():
-            piece_words = basic_english(piece)
-            yield np.fromiter(map(tokens.get, piece_words, repeat(0)), dtype=np.int64, count=len(piece_words))
+    for some in _words(documents):
+        yield np.fromiter(map(tokens.get, some, repeat(0)), dtype=np.int64, count=len(some))
+
+
+def _words(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """Yield the words of the documents, those of a piece at a time."""
+    return (basic_english(piece) for document in documents for piece in document.pieces())
