@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import LaunchError, format_exception, message_for_user
+from common.files import write_atomically
 
 _LOG_LINES = 20
 
@@ -49,12 +50,9 @@ class EndedTogether(LaunchError):
         exit_code: The exit code of rank 0.
     """
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message, exit_code)
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
         self.exit_code = exit_code
-
-    def __str__(self) -> str:
-        return self.args[0]
 
 
 @dataclass(frozen=True)
@@ -143,13 +141,14 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
     report = {"message": text, "peer": is_peer_error(error), "timestamp": time.time()}
     report["repeats"] = getattr(error, "repeats", False)
     report["for_user"] = None if report["peer"] else message_for_user(error)
-    _write(path, report)
+    write_atomically(Path(path), json.dumps(report))
     return report
 
 
 def write_stop(path: str | os.PathLike, stopped: BaseException) -> None:
     """Write a report to ``path`` as JSON that the work ended early on request."""
-    _write(path, {"message": str(stopped), "stopped": True, "timestamp": time.time()})
+    report = {"message": str(stopped), "stopped": True, "timestamp": time.time()}
+    write_atomically(Path(path), json.dumps(report))
 
 
 def read_report(path: str | os.PathLike) -> dict | None:
@@ -174,12 +173,6 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
         return WorkerFailed(death.rank, *(("message", words) if words else ("exception", death.report["message"])))
     text = f"rank {death.rank} ended with exit code {death.exitcode} before its work was done, without an error"
     return WorkerFailed(death.rank, "exit", text + _log_tail(death.rank, log_dir))
-
-
-def _write(path: str | os.PathLike, report: dict) -> None:
-    partial = Path(f"{path}.partial")
-    partial.write_text(json.dumps(report))
-    partial.replace(path)
 
 
 # Kinds of deaths. An earlier kind is the cause of a later one.

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.05
 _NAME_S = 20.0  # how long rank 0's own name may be unknown: Kubernetes publishes a pod's after the pod has started
-_PROBE_S = 5.0
+_PROBE_S, _PROBES = 5.0, 64  # of so many machines at once
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # A store outlives the first process group that used it. A second connect() in this process (one job of a sweep after
@@ -301,7 +302,9 @@ def find_peers(world: World, store: Store, timeout_s: float) -> list[Peer]:
         me = peers[world.rank]
         leaders = [peer for peer in peers if peer.leader]
         others = [peer for peer in leaders if peer != me] if me.leader else []
-        failed = [f"{me} cannot connect to {peer}: {why}" for peer, why in _probe(others, timeout_s).items() if why]
+        with ThreadPoolExecutor(_PROBES) as pool:
+            answers = pool.map(partial(_probe, limit_s=min(_PROBE_S, timeout_s / 2)), others)
+            failed = [f"{me} cannot connect to {peer}: {why}" for peer, why in zip(others, answers, strict=True) if why]
         failures = _exchange(world, store, "failures", failed, timeout_s)
     if lines := [line for lines in failures for line in lines]:
         advice = (
@@ -313,21 +316,15 @@ def find_peers(world: World, store: Store, timeout_s: float) -> list[Peer]:
     return peers
 
 
-def _probe(peers: list[Peer], timeout_s: float) -> dict[Peer, str]:
-    """Connect to each of ``peers``; return the error in words, which is empty if the connection succeeds."""
-    limit_s = min(_PROBE_S, timeout_s / 2)
-
-    def ask(peer: Peer) -> str:
-        try:
-            with socket.create_connection((peer.address, peer.port), timeout=limit_s):
-                return ""
-        except TimeoutError:
-            return f"no answer within {limit_s:g} s"
-        except OSError as error:
-            return (error.strerror or str(error)).lower()
-
-    with ThreadPoolExecutor(max(1, min(64, len(peers)))) as pool:
-        return dict(zip(peers, pool.map(ask, peers), strict=True))
+def _probe(peer: Peer, limit_s: float) -> str:
+    """Connect to ``peer``; return the error in words, which is empty if the connection succeeds."""
+    try:
+        with socket.create_connection((peer.address, peer.port), timeout=limit_s):
+            return ""
+    except TimeoutError:
+        return f"no answer within {limit_s:g} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
 
 
 def describe_peers(peers: list[Peer]) -> str:
@@ -422,14 +419,5 @@ def listen(host: str, port: int) -> socket.socket:
 
     IPv4 is preferred: a client that asks for "localhost" tries both families, while a socket listens on one.
     """
-    family, kind, protocol, _, address = _preferred(host, port, socket.SOCK_STREAM)
-    listener = socket.socket(family, kind, protocol)
-    try:
-        # A port may be used again as soon as its last owner has ended.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    family, *_, address = _preferred(host, port, socket.SOCK_STREAM)
+    return socket.create_server(address, family=family, backlog=1024)

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -121,14 +121,10 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
         return torch.cuda.max_memory_allocated(device)
     if kind == "mps":
         return torch.mps.current_allocated_memory()
-    try:
-        # Preferred over getrusage, whose peak a worker inherits from the process that started it.
-        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            found = re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE)
-    except OSError:
-        found = None
-    if found is not None:
-        return int(found[1]) * 1024
+    # Preferred over getrusage, whose peak a worker inherits from the process that started it.
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE):
+            return int(found[1]) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
