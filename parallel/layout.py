@@ -62,7 +62,7 @@ class Layout:
         """Read a layout from a section ``parallel``. ``dp`` may be None and ``chunks`` "auto" until they are chosen."""
         keys = {key: getattr(section, key) for key in _KEYS}
         balance = keys["balance"]
-        keys["balance"] = balance if isinstance(balance, str | None) else tuple(balance)
+        keys["balance"] = balance if isinstance(balance, str | int | None) else tuple(balance)
         return cls(**{**keys, "strategy": section.name, "devices": tuple(section.devices or ())})
 
     @classmethod

@@ -23,7 +23,7 @@ def partition_layers(
         counts = even_split(len(names), stages)
     elif balance == "size":
         counts = block_partition(costs, stages)
-    elif isinstance(balance, str) or balance is None:
+    elif isinstance(balance, str | int | None):
         raise PlanError(
             f"parallel.balance={balance} is not known; choose uniform, time, size, or the layers of each stage, such "
             f"as parallel.balance={_example(len(names), stages)}"

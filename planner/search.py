@@ -109,7 +109,7 @@ def search(
         least: The number of samples of the smallest micro-batch that the layers accept.
 
     Raises:
-        PlanError: There is no layout, or none fits. The message names the nearest one and how much it lacks.
+        PlanError: None fits. The message names the nearest one and how much it lacks.
     """
     fit, nearest, tried, fixed = [], {}, 0, fixed or {}
     for devices in kinds:
@@ -122,9 +122,6 @@ def search(
                 fit.append(candidate)
             elif layout.strategy not in nearest or candidate.missing < nearest[layout.strategy].missing:
                 nearest[layout.strategy] = candidate
-    if not tried:
-        typed = ", ".join(f"{key}={value}" for key, value in fixed.items())
-        raise PlanError(f"{len(layers)} layers and train.global_batch_size={batch} allow no layout here with {typed}")
     if not fit:
         closest = min(nearest.values(), key=lambda candidate: candidate.missing)
         raise PlanError(

@@ -361,8 +361,6 @@ def test_where_nothing_fits_the_nearest_is_named_with_what_it_misses():
         search(WORKS, 16, [replace(DEVICES, memory=1e6)])
     found = search(WORKS, 16, [replace(DEVICES, memory=1.3e8)])
     assert "single" in found.nearest and found.nearest["single"].memory.total > 1.3e8
-    with pytest.raises(PlanError, match="train.global_batch_size=16 allow no layout here with pp=9"):
-        search(WORKS, 16, [DEVICES], fixed={"pp": 9})
 
 
 def test_numbers_may_leave_devices_free_but_all_nodes_have_equally_many_processes():

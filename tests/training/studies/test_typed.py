@@ -33,10 +33,11 @@ REFUSED = {
     "a schedule that takes one stage": (
         (*TOY, "parallel.pp=2", "parallel.schedule=1f1b", "parallel.stages_per_rank=2"), r"parallel.stages_per_rank=1$",
     ),
-    "a stage without layers": ((*PAPER, "model=toy", "parallel.balance=[3,0]"), r"\[3, 0\] must be uniform, .* 0"),
+    "a stage without layers": ((*PAPER, "model=toy", "parallel.balance=[3,0]"), r"\[3,0\] must be 2 whole numbers"),
     "groups that do not fit": ((*TOY, "parallel.shard=3"), r"shard=3 does not divide .* possible sizes are 2"),
     "devices": ((*PAPER, "model=toy", "parallel.devices=[cpu,cpu]"), r"parallel.devices is for strategies of one"),
-    "layers that are not there": ((*TOY, "parallel.balance=[9,4]"), r"\[9, 4\] has 13 layers, and the model 3"),
+    "one number of layers": ((*TOY, "parallel.balance=5"), r"balance=5 is not known; .* the layers of each stage"),
+    "layers that are not there": ((*TOY, "parallel.balance=[9,4]"), r"\[9,4\] must be 2 .* the sum 3"),
     "replicas that do not divide the batch": (
         (*PAPER, "model=resnet50", "parallel.dp=7"), r"parallel.dp=1, 4, 8, 12, 24, 40",
     ),

@@ -15,6 +15,7 @@ from conf.instantiate import to_dict
 from data.dataset import DataSet
 from models.chain import Chain
 from parallel.layout import Layout
+from parallel.partition import partition_layers
 from parallel.plan import check_cuts, check_groups, check_numbers, check_shardable, check_ties, single_numbers
 from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout, cut
@@ -44,16 +45,8 @@ def fixed_of(cfg: Any) -> dict[str, Any]:
     fixed |= {key: value for key in ("shard", "reshard") if (value := cfg.parallel[key]) is not None}
     if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
         fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
-    if (balance := cfg.parallel.balance) in BALANCES:
+    if (balance := Layout.of(cfg.parallel).balance) != "uniform":
         fixed["balance"] = balance
-    elif balance != "uniform":
-        counts = [] if balance is None or isinstance(balance, str | int) else [*balance]
-        if not counts or not all(type(n) is int and n > 0 for n in counts):
-            raise PlanError(
-                f"parallel.balance={balance} must be uniform, {', '.join(BALANCES)}, or whole numbers above 0, the "
-                "layers of each stage"
-            )
-        fixed["balance"] = tuple(counts)
     if "parallel.sequence" in typed:
         fixed["sequence"] = cfg.parallel.sequence
     if cfg.parallel.devices is not None:
@@ -98,9 +91,11 @@ def possible_rooms(
     """Return the rooms that allow a layout. See ``search`` for ``fixed``, ``least`` and ``tensor``.
 
     Raises:
-        PlanError: There is none. The message says which numbers would be possible.
+        PlanError: There is none. The message says which numbers would be possible. Or the typed stages are not.
     """
-    batch = cfg.train.global_batch_size
+    batch, balance = cfg.train.global_batch_size, fixed.get("balance", "time")
+    if balance not in BALANCES:
+        partition_layers(chain.names, len(balance) if isinstance(balance, tuple) else 1, balance, [])
 
     def having(given: Mapping[str, Any], some: Sequence[Room] = rooms) -> Iterator[PlannedLayout]:
         for per_node, devices, whole in some:
@@ -117,10 +112,7 @@ def possible_rooms(
         return found
     if problems:  # what a strategy that shares parameters has to say is nearer to what was meant
         raise PlanError(problems.get(True) or problems[False])
-    balance, typed = fixed.get("balance"), [key for key in FREE if key in fixed]
-    if isinstance(balance, tuple) and sum(balance) != len(layers):
-        raise PlanError(f"parallel.balance={[*balance]} has {sum(balance)} layers, and the model {len(layers)}")
-    possible = {}
+    typed, possible = [key for key in FREE if key in fixed], {}
     for key in typed:
         without = having({other: value for other, value in fixed.items() if other != key})
         if values := {getattr(layout, "per_rank" if key == "stages_per_rank" else key) for layout in without}:
