@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import UserError
-from training.reporting.metrics import METRICS, read_records
+from training.reporting.metrics import METRICS, read_records, write_table
 
 log = logging.getLogger("training")
 
@@ -57,11 +56,7 @@ class CsvLogger(NoLogger):
         lines: dict[int, dict[str, Any]] = {}
         for record in read_records(self._run_dir / METRICS):
             lines.setdefault(record["step"], {}).update(record)
-        columns = list(dict.fromkeys(name for line in lines.values() for name in line))
-        with open(self._run_dir / self._file, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(lines.values())
+        write_table(self._run_dir / self._file, [*lines.values()])
 
 
 class Loggers:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,14 @@ def write_or_warn(path: str | os.PathLike, data: bytes | str) -> None:
         write_atomically(Path(path), data)
     except OSError as error:
         log.warning("cannot write %s: %s. Training goes on without it", path, explain(error, Path(path)))
+
+
+def write_table(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write records as a CSV file; its columns are their keys, in the order in which they first occur."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for record in records for key in record)))
+        writer.writeheader()
+        writer.writerows(records)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -17,7 +16,7 @@ import numpy as np
 from common.errors import TrainingError
 from parallel.strategies import names_where
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
-from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records
+from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records, write_table
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor, direction_of
 
 TIME, TRAINING_LOSS = "step_time_s", "final_loss"
@@ -280,11 +279,7 @@ def read_table(folder: Path, objective_name: str | None = None, direction: str |
 def write_csv(table: Table, path: Path) -> None:
     """Write one line per job: its overrides, how it ended, and its summary with the spread of the step times."""
     own = ("job", *dict.fromkeys(key for row in table.rows for key in row.values), "status", "error", "seconds")
-    records = [dict(_record(table, row)) for row in table.rows]
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys([*own, *(key for record in records for key in record)])))
-        writer.writeheader()
-        writer.writerows(records)
+    write_table(path, [dict.fromkeys(own) | dict(_record(table, row)) for row in table.rows])
 
 
 def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
