@@ -7,7 +7,9 @@
     pipeline.py, pipe_stage.py       the pipelined strategies, on torch.distributed.pipelining
     schedules.py, orders.py          schedules, and the order in which each rank works
     zero_bubble/                     schedules that split the backward
-    stage.py, shape_inference.py     the layers of a rank; their shapes, inferred without running them
+    stage.py                         the layers of a rank
+    examination.py                   what layers and the loss do that depends on the layout, seen before a run
+    shape_inference.py               what layers return and keep, inferred without numbers
     gradients.py, batchnorm.py       what replicas average
     pieces.py                        the part of a tensor that a rank holds
     sharding.py                      parameters shared among replicas
@@ -22,8 +24,9 @@ These modules use parts of torch that are private or undocumented and may change
                                   _n_microbatches
     host_group.py                 a subclass of ProcessGroup, with _get_backend, _set_group_name, _allgather_base and
                                   _reduce_scatter_base; the methods of ProcessGroupGloo
-    shape_inference.py            torch._subclasses.fake_tensor, torch.utils._python_dispatch, torch._ops.OpOverload,
-                                  Operator._schema, UntypedStorage._cdata; torch._dynamo.reset (tried with 2.13)
+    examination.py,               torch.utils._python_dispatch, torch._ops.OpOverload, Operator._schema,
+    shape_inference.py            UntypedStorage._cdata, torch._subclasses.fake_tensor; torch._dynamo.reset (tried with
+                                  2.13)
     stage.py, gradients.py        aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
     gradients.py, batchnorm.py    torch._foreach_*; aten.native_batch_norm_backward
     devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; the file of

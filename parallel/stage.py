@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from models.chain import LOSS, Chain, Tensors, converted, is_within
 from models.losses import Sums, is_by_sample, loss_of, replicas
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
-from parallel.shape_inference import Writes, some_samples
+from parallel.examination import Examination, some_samples
 
 # The attribute of an error with a description of the layer that raised it.
 RAISED_IN = "raised_in_layer"
@@ -37,7 +37,7 @@ class Stage(nn.Module):
             ``layer_hook(stage, name, where, layer, *tensors)`` returns the result of ``layer(*tensors)``; ``where`` is
             that of ``compute_layer``.
         sample_dims: For each tensor that the loss gets from the model, its dimensions of samples, as
-            ``parallel.shape_inference.of_microbatch`` finds them; None if nobody has asked. If they are empty, a stage
+            ``parallel.examination.examine`` finds them; None if nobody has asked. If they are empty, a stage
             that is the whole chain leaves samples without weight out of its inputs.
     """
 
@@ -53,7 +53,7 @@ class Stage(nn.Module):
         dtype: torch.dtype = torch.float32,
         between_layers: torch.dtype | None = None,
         recompute: bool = False,
-        writes: Writes | None = None,
+        found: Examination | None = None,
         cut: Callable[[str, nn.Module], None] | None = None,
         shard: Callable[[nn.Module], None] | None = None,
     ) -> None:
@@ -61,20 +61,20 @@ class Stage(nn.Module):
 
         Floating-point tensors that a layer passes to the next are converted to ``between_layers`` if it is given. With
         ``recompute`` a layer's activations are recomputed in the backward instead of kept. A layer that changes its
-        inputs in place, according to ``writes``, may get copies of them. ``cut`` is called with each layer, and reduces
+        inputs in place, according to ``found``, may get copies of them. ``cut`` is called with each layer, and reduces
         it to this rank's part of it. ``shard`` is called with each layer and finally with the stage, and reduces the
         parameters of that module to this rank's share.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
-        self._writes = writes or Writes()
+        self._writing, self._filling = (found.may("writes"), found.may("fills")) if found is not None else ((), ())
         self._between_layers = between_layers
         left_to_stage = chain.tied_within(names)
 
         def built(name: str, layer: nn.Module) -> None:
             if cut is not None:
                 cut(name, layer)
-            if name in self._writes.inputs:  # before ``shard``, inside of which the copy must be made
+            if name in self._writing:  # before ``shard``, inside of which the copy must be made
                 layer.register_forward_pre_hook(lambda _, given: self._copied(given))
                 if (loss := loss_of(layer)) is not None:
                     layer.loss = lambda *given: loss(*self._copied(given))  # pyright: ignore[reportArgumentType]
@@ -194,7 +194,7 @@ class Stage(nn.Module):
                     *tensors,
                     use_reentrant=False,
                     preserve_rng_state=False,
-                    early_stop=name not in self._writes.others,
+                    early_stop=name not in self._filling,
                 )
             else:
                 output = self.compute_layer(name, layer, where, *tensors)
@@ -210,7 +210,7 @@ class Stage(nn.Module):
             replicas.filled = None
         if head_loss is not None:
             return self.compute_layer(last_name, head_loss, where, *tensors, targets, weights)
-        if LOSS in self._writes.inputs:
+        if LOSS in self._writing:
             copies = self._copied(tensors)
             output = copies if isinstance(output, tuple) else copies[0]
         return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError, add_note
 from data.dataset import Batch
-from models.chain import Chain
+from models.chain import LOSS, Chain
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
+from parallel.examination import Examination, examine
 from parallel.gathering import gathering
 from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import REPLICAS, SHARDS, Mesh
 from parallel.pieces import Boxes, Piece, fill, piece_of, whole
 from parallel.plan import Plan
-from parallel.shape_inference import of_microbatch, trace, writes_of
 from parallel.sharding import Sharding
 from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
@@ -180,7 +180,9 @@ class Strategy(ABC):
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
         self.cutting = Cutting(chain, mesh, plan.sequence) if plan.tp > 1 else None
         # Only there does a layer's input have to stay as it is.
-        writes = writes_of(chain, sample) if options.recompute or self.sharding is not None else None
+        found = None
+        if options.recompute or options.compile or self.sharding is not None:
+            found = examine(chain, sample) if sample is not None else Examination([*chain.names, LOSS])
         planned = plan.stages_of(mesh.position)
         self.indices = [stage.index for stage in planned]
         self.stages = [
@@ -192,18 +194,17 @@ class Strategy(ABC):
                 dtype=self._dtype,
                 between_layers=between_layers(plan.precision),
                 recompute=options.recompute,
-                writes=writes,
+                found=found,
                 cut=self.cutting.cut if self.cutting is not None else None,
                 shard=self.sharding.shard if self.sharding is not None else None,
             )
             for i, stage in enumerate(planned)
         ]
         if options.compile:
-            assert sample is not None  # a compiler needs one
-            traces = trace(chain, sample, plan.precision, plan.device_type)
-            random = {layer.name for layer in traces if layer.random}
+            assert found is not None
+            random = found.may("random")
             for stage in self.stages:
-                stage.compile(random=not random.isdisjoint(stage.layers.names))
+                stage.compile(random=not random.isdisjoint([*stage.layers.names, *[LOSS] * stage.ends_chain]))
         self.gradients = Gradients(plan, chain, self.stages, mesh, self.device, options.timeout_s, self.cutting)
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, options.sync_batchnorm)
 
@@ -251,7 +252,7 @@ class Strategy(ABC):
         """
         last = self.stages[-1]
         if not last.leaves_out and last.sample_dims is None and batch.weights is not None and not batch.weights.all():
-            last.sample_dims = of_microbatch(self.chain, batch.chunks(self.plan.chunks)[0]).sample_dims
+            last.sample_dims = examine(self.chain, batch.chunks(self.plan.chunks)[0]).sample_dims
         self._first = (number - 1) * self.plan.global_batch_size
         with self._step():
             self.forward(self._placed(batch))

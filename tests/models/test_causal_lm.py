@@ -15,7 +15,7 @@ from data.dataset import Batch
 from models.causal_lm import causal_lm
 from models.causal_lm_config import read_config
 from models.cut import Region, Vocabulary, check_table
-from parallel.shape_inference import of_microbatch
+from parallel.examination import examine
 from tests.models.random_models import SIZES, WORDS, assert_same, random_model, with_weights_of
 from training.checkpoint.init_from import Weights
 from training.export.served import ServedModel, TensorInfo, write_program
@@ -123,7 +123,7 @@ def test_dropout_between_the_modules_of_a_model_is_drawn_in_training(tmp_path):
     tokens = torch.arange(3, 35)[None]
     assert 0.4 < (embedding.train()(tokens) == 0).float().mean() < 0.6
     assert (embedding.eval()(tokens) == 0).float().mean() < 0.1
-    assert of_microbatch(chain, Batch(tokens, tokens)).drawing[0] == "embedding"
+    assert examine(chain, Batch(tokens, tokens)).which("draws")[0] == "embedding"
 
 
 def test_the_projection_s_bias_grows_and_is_cut_with_the_vocabulary(tmp_path):

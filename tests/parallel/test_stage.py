@@ -9,7 +9,7 @@ from torch import nn
 from data.dataset import Batch
 from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError, Sums
-from parallel.shape_inference import writes_of
+from parallel.examination import examine
 from parallel.stage import Stage
 from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
@@ -193,7 +193,7 @@ def test_a_recomputation_does_not_end_before_the_last_operator_has_filled_what_i
     batch, found = Batch(drawn(4, 64), drawn(4, 64)), []
     for recompute in (False, True):
         x = batch.inputs.clone().requires_grad_()
-        made = stage(chain, recompute=recompute, writes=writes_of(chain, batch))
+        made = stage(chain, recompute=recompute, found=examine(chain, batch))
         made(x, samples=(0, 4), targets=batch.targets).backward()
         found.append(x.grad)
     assert torch.equal(*found)

@@ -13,7 +13,8 @@ from data.dataset import Batch
 from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.devices import autocast, between_layers, parameter_dtype
-from parallel.shape_inference import TensorSpec, of_microbatch, trace
+from parallel.examination import examine
+from parallel.shape_inference import TensorSpec, trace
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
 
@@ -116,7 +117,7 @@ DRAWS = {
 @pytest.mark.parametrize("build, draws", DRAWS.values(), ids=DRAWS)
 def test_layers_whose_numbers_depend_on_the_micro_batch_are_found(build, draws):
     chain = Chain([LayerSpec("first", nn.Identity), LayerSpec("h.0", build)], loss=SquaredError())
-    assert of_microbatch(chain, Batch(torch.ones(4, 8, 6), torch.ones(4))).drawing == ["h.0"] * draws
+    assert examine(chain, Batch(torch.ones(4, 8, 6), torch.ones(4))).which("draws") == ["h.0"] * draws
 
 
 class Noisy(SquaredError):
@@ -128,4 +129,4 @@ class Noisy(SquaredError):
 
 def test_a_loss_that_draws_is_found_too():
     chain = Chain([LayerSpec("twice", lambda: Draw(lambda x: (x, x)))], loss=Noisy())
-    assert of_microbatch(chain, Batch(torch.ones(4, 8), torch.ones(4, 8))).drawing == [LOSS]
+    assert examine(chain, Batch(torch.ones(4, 8), torch.ones(4, 8))).which("draws") == [LOSS]

@@ -20,7 +20,6 @@ from models.given import pack_given, unpack_given
 from models.lora import adapt
 from models.sequential import chain_of_module
 from parallel.devices import Hardware
-from parallel.gathering import gathering
 from parallel.plan import Plan, make_plan
 from planner.balance import equal_stages, seconds_per_layer, stage_shares
 from planner.memory import bytes_per_layer
@@ -77,12 +76,11 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     note(0, "preparing the data")
     data.prepare()
     note(0, "checking the run")
-    with gathering(setup.plan):
-        for check in (
-            check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_microbatch_fits,
-            check_shapes, check_sequence,
-        ):  # fmt: skip
-            check(setup)
+    for check in (
+        check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_microbatch_fits,
+        check_shapes, check_sequence,
+    ):  # fmt: skip
+        check(setup)
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
         _balance(setup, world_size, nodes, hardware)
     return setup

@@ -17,11 +17,12 @@ from common.errors import DataError
 from conf import COMMAND
 from conf.instantiate import to_dict
 from conf.masking import mask_secrets
-from data.dataset import Batch, DataSet, Source
+from data.dataset import Batch, DataSet, InMemory, Source
 from data.loader import EvalBatches, TrainBatches
 from models.chain import LOSS, Chain
+from parallel.examination import Examination, differs_by_halves, examine
+from parallel.gathering import gathering
 from parallel.plan import Plan
-from parallel.shape_inference import differs_by_halves, of_microbatch
 from parallel.strategies import strategy_info
 from planner.work import Works, work_of
 
@@ -96,10 +97,24 @@ class Setup:
         indices = np.zeros(self.plan.microbatch_size, dtype=np.int64)
         return Batch(*self.data.train.read(indices, 0))
 
+    @property
+    def known(self) -> list[Batch]:
+        """All samples of each split, training first, if they are tensors in memory."""
+        splits = (self.data.train, self.data.valid, self.data.test)
+        memories = [split for split in splits if isinstance(split, InMemory)]
+        held = [split for split in memories if type(split).read is InMemory.read and len(split) > 0]
+        return [Batch(split.inputs, split.targets) for split in held] if held and held[0] is self.data.train else []
+
     @cached_property
     def layers(self) -> Works:
         """What each layer keeps and computes, for one sample."""
         return work_of(self.chain, self.sample, self.plan.precision)[0]
+
+    @cached_property
+    def examination(self) -> Examination:
+        """The facts of the layers and of the loss in training."""
+        with gathering(self.plan):
+            return examine(self.chain, self.sample, self.known or [self.sample])
 
     @property
     def extents(self) -> dict[str, str]:
@@ -117,17 +132,17 @@ class Setup:
     @cached_property
     def by_microbatch(self) -> tuple[str | None, list[str]]:
         """The micro-batch size, if numbers depend on it (otherwise None), and a line for each reason why they do."""
-        plan, size, lines, cut = self.plan, None, [], of_microbatch(self.chain, self.sample)
+        plan, size, lines, found = self.plan, None, [], self.examination
         info = strategy_info(plan.strategy)
         copies = len(plan.devices) if info.several_devices and not info.stages else 1
         each, pieces = plan.microbatch_size // copies, plan.dp * plan.chunks * copies
-        if drawing := cut.drawing:
+        if drawing := found.which("draws"):
             size = f"{each}"
             draw = f"{self._named(drawing)} {'draws by itself' if len(drawing) == 1 else 'draw by themselves'}"
             lines.append(f"numbers depend on the micro-batch ({size} sample{'s' * (each > 1)}): {draw}")
         source, twice = self.data.train, 2 * plan.microbatch_size
-        loss = LOSS not in drawing and differs_by_halves(self.chain, cut, source, twice)
-        if whole := [*cut.passing, *[LOSS] * loss]:
+        loss = LOSS not in drawing and differs_by_halves(self.chain, found, source, twice)
+        if whole := [*found.which("passes"), *[LOSS] * loss]:
             size = f"{each}"
             alike = f"the numbers of parallel=single parallel.chunks={pieces}"
             if pieces > 1:

@@ -21,6 +21,7 @@ from parallel.shape_inference import TensorSpec, trace
 from planner.work import Counted
 from training import train
 from training.run.checks.samples import check_shapes
+from training.run.setup import Setup
 
 SINGLE = {"strategy": "single", "dp": 1, "chunks": 1, "pipelined": False, "devices": (), "stages": [1], "parameters": 1}
 SINGLE |= {"shards": 1, "device_type": "cpu"}
@@ -79,6 +80,12 @@ def elsewhere(self, x):
     return x + torch.ones(8)
 
 
+class GivenSample(Setup):
+    """The objects of a run, with a micro-batch that no data set has."""
+
+    sample = None
+
+
 def setup_of(layer, *, mode="train", compile=False, activation_checkpointing=False, **plan):
     layers = [LayerSpec("first", partial(nn.Linear, 8, 8)), LayerSpec("h.0", layer), LayerSpec("last", nn.Flatten)]
     sample = Batch(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))
@@ -86,7 +93,9 @@ def setup_of(layer, *, mode="train", compile=False, activation_checkpointing=Fal
     cfg = SimpleNamespace(mode=mode, train=train, model=SimpleNamespace(name="own"))
     plan = SimpleNamespace(**{**SINGLE, **plan})
     chain = Chain(layers, ClassCrossEntropy())
-    return SimpleNamespace(chain=chain, data=NO_DATA, sample=sample, cfg=cfg, plan=plan)
+    setup = GivenSample(cfg, chain, NO_DATA, plan)
+    setup.sample = sample
+    return setup
 
 
 CHANGED = {

@@ -26,7 +26,8 @@ from models.batchnorm import StepBatchNorm
 from models.chain import CPU, LOSS, Chain, as_tuple, converted, is_within
 from models.losses import loss_of
 from parallel.devices import parameter_dtype
-from parallel.shape_inference import OfMicrobatch, of_microbatch, trace
+from parallel.examination import Examination, examine
+from parallel.shape_inference import trace
 from parallel.stage import Stage
 from training.run.setup import Setup
 
@@ -38,7 +39,7 @@ _PATIENCE_S = 60.0  # what batches above the verified one may take
 _MODES = TRAINING, EVALUATION = "training", "evaluation"
 _FLOOR = 1e-3  # what is below this part of the largest of all tensors may be rounding alone
 Tensors = Mapping[Any, Tensor | None]
-Cut = Mapping[bool, OfMicrobatch]
+Cut = Mapping[bool, Examination]
 
 
 @dataclass(frozen=True)
@@ -179,11 +180,11 @@ class Layer:
                 "BatchNorm normalizes by the micro-batch: compare with parallel=single in micro-batches of the same "
                 "size, or use parallel.sync_batchnorm=true"
             )
-        drawing, ends = self.cut[training].drawing, self.stage.ends_chain
+        drawing, ends = self.cut[training].which("draws"), self.stage.ends_chain
         if self.name in drawing or (ends and LOSS in drawing):
             who = "" if self.name in drawing else f"{self.loss} "
             return f"{who}draws random numbers from torch's generator: seeded for each micro-batch"
-        return "gathers the samples of all replicas" if ends and self.cut[training].gathers else None
+        return "gathers the samples of all replicas" if ends and self.cut[training].which("gathers") else None
 
 
 def _weighed(output: Tensor, count: int) -> Tensor:
@@ -417,7 +418,7 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
     ``kept`` lists the bytes that each layer keeps per sample for the backward; None if they are unknown.
     """
     chain, dtype, step = setup.chain, parameter_dtype(setup.plan.precision), setup.plan.microbatch_size
-    cut = {training: of_microbatch(chain, setup.sample, training) for training in (True, False)}
+    cut = {training: examine(chain, setup.sample, training=training) for training in (True, False)}
     sizes = sorted({size for size in (step, own) if size > _SAMPLES})
     indices = np.arange(max([_SAMPLES, *sizes]), dtype=np.int64) % len(setup.data.train)
     samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: converted(t, dtype))

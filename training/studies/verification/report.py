@@ -25,7 +25,6 @@ from conf.instantiate import environment, to_config, to_dict
 from conf.masking import mask_secrets
 from launchers import Interrupted, World, start_fork_server
 from parallel.layout import Layout
-from parallel.shape_inference import of_microbatch
 from training.reporting.console import columns
 from training.reporting.environment import describe
 from training.reporting.page import render
@@ -213,7 +212,7 @@ def _layouts(
     """Yield the comparison of one process, then of the typed layout or of all layouts, each when it has ended."""
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
-    gathers = of_microbatch(setup.chain, setup.sample).gathers  # no layout divides a replica's samples
+    gathers = setup.examination.which("gathers")  # no layout divides a replica's samples
     count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
     wanted = list(layouts(cfg.verify.processes, count, cfg.parallel.order))
     if setup.chain.cut:
