@@ -31,9 +31,11 @@ def build_optimizer(
     spared = ("weight_decay" in known or "weight_decay" in arguments) and not config["decay_vectors"]
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
-        key = factor, decays = _factor(name, config["rates"] or {}), parameter.dim() >= 2 or not spared
+        # A parameter's rate is multiplied by the factors of all modules around it.
+        factor = math.prod(rate for module, rate in (config["rates"] or {}).items() if is_within(name, module))
+        decays = parameter.dim() >= 2 or not spared
         group = {"params": [], "lr": config["lr"] * factor} | ({} if decays else {"weight_decay": 0.0})
-        groups.setdefault(key, group)["params"].append(parameter)
+        groups.setdefault((factor, decays), group)["params"].append(parameter)
     if fused and "fused" in known and arguments.get("fused") is None and not arguments.get("foreach"):
         arguments["fused"] = True
     try:
@@ -43,11 +45,6 @@ def build_optimizer(
         raise TrainingError(f"optim: {error}{hint if '2D' in str(error) else ''}") from None
     except (IndexError, KeyError, TypeError, RuntimeError) as error:
         raise TrainingError(f"optim: {config['_target_']} cannot take these values: {error}") from error
-
-
-def _factor(name: str, rates: Mapping[str, float]) -> float:
-    """Return the factor on the learning rate of a parameter: the product of the factors of all modules around it."""
-    return math.prod(factor for module, factor in rates.items() if is_within(name, module))
 
 
 def is_within(name: str, module: str) -> bool:

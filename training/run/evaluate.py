@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from data.dataset import Source
@@ -54,46 +54,28 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     return {name: value / count for name, value in named.items()} if count else {}
 
 
-def problem(record: Mapping[str, float], batch: int) -> str | None:
-    """Return a warning if an evaluation has no results, or some that are not finite; otherwise None."""
-    if not record:
-        return f"warning: no target of this evaluation counts, so it has no loss: {IGNORED_TARGETS}"
-    wrong = [f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)]
-    if not wrong:
-        return None
-    return (
-        f"warning: {', '.join(wrong)}: in an evaluation, the weights or BatchNorm's running statistics give numbers "
-        f"that are not finite; train with a lower optim.lr, or with more than train.global_batch_size={batch}"
-    )
-
-
 def evaluate_split(setup: Any, strategy: Strategy, split: str, say: Callable[[str], None]) -> dict[str, float]:
     """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl.
 
-    The result is empty if the run does not have the split, or if no target counts. ``say`` prints a warning if there
-    are no results, or some that are not finite.
+    For text, the perplexity is added: of the metric "token_loss" if the loss has it, as a loss with auxiliary terms
+    does, otherwise of the loss. The result is empty if the run does not have the split, or if no target counts. ``say``
+    prints a warning if there are no results, or some that are not finite.
     """
     source = setup.data.valid if split == "val" else setup.data.test
     if source is None:
         return {}
     result = evaluate(strategy, source, setup.cfg.train.eval_batches)
-    record = record_of(result, split, language=setup.data.seq_len is not None)
-    if (warning := problem(record, setup.plan.global_batch_size)) is not None:
-        say(warning)
-    return record
-
-
-def record_of(result: dict[str, float], prefix: str, language: bool) -> dict[str, float]:
-    """Return an evaluation's result under its names in metrics.jsonl, such as val_loss and val_accuracy.
-
-    Args:
-        result: The result of ``evaluate``.
-        prefix: "val" or "test".
-        language: Whether the data are text. Then the perplexity is added: of the metric "token_loss" if the loss has
-            it, as a loss with auxiliary terms does, otherwise of the loss.
-    """
-    record = {f"{prefix}_{name}": value for name, value in result.items()}
-    if language and result:
+    if not result:
+        say(f"warning: no target of this evaluation counts, so it has no loss: {IGNORED_TARGETS}")
+        return {}
+    record = {f"{split}_{name}": value for name, value in result.items()}
+    if setup.data.seq_len is not None:
         perplexity = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
-        record.setdefault(f"{prefix}_perplexity", perplexity)  # the loss may have such a metric
+        record.setdefault(f"{split}_perplexity", perplexity)  # the loss may have such a metric
+    if wrong := ", ".join(f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)):
+        say(
+            f"warning: {wrong}: in an evaluation, the weights or BatchNorm's running statistics give numbers that are "
+            "not finite; train with a lower optim.lr, or with more than train.global_batch_size="
+            f"{setup.plan.global_batch_size}"
+        )
     return record
