@@ -29,7 +29,7 @@ from conf import CHOSEN, COMMAND, FOLDER, LORA, ON_TOP, TRAINED, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
 from conf.schema import Parallel, Root, register
-from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of, parse
+from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of, parse, quoted
 from launchers.world import launcher_start
 
 # Keys that a checkpoint does not keep.
@@ -283,8 +283,7 @@ def with_schema(cfg: DictConfig) -> DictConfig:
     """
     if OmegaConf.get_type(cfg) is Root:
         return cfg
-    typed = OmegaConf.merge(OmegaConf.structured(Root(parallel=Parallel())), cfg)
-    assert isinstance(typed, DictConfig)
+    typed: Any = OmegaConf.merge(OmegaConf.structured(Root(parallel=Parallel())), cfg)
     return typed
 
 
@@ -338,8 +337,7 @@ def compose(arguments: Sequence[str], with_hydra: bool = False, saved: Any = Non
     register()
     GlobalHydra.instance().clear()
     parsed, folder = parse(arguments), config_folder(arguments)
-    path = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-    search = [] if folder is None else [f"hydra.searchpath=['file://{path}']"]
+    search = [] if folder is None else [f"hydra.searchpath=[{quoted(f'file://{folder}')}]"]
     typed = expand_lists(parsed.overrides)
     with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
         words = [*_brought(saved), *typed, *search]
