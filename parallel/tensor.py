@@ -88,11 +88,6 @@ class Cutting:
         """End a region."""
         self._inside, self._given, self._entered, self._traced = False, None, None, True
 
-    def leave(self, y: Tensor, divided: bool) -> Tensor:
-        """End a region with this rank's summand, [b, t, ...]. Return the sum, or a part of it as ``enter`` got one."""
-        self.end()
-        return _Sent.apply(y, *_LEAVE[divided], self.line)
-
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
@@ -109,7 +104,7 @@ class Cutting:
     def cut(self, layer_name: str, layer: nn.Module) -> None:
         """Reduce a layer to this rank's part, in place."""
         # A recomputation ends with the last tensor that the backward needs, which may be inside a region.
-        layer.register_forward_pre_hook(self._begin)
+        layer.register_forward_pre_hook(lambda *_: self.end())
         names = self._chain.names
         first, last = layer_name == names[0], layer_name == names[-1]
         divided = self.sequence and is_divided(self._chain.cut, names, layer_name, layer)
@@ -185,9 +180,6 @@ class Cutting:
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, module: nn.Module, given: tuple) -> None:
-        self.end()
-
     def _enter_first(self, divided: bool, module: nn.Module, given: tuple) -> tuple:
         return self.enter(given[0], divided), *given[1:]
 
@@ -225,7 +217,8 @@ class Cutting:
                 f"of {name} after those other Rows(), or set parallel.tp=1"
             )
         y = module.computed(x, None) if isinstance(module, FrozenLinear) else F.linear(x, module.weight)
-        y = self.leave(y, divided)
+        self.end()
+        y = _Sent.apply(y, *_LEAVE[divided], self.line)  # the sum, or a part of it as ``enter`` got one
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _embed(self, module: nn.Embedding, cut: Cut, tokens: Tensor) -> Tensor:
