@@ -146,7 +146,7 @@ def verified(kind: str, quick: bool = False) -> dict:
         cfg = composed(["mode=verify", *words, "verify.processes=4", "verify.steps=2"])
         try:
             runs = Runs(cfg, folder / "layouts", prepare(cfg).chain, MICROBATCHES)
-            results = [runs.compare(layout) for layout in (Layout.single(MICROBATCHES), *layouts)][1:]
+            results = [runs.compare(layout) for layout in (Layout(chunks=MICROBATCHES), *layouts)][1:]
         except UserError as error:
             return _row(kind, len(layouts), [], [_sentence(str(error))])
     reasons: dict[str, list[str]] = {}

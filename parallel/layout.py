@@ -20,6 +20,8 @@ from parallel.strategies import StrategyInfo, strategy_info
 class Layout:
     """The keys of the section ``parallel`` (conf/schema.py) that decide where a number is computed.
 
+    By default one process on one device computes all of them, as ``parallel=single`` sets it.
+
     Attributes:
         strategy: The name in the registry (``parallel.strategies``).
         dp: The number of replicas.
@@ -51,11 +53,6 @@ class Layout:
     devices: tuple[str, ...] = ()
     tp: int = 1
     sequence: bool = False
-
-    @classmethod
-    def single(cls, chunks: int = 1) -> Layout:
-        """Return the layout of one process on one device, as ``parallel=single`` sets it."""
-        return cls(chunks=chunks)
 
     @classmethod
     def of(cls, section: Any) -> Layout:
@@ -130,15 +127,10 @@ class Layout:
         """Whether gradients of inputs and of weights are computed at different times."""
         return self.pipelined and self.schedule is not None and SCHEDULES[self.schedule].splits_backward
 
-    @cached_property
-    def sharded(self) -> bool:
-        """Whether the replicas of a group share parameters, gradients and optimizer state."""
-        return self.info.sharded
-
     @property
     def axes(self) -> dict[str, int]:
         """The number of ranks along each axis of the mesh by its name, the slowest first."""
-        group = SHARDS if self.sharded else PEERS
+        group = SHARDS if self.info.sharded else PEERS
         stages = self.pp if self.pipelined else 1
         sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: stages, TENSOR: self.tp}
         return {name: sizes.get(name, 1) for name in ORDERS[self.order]}
@@ -160,12 +152,12 @@ class Layout:
     @cached_property
     def group(self) -> int:
         """The number of neighbouring replicas that reduce gradients among themselves first."""
-        return self.shard or (self.dp if self.sharded else 1)
+        return self.shard or (self.dp if self.info.sharded else 1)
 
     @property
     def shards(self) -> int:
         """The number of ranks that share one copy of the parameters; 1 if each rank has its own."""
-        return self.group if self.sharded else 1
+        return self.group if self.info.sharded else 1
 
     @property
     def looped(self) -> bool:

@@ -55,20 +55,17 @@ class StrategyInfo:
         return self.tensor and not (self.replicas or self.stages)
 
 
+_LOCAL, _PIPELINE = "parallel.strategy:LocalStrategy", "parallel.pipeline:Pipeline"
 STRATEGIES = {
-    "single": StrategyInfo("parallel.strategy:LocalStrategy"),
+    "single": StrategyInfo(_LOCAL),
     "model_parallel": StrategyInfo("parallel.several_devices:ModelParallel", stages=True, several_devices=True),
-    "ddp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, tensor=True),
-    "pipelined": StrategyInfo("parallel.pipeline:Pipeline", stages=True, stage_per_rank=True, tensor=True),
-    "pipe_ddp": StrategyInfo(
-        "parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True, tensor=True
-    ),
-    "fsdp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, tensor=True, shards="all"),
-    "hsdp": StrategyInfo("parallel.strategy:LocalStrategy", replicas=True, tensor=True, shards="node"),
-    "pipe_fsdp": StrategyInfo(
-        "parallel.pipeline:Pipeline", replicas=True, stages=True, stage_per_rank=True, tensor=True, shards="all"
-    ),
-    "tensor": StrategyInfo("parallel.strategy:LocalStrategy", tensor=True),
+    "ddp": StrategyInfo(_LOCAL, replicas=True, tensor=True),
+    "pipelined": StrategyInfo(_PIPELINE, stages=True, stage_per_rank=True, tensor=True),
+    "pipe_ddp": StrategyInfo(_PIPELINE, replicas=True, stages=True, stage_per_rank=True, tensor=True),
+    "fsdp": StrategyInfo(_LOCAL, replicas=True, tensor=True, shards="all"),
+    "hsdp": StrategyInfo(_LOCAL, replicas=True, tensor=True, shards="node"),
+    "pipe_fsdp": StrategyInfo(_PIPELINE, replicas=True, stages=True, stage_per_rank=True, tensor=True, shards="all"),
+    "tensor": StrategyInfo(_LOCAL, tensor=True),
     "data_parallel": StrategyInfo("parallel.several_devices:DataParallel", several_devices=True, gpu_only=True),
 }
 
@@ -95,6 +92,5 @@ def names_where(**properties: bool | str) -> list[str]:
 
 def suggest(*, replicas: bool, stages: bool) -> str:
     """Name a strategy for an error message."""
-    return names_where(replicas=replicas, stages=stages, stage_per_rank=stages, several_devices=False, gpu_only=False)[
-        0
-    ]
+    in_turn = dict(stage_per_rank=stages, several_devices=False, gpu_only=False)
+    return names_where(replicas=replicas, stages=stages, **in_turn)[0]

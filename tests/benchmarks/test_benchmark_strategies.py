@@ -36,7 +36,7 @@ def test_a_rank_holds_and_sends_what_the_formulas_say(name, ranks, tmp_path):
             assert one.activations == pytest.approx(memory.activations, rel=0.05)
         assert one.held == one.held_by_formula
         assert sum(one.sent.values()) == sum(one.sent_by_formula.values()), (one.sent, one.sent_by_formula)
-        assert one.activations > 0 and (one.whole > 0) == setup.plan.sharded
+        assert one.activations > 0 and (one.whole > 0) == setup.plan.info.sharded
         assert all(end >= start for step in one.steps for *_, start, end in step)
     strategies.picture(name, setup, found).savefig(tmp_path / f"{name}.png")
 

@@ -12,7 +12,7 @@ from parallel.layout import Layout
 from parallel.plan import Plan, make_plan
 
 LAYOUTS = [
-    Layout.single(chunks=3),
+    Layout(chunks=3),
     Layout("model_parallel", pp=2, balance=(2, 1), devices=("cpu", "cpu")),
     Layout("ddp", dp=4),
     Layout("hsdp", dp=4, shard=2, order="pp_dp"),
@@ -61,7 +61,7 @@ def test_single_leaves_no_key_that_one_process_does_not_take():
     parallel = section("parallel=single")
     parallel.update(everything)
     alone = make_plan(
-        Layout.single().into(parallel), toy(), global_batch_size=1, device="cpu", precision="fp32", world_size=1
+        Layout().into(parallel), toy(), global_batch_size=1, device="cpu", precision="fp32", world_size=1
     )
     assert alone.processes == len(alone.stages) == 1
 

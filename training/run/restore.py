@@ -41,7 +41,7 @@ def restore(cfg: Any, device: str) -> Restored:
     chain, data = model_and_data(cfg)
     check_fits(path, chain, cfg)
     check_base(cfg, chain)
-    parallel = Layout.single().into(copy.deepcopy(cfg.parallel))
+    parallel = Layout().into(copy.deepcopy(cfg.parallel))
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
     read_base(cfg.model, chain, strategy)

@@ -172,7 +172,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
         counts: The numbers of processes to measure; if empty, those that may be fast.
     """
     alone = copy.deepcopy(cfg)
-    Layout.single().into(alone.parallel)
+    Layout().into(alone.parallel)
     fixed, setup = _fixed(cfg), prepare(alone)
     plan, kinds = setup.plan, []
     model = model_of(cfg, setup.chain, setup.data, plan.precision)

@@ -118,7 +118,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     allocation = Allocation(number, costs.gathered, cluster.reserved, costs.itemsize)
     devices = Devices(costs, cluster.size, cluster.memory, allocation, states, on_job(cfg))
     found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
-    alone = Layout.single().into(copy.deepcopy(cfg.parallel))
+    alone = Layout().into(copy.deepcopy(cfg.parallel))
     plan = make_plan(alone, chain, global_batch_size=model.batch, device="cpu", precision=precision)
     return accepted(found, Setup(cfg, chain, data, plan)), model
 

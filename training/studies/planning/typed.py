@@ -177,7 +177,7 @@ def _problems(cfg: Any, chain: Chain) -> Callable[[PlannedLayout], str]:
         try:
             if layout.pp > 1 or layout.tp > 1 or layout.shards > 1:
                 check_apart(optimizer, layout.strategy)
-            if layout.sharded:
+            if layout.info.sharded:
                 check_shardable(layout.strategy, numbers)
             if layout.sequence:
                 check_ties(chain, skeleton, cut(chain.names, layout))

@@ -203,7 +203,7 @@ def _settled(cfg: Any, typed: Collection[str]) -> Any:
 
 def _single(cfg: Any, chunks: int) -> Layout:
     """Return the layout of one process. A typed order of the ranks is kept."""
-    return replace(Layout.single(chunks), order=cfg.parallel.order)
+    return replace(Layout(chunks=chunks), order=cfg.parallel.order)
 
 
 def _layouts(
