@@ -7,7 +7,7 @@ A model on the meta device is run with stand-ins for what another layer of the c
     before the layers                                     after the layers
 
 ``Embedding`` leaves the model's ``forward`` at its first layer, ``Head`` enters it after the last one, and a layer is
-called with the arguments that ``forward`` would call it with: masks, rotary positions, windows (``Forward.calls``).
+called with the arguments that ``forward`` would call it with: masks, rotary positions, windows.
 They depend on shapes only, so hidden states alone pass from layer to layer.
 """
 
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from common.errors import ModelError
 from common.packages import load_transformers
-from models.chain import CPU, nest, without_weights
+from models.chain import CPU, nest, own_tensors, without_weights
 from models.fused_cross_entropy import FusedHead
 from models.seeds import seeded
 
@@ -155,32 +155,22 @@ class Forward:
             memo |= {id(unit): units[name]} if name in units else {id(part): Absent(part) for part in _called(unit)}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
-    def _with_others(self, index: int, layer: Any, given: tuple[Tensor], _: dict) -> tuple[tuple, dict]:
-        """Return all arguments of a layer that is called with hidden states alone."""
-        (hidden,) = given
-        args, kwargs = self.calls(hidden, hidden.shape[1] * layer.parts, index)
-        return (hidden, *args), kwargs
-
     @uncompiled
-    def calls(self, hidden: Tensor, length: int, index: int) -> tuple[tuple, dict]:
-        """Return what layer ``index`` is called with beside hidden states: arguments, and those by name.
-
-        Args:
-            hidden: [b, t, c], for the shape, the dtype and the device.
-            length: The length of the sequence, of which ``hidden`` may be a part.
-            index: The layer's.
-        """
+    def _with_others(self, index: int, layer: Any, given: tuple[Tensor], _: dict) -> tuple[tuple, dict]:
+        """Return all arguments of layer number ``index``, which is called with hidden states alone, [b, t, c]."""
+        (hidden,) = given
         if any(isinstance(size, torch.SymInt) for size in hidden.shape):
             raise ModelError(
                 f"the layers of {type(self.model).__name__} get masks and positions that are made for each length of "
                 "a text, and a program is for all lengths; use export.format=safetensors, a folder that transformers "
                 "reads"
             )
-        shape = len(hidden), length, hidden.shape[2]
+        shape = len(hidden), hidden.shape[1] * layer.parts, hidden.shape[2]
         if type(hidden) in (Tensor, nn.Parameter):
-            return self._calls_on(hidden.device, shape, hidden.dtype)[index]
-        # A tensor without numbers has a device too, to which the mode that made it moves these.
-        return _moved(self._calls_on(CPU, shape, hidden.dtype)[index], hidden.device)
+            args, kwargs = self._calls_on(hidden.device, shape, hidden.dtype)[index]
+        else:  # A tensor without numbers has a device too, to which the mode that made it moves these.
+            args, kwargs = _moved(self._calls_on(CPU, shape, hidden.dtype)[index], hidden.device)
+        return (hidden, *args), kwargs
 
     def _calls_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
         key = device, shape, dtype
@@ -212,9 +202,7 @@ class Forward:
 
     def set_numbers(self, path: str, module: nn.Module) -> None:
         """Set a module's own tensors as the model initialises them; what it does not, its constructor has set."""
-        given = {**module._parameters, **module._buffers}
-        own = {key: tensor for key, tensor in given.items() if tensor is not None and tensor.numel()}
-        own = {key: tensor for key, tensor in own.items() if not tensor.is_meta}
+        own = {key: tensor for key, tensor in own_tensors(module).items() if tensor.numel() and not tensor.is_meta}
         with torch.no_grad():
             for tensor in own.values():
                 if tensor.is_floating_point():

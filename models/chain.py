@@ -291,7 +291,8 @@ def draw_normal(name: str, module: nn.Module, *, std: float) -> None:
         bias.zero_()
 
 
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name, without those of modules inside it."""
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
@@ -416,7 +417,7 @@ class Chain:
         for layer_name, layer in layers.items():
             constructed, usual = self._constructed(layer_name, layer, seed), (torch.float32, dtype_of(layer))
             for name, module in layer.named_modules(prefix=layer_name):
-                owners = [self.tied.get(f"{name}.{key}", "") for key in _own_tensors(module)]
+                owners = [self.tied.get(f"{name}.{key}", "") for key in own_tensors(module)]
                 if not all(is_within(owner, names) for owner in owners):  # otherwise all its tensors are aliases
                     kept = {key for key, buffer in module.named_buffers(recurse=False) if buffer.dtype not in usual}
                     self._fill(name, module, constructed, derive_seed(seed, name))
@@ -439,7 +440,7 @@ class Chain:
 
     def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
         """Return a layer's modules by name, on the CPU, if only its constructor sets their numbers; else nothing."""
-        with_tensors = [module for module in layer.modules() if _own_tensors(module)]
+        with_tensors = [module for module in layer.modules() if own_tensors(module)]
         if self.initialise is not None and all(hasattr(module, "reset_parameters") for module in with_tensors):
             return {}
         spec = next(spec for spec in self.layers if spec.name == name)
@@ -450,7 +451,7 @@ class Chain:
         module.to_empty(device="cpu", recurse=False)
         with seeded(seed), torch.no_grad():
             if constructed:
-                for key, tensor in _own_tensors(module).items():
+                for key, tensor in own_tensors(module).items():
                     tensor.copy_(getattr(constructed[name], key))
             if self.initialise is not None:
                 self.initialise(name, module)
@@ -484,7 +485,7 @@ def _move(module: nn.Module, device: torch.device, dtype: torch.dtype, kept: set
 
     The buffers in ``kept`` keep their dtypes.
     """
-    for key, tensor in _own_tensors(module).items():
+    for key, tensor in own_tensors(module).items():
         if tensor.is_floating_point() and key not in kept:
             tensor.data = tensor.data.to(dtype)
     module._apply(lambda tensor: tensor.to(device), recurse=False)
