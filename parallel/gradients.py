@@ -7,7 +7,7 @@ FSDP2 in ``parallel.sharding``, and ``parallel.zero_bubble`` where a backward is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -69,8 +69,7 @@ class Gradients:
                 if name not in chain.tied:
                     piece = piece_of(parameter) if cutting is None else cutting.piece(name, parameter)
                     self._counted[piece.counts(mesh)].append(parameter)
-        self._sharded = mesh.shards > 1
-        self._in_buckets = mesh.dp_group is not None and not self._sharded and not plan.splits_backward
+        self._in_buckets = mesh.dp_group is not None and mesh.shards == 1 and not plan.splits_backward
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 
     def clear(self) -> None:
@@ -111,14 +110,12 @@ class Gradients:
 
     def multiply(self, factor: float) -> None:
         """Scale every element."""
-        present = self._present()
-        if present and factor != 1.0:  # a stage may have no parameters
+        if factor != 1.0 and (present := self._present()):  # a stage may have no parameters
             torch._foreach_mul_(present, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def clamp(self, limit: float) -> None:
         """Clamp every element to [-limit, limit]."""
-        present = self._present()
-        if present:
+        if present := self._present():
             torch._foreach_clamp_min_(present, -limit)  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_clamp_max_(present, limit)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -131,8 +128,7 @@ class Gradients:
         """
         dtype, sums = sum_dtype(self._device), []
         for counts, parameters in self._counted.items():
-            tensors = self._local(tensor for p in parameters if (tensor := of(p)) is not None)
-            if tensors:
+            if tensors := [local(tensor) for p in parameters if (tensor := of(p)) is not None]:
                 squares = torch.cat(_norms(tensors, dtype, self._device)).square().sum()
                 sums.append(squares if counts else squares * 0)
         return reduce(torch.add, sums) if sums else torch.zeros((), dtype=dtype, device=self._device)
@@ -145,10 +141,7 @@ class Gradients:
         return True in names
 
     def _present(self) -> list[Tensor]:
-        return self._local(p.grad for p in self._parameters if p.grad is not None)
-
-    def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [local(tensor) for tensor in tensors] if self._sharded else list(tensors)
+        return [local(p.grad) for p in self._parameters if p.grad is not None]
 
 
 def _add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

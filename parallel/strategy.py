@@ -454,8 +454,7 @@ class Strategy(ABC):
         """Return the stages' [loss sum, count, metric sums...] since the last call; zeros if others count them."""
         total = torch.zeros(2 + len(self.chain.loss.metrics), dtype=sum_dtype(self.device), device=self.device)
         for stage in self.stages:
-            sums = stage.take_sums()
-            if sums is not None and self._counts_samples:
+            if (sums := stage.take_sums()) is not None and self._counts_samples:
                 total += sums.to(self.device)
         return total
 

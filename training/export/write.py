@@ -199,9 +199,8 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
     home = folder / model.name
     (home / "1").mkdir(parents=True)
     said = write_onnx(home / "1" / ONNX, model)
-    write_texts(home, model.texts)
     settings = render("config.pbtxt", model, max_batch_size=max_batch_size, kind=kind)
-    (home / "config.pbtxt").write_text(settings, encoding="utf-8")
+    write_texts(home, {**model.texts, "config.pbtxt": settings})
     inputs = model.example(min(_EXAMPLES, max_batch_size))
     tensors = dict(zip(model.names, inputs, strict=True)) | {model.gives.name: model.answer(*inputs)}
     # Triton represents one number per sample as [batch, 1].
@@ -209,7 +208,7 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, home / EXAMPLE)
     has_text = _text_home(folder, model).exists()
     readme = render("README.md", model, example=EXAMPLE, examples=len(inputs[0]), has_text=has_text)
-    (folder / "README.md").write_text(readme, encoding="utf-8")
+    write_texts(folder, {"README.md": readme})
     return said
 
 
@@ -234,7 +233,7 @@ def write_text(folder: Path, model: ServedModel, data: DataSet, strategy: Strate
     shutil.copyfile(Path(__file__).with_name("text_model.py"), version / "model.py")
     seed = cfg.seed if cfg.sample.seed is None else cfg.sample.seed
     settings = render("text.pbtxt", model, sample=cfg.sample, seed=seed, at_once=cfg.export.max_batch_size, kind=kind)
-    (home / "config.pbtxt").write_text(settings, encoding="utf-8")
+    write_texts(home, {"config.pbtxt": settings})
     return "; " + model.compare(transformers_of(version, model), "transformers")
 
 
