@@ -38,8 +38,6 @@ def resnet50(
     are ``parallel.balance=[11,11]``, with squared error to the one-hot class (``loss="mse"``).
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
-    if loss not in LOSSES:
-        raise ValueError(f"model.loss={loss} is not one of {', '.join(LOSSES)}")
     return Chain(
         layers=[
             LayerSpec("conv1", partial(nn.Conv2d, in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)),
