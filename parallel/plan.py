@@ -133,7 +133,6 @@ def make_plan(
         PlanError: If the keys contradict each other, the model or the machine.
     """
     info = strategy_info(parallel.name)
-    pipelined = info.stage_per_rank
     check_numbers(parallel)
     _check_shape(parallel, info)
     wanted = Layout.of(parallel)
@@ -150,7 +149,7 @@ def make_plan(
     _check_cut(global_batch_size, dp, chunks)
 
     per_rank = 1
-    if pipelined:
+    if wanted.pipelined:
         per_rank = stages_per_rank(parallel.schedule, parallel.stages_per_rank)
         check_chunks(parallel.schedule, chunks, parallel.pp)
     skeleton = chain.skeleton()
@@ -163,12 +162,11 @@ def make_plan(
     runs = partition_layers(chain.names, parallel.pp * per_rank, parallel.balance, costs)
     if wanted.sequence:
         check_ties(chain, skeleton, runs)
-    layers = dict(skeleton.items())
-    parameters, frozen = _count(layers.values())
+    parameters, frozen = _count([skeleton])
     layout = replace(
         wanted,
         dp=dp,
-        schedule=parallel.schedule if pipelined else None,
+        schedule=parallel.schedule if wanted.pipelined else None,
         stages_per_rank=per_rank,
         balance=tuple(map(len, runs)),
         shard=parallel.shard if info.shards == "all" else group if group > 1 else None,
@@ -179,7 +177,7 @@ def make_plan(
         **asdict(layout),
         device_type=hardware.device_type,
         precision=hardware.precision if precision == "auto" else precision,
-        stages=tuple(StagePlan(i, tuple(run), *_count(layers[name] for name in run)) for i, run in enumerate(runs)),
+        stages=tuple(StagePlan(i, tuple(run), *_count(skeleton[name] for name in run)) for i, run in enumerate(runs)),
         parameters=parameters,
         global_batch_size=global_batch_size,
         gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
