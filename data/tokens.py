@@ -163,6 +163,10 @@ def read_header(path: Path, format: str = "auto", dtype: str | None = None) -> M
 
 def _without_header(path: Path, dtype: str | None) -> MappedFile:
     kind, size = np.dtype(dtype or "<u2"), path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(4096)
+    if (start.isascii() and min(start) > 8) or start.startswith(b"PK\3\4"):  # tokens have bytes of all kinds
+        raise DataError(f"{path} is a text or an archive, not tokens. Read texts by data=text, and save tokens as .npy")
     if size % kind.itemsize:
         raise DataError(
             f"{path} has {size:,} bytes, but a token of {kind} has {kind.itemsize}. Set data.dtype= to the type with "

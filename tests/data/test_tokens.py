@@ -114,6 +114,7 @@ def test_tokens_of_32_bits_are_read_by_a_header_or_by_their_type(folder, tokens_
 REFUSED_TYPES = {
     "32 bits as 16": (LONG * 20, "<u4", {}, "as uint16, every second number is below 8. Set data.dtype=uint32"),
     "32 bits of the largest vocabularies": ([7, 262_143, 140_000] * 9, "<u4", {"vocab_size": 262_144}, "dtype=uint32"),
+    "a text": (list(b'{"text": "a"}\n' * 20), "u1", {}, "is a text or an archive, not tokens"),
     "an odd number of bytes": ([1] * 50 + [2], "u1", {}, "has 51 bytes, but a token of uint16 has 2"),
     "no type of whole numbers": ([1] * 50, "<u2", {"dtype": "float32"}, "dtype=float32 is not a type of whole numbers"),
 }
