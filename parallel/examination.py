@@ -170,13 +170,16 @@ class _Examiner:
         }
         if loss_of(module) is not None:
             calls = {layer.name: (lambda own, x, batch: own.loss(*x, batch.targets, None), module, before)} | calls
-        found.losses += [self._observe(name, module, call, given) for name, (call, module, given) in calls.items()]
+        found.losses += [self._observe(name, module, call, x, loss=True) for name, (call, module, x) in calls.items()]
         return found
 
-    def _observe(self, name: str, module: nn.Module, call: Call, given: Given) -> Facts:
-        """Observe a layer or a loss on the meta device, or with numbers if torch cannot compute it there."""
+    def _observe(self, name: str, module: nn.Module, call: Call, given: Given, loss: bool = False) -> Facts:
+        """Observe a layer or a loss on the meta device, or with numbers if torch cannot compute it there.
+
+        A loss may read numbers, as no shape depends on it.
+        """
         facts = self._seen(name, module, call, given, self.meta)
-        if facts.error is None or facts.reads_numbers or getattr(self.kinds, "refused", False):
+        if facts.error is None or (facts.reads_numbers and not loss) or getattr(self.kinds, "refused", False):
             return facts
         error, first = facts.error, given is self.inputs
         numbers = [batch.input_tensors if first else made_up(x) for x, batch in zip(given, self.batches, strict=False)]
@@ -186,6 +189,7 @@ class _Examiner:
             seen = self._seen(name, module, call, numbers, self.batches, watched)
             if seen.error is None:
                 outputs = [o if isinstance(o, Sums) else made_up(o, "meta") for o in seen.outputs]
+                seen.reads_numbers |= facts.reads_numbers
                 return replace(seen, given=given, outputs=outputs, stale=facts.stale, error=error)
             facts.error = seen.error
         return facts
@@ -515,5 +519,3 @@ def _range(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     if any(tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.numel() == 0 for tensor in tensors):
         return None
     return min(int(tensor.min()) for tensor in tensors), max(int(tensor.max()) for tensor in tensors)
-
-

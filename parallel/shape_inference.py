@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,10 +195,19 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _loss(loss: Loss, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """Return the loss of the last layer, whose output never leaves the stage."""
-    if (head_loss := loss_of(module)) is not None:
-        return head_loss(*tensors, targets, None).loss
-    return loss(module(*tensors), targets, None).loss
+    """Return the loss of the last layer, whose output never leaves the stage.
+
+    If the loss reads numbers, on which no shape depends, another number of its shape, which may be random, too.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    head_loss = loss_of(module)
+    call = partial(loss, module(*tensors)) if head_loss is None else partial(head_loss, *tensors)
+    try:
+        return call(targets, None).loss
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        total = torch.cat([t.flatten().to(torch.float32) for t in tree_leaves(call.args)]).sum()
+        return total + torch.rand_like(total)
 
 
 class _Kept(Watch):

@@ -1,5 +1,6 @@
 """What a layer does that depends on the layout is noticed before a run starts, and by its name."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -143,6 +144,40 @@ def test_a_layer_that_reads_numbers_is_named_where_shapes_must_be_known(forward)
         with pytest.raises(PlanError, match="layer 'h.0' .* reads numbers out of tensors.*torch.where"):
             check_shapes(setup_of(layer, **changes))
     check_shapes(setup_of(layer))
+
+
+class ReadsNumbers(ClassCrossEntropy):
+    """A loss of the outputs that ``read`` chooses."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def __call__(self, output, targets, weights):
+        return super().__call__(*self.read(output, targets), weights)
+
+
+READS = {
+    "a mask": lambda x, y: (x[y == 0], y[y == 0]),
+    "item": lambda x, y: (x / x.detach().abs().max().item(), y),
+    "an array": lambda x, y: (x * float(x.detach().numpy().max()), y),
+    "no meta kernel": lambda x, y: (x * len(torch.bincount(y)), y),
+    "the layer's own": None,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_loss_may_read_numbers_in_every_layout_as_no_shape_depends_on_it(read):
+    class Head(nn.Flatten):
+        def loss(self, x, targets, weights):
+            return ReadsNumbers(READS["a mask"])(self(x), targets, weights)
+
+    setup = setup_of(partial(nn.Linear, 8, 8), pipelined=True)
+    if read is None:
+        setup.chain.layers[-1] = LayerSpec("last", Head)
+    else:
+        setup.chain = replace(setup.chain, loss=ReadsNumbers(read))
+    check_shapes(setup)
+    assert trace(setup.chain, setup.sample, "fp32", "cpu")[-1].outputs == (TensorSpec((), torch.float32, True),)
 
 
 def test_a_layer_that_fails_is_still_named_with_its_error():

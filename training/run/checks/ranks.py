@@ -59,7 +59,8 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
         raise LaunchError(
             f"{differs}. Each rank prepares the data itself: prepare() and read() must give the same samples in every "
             "process. If they draw, give them a generator with a fixed seed, such as random.Random(0)"
-            + files * (not alike)
+            + files
+            * (not alike)
         )
     raise LaunchError(
         f"{differs}. Give every machine the same working copy, packages, data and weights; launcher.allow_mixed=true "
