@@ -41,7 +41,7 @@ _FORMULAS: dict[Any, Callable[..., float]] = {
 }
 _KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces; of the operators of others, nothing is known
 # Operators without a formula whose work is more than a little for each of their numbers.
-_LARGE = re.compile(r"_mm$|attention|cdist|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
+_LARGE = re.compile(r"_mm$|attention|dist_|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
 
 
 class Tie(NamedTuple):

@@ -21,8 +21,8 @@ def hidden_matrices(chain: Chain) -> set[str]:
     for layer_name, layer in chain.skeleton().items():
         for name, module in layer.named_modules(prefix=layer_name):
             own = module.named_parameters(name, recurse=False)
-            if "norm" in type(module).__name__.lower():  # its scale may have several dimensions
-                continue
+            if "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear):
+                continue  # its scale may have several dimensions
             own = [(key, p) for key, p in own if p.dim() == 2 and not key.endswith("bias")]
             matrices = {chain.canonical(key): p.requires_grad for key, p in own}
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

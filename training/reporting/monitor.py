@@ -27,7 +27,10 @@ _WORDS = {
 _DIRECTIONS = {word: direction for direction, words in _WORDS.items() for word in words.split()}
 # Behind these stands the point at which a metric is taken: tpr_at_fpr_1, bits_per_byte.
 _POINT = re.compile(r"_(?:at|per|to|vs|given)_|@")
-_UNCLEAR = set("gap drop std var variance delta diff difference change ratio scale weight threshold minus".split())
+_UNCLEAR = set(
+    """gap drop std var variance delta diff difference change ratio scale weight threshold minus reduction improvement
+    increase decrease gain saved savings free inverse length steps""".split()
+)
 
 
 class Monitor(NamedTuple):

@@ -24,7 +24,8 @@ LESS = """loss val_loss val/loss valLoss token_loss val_dice_loss error top1_err
 MORE = """accuracy val_accuracy test_acc top5 top_5_accuracy acc1 f1 val_f1_macro F1 auroc val_roc_auc BLEU4 rougeL
     ROUGE-L val_mIoU mAP50 recall@5 tpr_at_fpr_0.01 precision r2_score psnr samples_per_s pass@1 exact_match ndcg@10
     win_rate neg_mean_squared_error true_negative_rate log_likelihood val_token_accuracy tokenAccuracy"""
-UNKNOWN = "quality val_score accuracy_gap loss_std val_los one_minus_accuracy depth norm lr"
+UNKNOWN = """quality val_score accuracy_gap loss_std val_los one_minus_accuracy depth norm lr error_reduction
+    time_saved error_free_rate loss_improvement success_steps return_length"""
 
 
 @pytest.mark.parametrize("names, direction", [(LESS, "minimize"), (MORE, "maximize"), (UNKNOWN, None)])

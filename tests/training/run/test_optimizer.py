@@ -231,8 +231,12 @@ def test_muon_has_the_matrices_of_hidden_layers_and_adamw_embeddings_and_the_out
 
 
 def test_muon_leaves_norms_of_two_dimensions_to_adamw():
-    layers = nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm((5, 6)), nn.Linear(6, 6), nn.Linear(6, 3))
-    assert hidden_matrices(chain_of(layers, nn.CrossEntropyLoss())) == {"2.weight"}
+    class NormalizedLinear(nn.Linear):
+        pass
+
+    layers = [nn.Embedding(9, 6), nn.LayerNorm((5, 6)), nn.Linear(6, 6), NormalizedLinear(6, 6), nn.Linear(6, 3)]
+    found = hidden_matrices(chain_of(nn.Sequential(*layers), nn.CrossEntropyLoss()))
+    assert found == {"2.weight", "3.weight"}
 
 
 def test_adapters_are_hidden_and_what_is_frozen_is_not_trained():
