@@ -24,11 +24,11 @@ class JobSweeper(BasicSweeper):
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self.task_function = task_function
 
-    def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
+    def sweep(self, arguments: list[str]) -> None:
         """Run all jobs that the overrides ``arguments`` describe."""
         from training.command.sweep_jobs import sweep
 
-        return sweep(self, arguments)
+        sweep(self, arguments)
 
 
 class SlurmArray(BasicLauncher):

@@ -74,11 +74,8 @@ class Entry:
     queued: bool = False
 
 
-def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
+def sweep(sweeper: Any, arguments: list[str]) -> None:
     """Run all jobs that the overrides ``arguments`` describe and that have not finished, for Hydra's ``sweeper``.
-
-    Returns:
-        Hydra's result of each job that was run.
 
     Raises:
         KeyboardInterrupt: If the user ends the sweep.
@@ -91,7 +88,6 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
     todo = open_folders(entries, sweep_dir)
     OmegaConf.save(config, sweep_dir / "multirun.yaml")
     mask_files([sweep_dir / "multirun.yaml"])  # at once: there may be no job left that does
-    results = []
     try:
         for batch in batches(todo, sweeper.max_batch_size):
             returned = sweeper.launcher.launch([entry.overrides for entry in batch], batch[0].job.num)
@@ -100,12 +96,10 @@ def sweep(sweeper: Any, arguments: list[str]) -> Sequence[JobReturn]:
                     _ = result.return_value
                 except Exception as error:  # the job could not record it, for instance because it was killed
                     update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
-            results += returned
     except BaseException:
         with suppress(SystemExit):  # the exception that ended the sweep is more useful
             sweeper.hydra_context.callbacks.on_multirun_end(config=config, config_name=None)
         raise
-    return results
 
 
 def _problem_of(cfg: Any, folders: Sequence[str]) -> str | None:
