@@ -48,7 +48,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def map(self, change: Callable[[Tensor], Any]) -> Batch:
+    def map(self, change: Callable[[Any], Any]) -> Batch:
         """Return a batch of the results of ``change`` for each tensor."""
         inputs = tuple(map(change, self.inputs)) if isinstance(self.inputs, tuple) else change(self.inputs)
         return Batch(inputs, change(self.targets), None if self.weights is None else change(self.weights))
@@ -67,11 +67,7 @@ class Batch:
         """Return the batch of which ``to_arrays`` made this one. Its tensors share the arrays' memory."""
         import torch
 
-        def joined(stored: Any) -> Tensor:
-            dtype, array = stored
-            return torch.from_numpy(array).view(dtype)
-
-        return self.map(joined)
+        return self.map(lambda stored: torch.from_numpy(stored[1]).view(stored[0]))
 
     def pin_memory(self) -> Batch:
         """Return the same batch in page-locked memory (needs an accelerator)."""

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from common.errors import DataError
@@ -185,14 +186,11 @@ def batches(
     """
     batch: list[str | list[int]] = []
     size = 0
-    for document in documents:
-        batch.append(begin)
-        for piece in document.pieces(small):
-            batch.append(piece)
-            size += len(piece)
-            if size >= _BATCH_CHARS:
-                yield batch
-                batch, size = [], 0
-        batch.append(end)
+    for part in chain.from_iterable(chain([begin], document.pieces(small), [end]) for document in documents):
+        batch.append(part)
+        size += len(part)
+        if size >= _BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch

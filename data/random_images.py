@@ -13,7 +13,6 @@ from data.images import ImageData
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STREAMS = {"train": 0, "valid": 1, "test": 2}
 _KEPT_BYTES = 2**29  # 890 images of 224 pixels
 
 
@@ -47,8 +46,8 @@ class RandomImages(ImageData):
         few = max(1, self.samples // 10)
         sizes = {"train": self.samples, "valid": few, "test": few}
         return {
-            name: _Drawn(size, (self.seed, _STREAMS[name]), self.image_shape, self.num_classes)
-            for name, size in sizes.items()
+            name: _Drawn(size, (self.seed, stream), self.image_shape, self.num_classes)
+            for stream, (name, size) in enumerate(sizes.items())
         }
 
 
