@@ -145,10 +145,10 @@ class RowData(DataSet):
 
             for some in np.array_split(np.arange(len(indices)), -(-len(indices) // _AT_A_TIME)):
                 if templated:
-                    answered |= any(spans for _, spans in _of_rows(rows, indices[some], tokens, render))
+                    answered |= any(spans for _, spans in encoded_rows(rows, indices[some], tokens, render))
                 else:
                     rows.texts(indices[some], fields)
-                seen.add_lengths(encoded_rows(rows, indices[some[some % encode_each == 0]], tokens, None))
+                seen.add_lengths(encoded_rows(rows, indices[some[some % encode_each == 0]], tokens))
             if templated and not answered:
                 roles = f" (there are {', '.join(seen.roles)})" * bool(seen.roles)
                 raise DataError(
@@ -250,7 +250,7 @@ class TokenRows(Source):
         shape = (len(indices), width or self.seq_len)
         end = self.row_tokens.vocabulary.end
         inputs, targets = np.full(shape, end, np.int64), np.full(shape, PADDING_TARGET, np.int64)
-        encoded = encoded_rows(self.rows, self.selection.row(indices), self.row_tokens, shape[1] + 1)
+        encoded = encoded_rows(self.rows, self.selection.row(indices), self.row_tokens, most=shape[1] + 1)
         for i, (tokens, counted) in enumerate(encoded):
             inputs[i, : len(tokens) - 1] = tokens[:-1]
             targets[i, : len(tokens) - 1] = np.where(counted, tokens, PADDING_TARGET)[1:]
@@ -270,22 +270,24 @@ class BucketedRows(TokenRows, VariableLength):
 
 
 def encoded_rows(
-    rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, most: int | None, threads: int = 1
-) -> list[tuple[list[int], np.ndarray]]:
-    """Return at most ``most`` tokens of each row, int [b], and which of them count in the loss: see RowTokens.encode.
+    rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, convert: Callable[..., list] | None = None, **how: Any
+) -> list:
+    """Return what ``convert`` makes of rows, int [b]; by default their tokens and which of them count in the loss.
+
+    Args:
+        rows: The files.
+        indices: The rows.
+        row_tokens: The form of rows.
+        convert: RowTokens.encode or RowTokens.render.
+        how: ``most`` and ``threads``: see RowTokens.encode.
 
     Raises:
         DataError: If a row cannot be read or encoded. The message has the file, the row and the reason.
     """
-    return _of_rows(rows, indices, row_tokens, partial(row_tokens.encode, most=most, threads=threads))
-
-
-def _of_rows(rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, convert: Callable[..., list]) -> list:
-    """Return what ``row_tokens.encode`` or ``row_tokens.render`` makes of rows, int [b]. See ``encoded_rows``."""
     chats = row_tokens.messages
-    parts = [rows.chats(indices, chats)] if chats else [rows.texts(indices, part) for part in row_tokens.parts]
+    parts: list[Any] = [rows.chats(indices, chats)] if chats else [rows.texts(indices, p) for p in row_tokens.parts]
     try:
-        return convert(*parts)
+        return (convert or row_tokens.encode)(*parts, **how)
     except RowProblem as problem:
         raise DataError(f"{rows.name(indices[problem.index])}: {problem}") from None
 
@@ -298,7 +300,7 @@ def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int, cache_dir: s
         with open(folder / _LENGTHS, "wb") as file:
             for start in range(0, len(rows), _AT_A_TIME):
                 indices = np.arange(start, min(start + _AT_A_TIME, len(rows)))
-                encoded = encoded_rows(rows, indices, row_tokens, most, threads)
+                encoded = encoded_rows(rows, indices, row_tokens, most=most, threads=threads)
                 file.write(np.array([len(tokens) for tokens, _ in encoded], dtype=np.uint32).tobytes())
 
     name = f"lengths-{key_of(rows, [*row_tokens.key, str(most)])}"
