@@ -358,6 +358,30 @@ def test_a_layer_that_runs_only_with_numbers_is_tried_with_them(forward):
     assert layers["first"].weight.grad.norm() > 0
 
 
+class Weighted:
+    """A loss with a tensor of its own, or an operator that torch cannot compute without numbers."""
+
+    metrics = ()
+
+    def __init__(self, weigh):
+        self.weigh = weigh
+
+    def __call__(self, output, targets, weights):
+        return ClassCrossEntropy()(self.weigh(output), targets, weights)._replace(metrics=())
+
+
+@pytest.mark.parametrize("weigh", [lambda x, w=torch.ones(8): x * w, torch.ops.layers_checked.double])
+def test_a_loss_that_runs_only_with_numbers_is_tried_with_them(weigh):
+    for changes in ({}, {"pipelined": True, "stages": [1, 2]}, {"mode": "plan"}):
+        setup = setup_of(nn.Tanh, **changes)
+        setup.chain = replace(setup.chain, loss=Weighted(weigh))
+        check_shapes(setup)
+    setup = setup_of(nn.Tanh, device_type="cuda")
+    setup.chain = replace(setup.chain, loss=Weighted(weigh))
+    with pytest.raises(TrainingError, match="loss Weighted"):
+        check_shapes(setup)
+
+
 def test_what_torch_says_of_a_layer_with_numbers_is_quoted():
     def forward(self, x):
         return torch.linalg.cholesky(torch.ops.layers_checked.double(x))
