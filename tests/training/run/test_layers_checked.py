@@ -370,7 +370,7 @@ class Weighted:
         return ClassCrossEntropy()(self.weigh(output), targets, weights)._replace(metrics=())
 
 
-@pytest.mark.parametrize("weigh", [lambda x, w=torch.ones(8): x * w, torch.ops.layers_checked.double])
+@pytest.mark.parametrize("weigh", [lambda x: x * WEIGHT[0].detach(), torch.ops.layers_checked.double])
 def test_a_loss_that_runs_only_with_numbers_is_tried_with_them(weigh):
     for changes in ({}, {"pipelined": True, "stages": [1, 2]}, {"mode": "plan"}):
         setup = setup_of(nn.Tanh, **changes)
