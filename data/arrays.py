@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+from torch import Tensor
 
 from common.errors import DataError
 from data.dataset import DataSet, Source, check_fractions, given_path, once, to_tensor
 from data.documents import SPLITS
 from data.loader import permute
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Arrays(DataSet):

@@ -6,9 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from common.errors import DataError
 from common.files import expand_home
@@ -17,10 +20,6 @@ from common.packages import load_torchvision
 from data.cache import cached_folder, downloading
 from data.dataset import DataSet, Source, check_at_least, once
 from data.loader import permute
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # (images uint8 [b, c, h, w], indices int64 [b], epoch) -> images of the same shape
 Augment = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
@@ -229,8 +228,6 @@ class Images(Source):
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         """Return images fp32 [b, *shape] and classes int64 [b]."""
-        import torch
-
         rows = self._rows[indices]
         images = self._stored.images[rows]
         if self._augment is not None:
@@ -251,8 +248,6 @@ def recolour(images: Tensor, channels: int) -> Tensor:
 
 def resize(images: Tensor, size: int) -> Tensor:
     """Interpolate images [b, c, h, w] to [b, c, size, size], bilinearly."""
-    import torch.nn.functional as F
-
     height, width = images.shape[2:]
     if (height, width) == (size, size):
         return images

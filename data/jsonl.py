@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from common.errors import DataError
 from common.files import parse_json
@@ -31,9 +33,6 @@ from data.prompts import RowProblem, RowTokens, chat_of, is_chat
 from data.seen_rows import SeenRows
 from data.templates import Chat
 from data.vocabulary import HALF_CHARACTER, ExtraTokens, Vocabulary, choose_vocabulary
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Must be increased when the same files give another index, so that old indices are ignored and not misread.
 _INDEX_FORMAT = 1
@@ -245,8 +244,6 @@ class TokenRows(Source):
 
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, both int64 [b, width]; ``width`` is seq_len if it is None."""
-        import torch
-
         shape = (len(indices), width or self.seq_len)
         end = self.row_tokens.vocabulary.end
         inputs, targets = np.full(shape, end, np.int64), np.full(shape, PADDING_TARGET, np.int64)

@@ -196,7 +196,8 @@ class RowTokens:
     def _tokens(self, texts: Sequence[str], most: int | None, threads: int, placed: bool = False) -> list[list]:
         rendered = self.template is not None
         begin: list = [] if rendered else [(token, (0, 0)) if placed else token for token in self.vocabulary.begin]
-        return [[*begin, *tokens] for tokens in self.vocabulary.first_tokens(texts, most, threads, rendered, placed)]
+        how = {"threads": threads, "rendered": rendered, "placed": placed}
+        return [[*begin, *tokens] for tokens in self.vocabulary.first_tokens(texts, most, **how)]
 
     def _counted(self, places: list[tuple[int, float]], spans: list[Span]) -> np.ndarray:
         """Return which tokens have characters in a span. A token that has parts of both counts."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from data.dataset import Source, check_at_least
 from data.images import ImageData
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _KEPT_BYTES = 2**29  # 890 images of 224 pixels
 
@@ -61,8 +60,6 @@ class _Drawn(Source):
         return self._samples
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        import torch
-
         inputs = np.empty((len(indices), *self._shape), np.float32)
         classes = np.empty(len(indices), np.int64)
         for i, index in enumerate(map(int, indices)):

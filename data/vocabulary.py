@@ -113,22 +113,18 @@ class Vocabulary(ABC):
         """Do nothing, because the tokens do not depend on the text."""
         return
 
-    def first_tokens(
-        self,
-        texts: Sequence[str],
-        most: int | None,
-        threads: int = 1,
-        rendered: bool = False,
-        placed: bool = False,
-    ) -> list[list]:
-        """Return at most the first ``most`` tokens of each text, and encode little more; None: all. See ``tokens``."""
+    def first_tokens(self, texts: Sequence[str], most: int | None, **how: Any) -> list[list]:
+        """Return at most the first ``most`` tokens of each text, and encode little more; None: all.
+
+        ``how`` are the further arguments of ``tokens``.
+        """
         if most is None:
-            return self.tokens(texts, threads, rendered, placed)
+            return self.tokens(texts, **how)
         found: dict[int, list] = {}
         characters = _CHARACTERS_A_TOKEN * (most + _TOKENS_MORE)
         while left := [i for i in range(len(texts)) if i not in found]:
             cut = [texts[i] if len(texts[i]) <= characters else self._beginning(texts[i], characters) for i in left]
-            for i, text, tokens in zip(left, cut, self.tokens(cut, threads, rendered, placed), strict=True):
+            for i, text, tokens in zip(left, cut, self.tokens(cut, **how), strict=True):
                 if len(text) == len(texts[i]) or len(tokens) >= most + _TOKENS_MORE:
                     found[i] = tokens[:most]
             characters *= 4
