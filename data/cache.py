@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -60,6 +63,11 @@ def cached_folder(cache_dir: str | os.PathLike | None, name: str, build: Callabl
             "folder with data.cache_dir=FOLDER"
         ) from error
     return folder
+
+
+def key_of(*content: Any) -> str:
+    """Return a hash of JSON, for the name of something in the cache."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def cache_root(cache_dir: str | os.PathLike | None) -> Path:

@@ -5,7 +5,6 @@ Rows are found by an index on the disk, of 8 bytes per row, and are not kept in 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ from torch import Tensor
 from common.errors import DataError
 from common.files import parse_json
 from common.machine import usable_cores
-from data.cache import MappedFile, cached_folder
+from data.cache import MappedFile, cached_folder, key_of
 from data.dataset import DataSet, Source, check_at_least, given_path, once
 from data.documents import TO_UTF8, files_of, is_utf16, split_of
 from data.loader import VariableLength, bucket_widths
@@ -158,7 +157,7 @@ class RowData(DataSet):
             (folder / _SEEN).write_text(json.dumps(asdict(seen)))
 
         # A folder in the cache shows that the rows were checked, and its name for what.
-        name = f"checked-{key_of(rows, [*fields, 'JSON of whole characters, lengths, roles, keys', *tokens.key])}"
+        name = f"checked-{key_of(rows.key, *fields, 'JSON of whole characters, lengths, roles, keys', *tokens.key)}"
         return SeenRows(**parse_json((cached_folder(self.cache_dir, name, check) / _SEEN).read_bytes()))
 
     def _describe(self, seen: SeenRows) -> str:
@@ -300,13 +299,8 @@ def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int, cache_dir: s
                 encoded = encoded_rows(rows, indices, row_tokens, most=most, threads=threads)
                 file.write(np.array([len(tokens) for tokens, _ in encoded], dtype=np.uint32).tobytes())
 
-    name = f"lengths-{key_of(rows, [*row_tokens.key, str(most)])}"
+    name = f"lengths-{key_of(rows.key, *row_tokens.key, str(most))}"
     return MappedFile(cached_folder(cache_dir, name, build) / _LENGTHS, "uint32")
-
-
-def key_of(rows: RowFiles, words: Sequence[str]) -> str:
-    """Return a hash for the cache's name of data that depend on rows and on some words."""
-    return hashlib.sha256(json.dumps([rows.key, *words]).encode()).hexdigest()[:16]
 
 
 class RowFiles(ABC):
@@ -332,8 +326,7 @@ class RowFiles(ABC):
         self.size = sum(size for size, _ in self._stamps)
         # With the time of the last change of any kind, since copies can keep size and st_mtime.
         changed = [os.stat(path).st_ctime_ns for path in self._read]
-        content = [_INDEX_FORMAT, list(zip(map(str, self._read), self._stamps, changed, strict=True))]
-        self.key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+        self.key = key_of(_INDEX_FORMAT, list(zip(map(str, self._read), self._stamps, changed, strict=True)))
 
     @contextmanager
     def _open(self, number: int) -> Iterator[BinaryIO]:

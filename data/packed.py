@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
-from data.cache import cached_folder
+from data.cache import cached_folder, key_of
 
 SUFFIXES = (".gz", ".zst")
 
@@ -27,7 +25,6 @@ def unpacked(path: Path, cache_dir: str | os.PathLike | None) -> Path:
     if path.suffix not in SUFFIXES:
         return path
     status = path.stat()
-    content = json.dumps([str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
 
     def build(folder: Path) -> None:
         try:
@@ -41,7 +38,7 @@ def unpacked(path: Path, cache_dir: str | os.PathLike | None) -> Path:
             raise DataError(f"{path} cannot be unpacked ({error}); copy it again{long}") from None
 
     # Hidden: the cache may be in the folder of the data.
-    name = f".unpacked-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    name = f".unpacked-{key_of(str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)}"
     return cached_folder(cache_dir, name, build) / path.stem
 
 
