@@ -9,6 +9,7 @@ from cProfile import Profile
 from dataclasses import fields, replace
 from functools import partial
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from planner.step import Seconds, seconds_of
 from planner.work import LayerWork, Tie, work_of
 from training.reporting.run_directory import release
 from training.run.prepare import model_and_data
+from training.run.setup import Setup
 from training.studies.planning.paper import model_of
 
 PLAIN = Cluster(
@@ -347,7 +349,7 @@ def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, le
     cfg = plain(compose("model=resnet50", f"data.image_size={size}"))
     chain, data = model_and_data(cfg)
     data.prepare()
-    model = model_of(cfg, chain, data, "fp32")
+    model = model_of(Setup(cfg, chain, data, SimpleNamespace(precision="fp32")))
     assert (model.least, model.has_batchnorm) == (least, True)
 
 

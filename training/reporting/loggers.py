@@ -28,17 +28,11 @@ class Logger(Protocol):
         """Log the summary, which is None for a failed run, and close the run."""
 
 
-class NoLogger:
+class NoLogger(Logger):
     """Accepts the arguments of every logger and does nothing (``logger=none``)."""
 
     def __init__(self, **given: Any) -> None:
         pass
-
-    def log(self, record: dict, step: int) -> None:
-        """See ``Logger``."""
-
-    def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """See ``Logger``."""
 
 
 class CsvLogger(NoLogger):

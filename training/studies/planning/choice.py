@@ -175,7 +175,7 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     Layout().into(alone.parallel)
     fixed, setup = _fixed(cfg), prepare(alone)
     plan, kinds = setup.plan, []
-    model = model_of(cfg, setup.chain, setup.data, plan.precision)
+    model = model_of(setup)
     subject = Subject(
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
         partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import PlanError
 from conf.instantiate import to_dict
-from data.dataset import Batch, DataSet
-from models.chain import Chain
+from data.dataset import Batch
 from models.given import given_objects
 from parallel.devices import parameter_dtype
 from parallel.layout import Layout
@@ -109,7 +107,10 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     fixed, (chain, data) = fixed_of(cfg), checked_model_and_data(cfg)
     check_others(to_dict(cfg.optim), chain)
     data.prepare()
-    model = model_of(cfg, chain, data, precision)
+    alone, batch = Layout().into(copy.deepcopy(cfg.parallel)), cfg.train.global_batch_size
+    plan = make_plan(alone, chain, global_batch_size=batch, device="cpu", precision=precision)
+    setup = Setup(cfg, chain, data, plan)
+    model = model_of(setup)
     tensor = tensor_sizes(chain, data, fixed, cluster.devices)
     room = cluster.devices, cluster.size, on_job(cfg)
     possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, chain)
@@ -118,9 +119,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     allocation = Allocation(number, costs.gathered, cluster.reserved, costs.itemsize)
     devices = Devices(costs, cluster.size, cluster.memory, allocation, states, on_job(cfg))
     found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
-    alone = Layout().into(copy.deepcopy(cfg.parallel))
-    plan = make_plan(alone, chain, global_batch_size=model.batch, device="cpu", precision=precision)
-    return accepted(found, Setup(cfg, chain, data, plan)), model
+    return accepted(found, setup), model
 
 
 def on_paper(cfg: Any) -> bool:
@@ -237,12 +236,11 @@ class Model:
         return [*row, f"{flops / total / (candidate.layout.processes * peak):.0%}"]
 
 
-def model_of(cfg: Any, chain: Chain, data: DataSet, precision: str) -> Model:
-    """Count the work of a configuration's model without allocating it. The data is prepared."""
-    has_batchnorm = any(isinstance(module, _BatchNorm) for module in chain.skeleton().modules())
-    sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
-    layers, least = work_of(chain, sample, precision)
-    return Model(layers, cfg.train.global_batch_size, data.seq_len, has_batchnorm, least)
+def model_of(setup: Setup) -> Model:
+    """Count the work of a model, in the precision of the plan of one process, without allocating it."""
+    sample = Batch(*setup.data.train.read(np.zeros(1, dtype=np.int64), 0))
+    layers, least = work_of(setup.chain, sample, setup.plan.precision)
+    return Model(layers, setup.cfg.train.global_batch_size, setup.data.seq_len, setup.has_batchnorm, least)
 
 
 def best_of_each(found: Found) -> dict[str, Candidate]:
