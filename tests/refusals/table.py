@@ -216,6 +216,7 @@ LAYOUTS = {
     "parallel=data_parallel": Refusal("parallel=data_parallel", "GPU", "device=cpu", "parallel=ddp"),
     "parallel.balance": [
         Refusal(PIPELINED + "parallel.balance=fair", "uniform", "size", "parallel.balance=[2,1]"),
+        Refusal(PIPELINED + "parallel.balance=5", "parallel.balance=5 is not known", "parallel.balance=[2,1]"),
         Refusal(PIPELINED + "parallel.balance=[2,2]", "2 whole numbers", "the sum 3", "parallel.balance=[2,1]"),
     ],
     "parallel.devices": [

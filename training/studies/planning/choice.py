@@ -107,10 +107,7 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
         )
     if queued and not on_paper(cfg):
         raise PlanError(f"{key} goes by a cluster's description with launcher=slurm: type cluster=NAME of conf/cluster")
-    if queued:
-        found, model = predict_on_paper(cfg)
-    else:
-        found, model = predict_here(cfg)
+    found, model = predict_on_paper(cfg) if queued else predict_here(cfg)
     off = paper_is_off(cluster_of(cfg)[0], found) if queued else [_HERE_IS_OFF]
     print("\n".join([*model.tables(found, words), *off]), flush=True)
     best, tried = (found.best[0], {}) if queued or cfg.mode == "plan" else pick(cfg, found.best)

@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from parallel.timeline import Interval, Steps, busy_seconds, steady_steps, step_
 from planner.layout import PlannedLayout
 from planner.search import Candidate
 from training.callbacks import Callback, TrainingRun
-from training.reporting.metrics import METRICS, after_warmup, read_records
+from training.reporting.metrics import after_warmup
 from training.run.prepare import prepare
 from training.studies.short_run import run_on_rank, short_run
 
@@ -62,18 +61,16 @@ def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
     trial.callbacks = [{"_target_": "training.studies.planning.trial.Watch"}]
     try:
         plan = prepare(trial).plan
+        with tempfile.TemporaryDirectory() as folder:
+            found = call_in_workers(_watched, (to_dict(trial), folder, pack_given()), plan.processes)
     except PlanError as error:
         return Trial(problem=str(error))
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            found = call_in_workers(_watched, (to_dict(trial), folder, pack_given()), plan.processes)
-        except WorkerFailed as failure:
-            return Trial(problem=_reason(failure))
-        took = [record["step_time_s"] for record in read_records(Path(folder) / METRICS) if "step_time_s" in record]
-    summaries, busy, measured = zip(*found, strict=True)
+    except WorkerFailed as failure:
+        return Trial(problem=_reason(failure))
+    summaries, took, busy, measured = zip(*found, strict=True)
     done = {rank: measured[rank] for rank in plan.mesh(0).pipeline(0) if plan.pipelined}
     return Trial(
-        float(np.quantile(after_warmup(took), 0.25)),
+        took[0],
         max(summaries[0]["peak_memory_bytes"]),
         max(busy) if plan.device_type == "cpu" else None,
         _idle([*done.values()]) if done else None,
@@ -81,8 +78,8 @@ def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
     )
 
 
-def _watched(world: World, *run: Any) -> tuple[dict[str, Any], float, Sequence[Sequence[Interval]]]:
-    """Run on one rank; return the summary, the seconds per step that it computed, and a pipeline's newest steps."""
+def _watched(world: World, *run: Any) -> tuple[dict[str, Any], float, float, Sequence[Sequence[Interval]]]:
+    """Run on one rank; return the summary and what ``Watch`` has found."""
     return run_on_rank(world, *run), *Watch.found
 
 
@@ -93,22 +90,24 @@ def _idle(ranks: Sequence[Steps]) -> float:
 
 
 class Watch(Callback):
-    """Records the time that a rank's thread computed, and the newest steps of a pipeline: ``found`` in its process."""
+    """Finds the seconds of a step, those in which a rank's thread computed, and the newest steps of a pipeline."""
 
-    found: ClassVar[tuple[float, Sequence[Sequence[Interval]]]] = (0.0, ())
+    found: ClassVar[tuple[float, float, Sequence[Sequence[Interval]]]] = (0.0, 0.0, ())  # in this process
 
     def __init__(self) -> None:
-        self._clock, self._busy = time.thread_time(), []
+        self._clock, self._took, self._busy = time.thread_time(), [], []
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
-        """Record the computing time since the last step."""
+        """Record the step's time, and the computing time since the last one."""
+        self._took.append(record["step_time_s"])
         self._busy.append(-self._clock + (now := time.thread_time()))
         self._clock = now
 
     def on_end(self, run: TrainingRun, summary: Mapping[str, Any]) -> None:
         """Keep the records for ``_watched``."""
         timeline = run.strategy.timeline
-        Watch.found = float(np.quantile(after_warmup(self._busy), 0.25)), [] if timeline is None else [*timeline.steps]
+        took, busy = (float(np.quantile(after_warmup(times), 0.25)) for times in (self._took, self._busy))
+        Watch.found = took, busy, [] if timeline is None else [*timeline.steps]
 
 
 def _reason(failure: WorkerFailed) -> str:
