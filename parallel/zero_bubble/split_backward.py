@@ -23,28 +23,19 @@ from torch.autograd.graph import GradientEdge, Node
 
 
 @dataclass
-class _Group:
+class DeferredWeights:
     """Weights that are reached from the same boundary nodes, and the gradients that have entered these nodes.
 
-    ``entered`` has all gradients of a node. ``given`` has those of an output that no input leads to; the second part
-    may add others to them, because such an output may lead to another boundary node.
+    ``roots`` are the nodes of the outputs. They keep the graph alive, also if torch detaches the outputs. ``entered``
+    has all gradients of a node. ``given`` has those of an output that no input leads to; the second part may add others
+    to them, because such an output may lead to another boundary node.
     """
 
     weights: list[Tensor]
     boundary: list[Node]
+    roots: Sequence[Node]
     entered: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
     given: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
-
-
-@dataclass
-class DeferredWeights:
-    """The argument of ``backward_weights``: the weights, grouped by the boundary nodes that lead to them.
-
-    ``roots`` are the nodes of the outputs. They keep the graph alive, also if torch detaches the outputs.
-    """
-
-    roots: list[Node]
-    groups: list[_Group]
 
 
 def backward_inputs(
@@ -52,7 +43,7 @@ def backward_inputs(
     gradients: Sequence[Tensor | None] | None,
     inputs: Sequence[object],
     weights: Iterable[Tensor],
-) -> tuple[list[Tensor | None], DeferredWeights]:
+) -> tuple[list[Tensor | None], list[DeferredWeights]]:
     """Compute the gradients of ``inputs`` and defer those of ``weights``.
 
     ``outputs`` are the stage's outputs, none of them a leaf, ``gradients`` their gradients (None for a scalar loss),
@@ -87,12 +78,12 @@ def backward_inputs(
         for node in group.boundary:
             if node not in group.entered:  # an output that no input leads to, at which nothing was computed
                 group.given[node] = _gradients_of(node, pairs)
-    return [next(answers) if _has_gradient(t) else None for t in inputs], DeferredWeights(roots, groups)
+    return [next(answers) if _has_gradient(t) else None for t in inputs], groups
 
 
-def backward_weights(deferred: DeferredWeights) -> None:
-    """Accumulate the deferred gradients into the weights' ``grad``."""
-    for group in deferred.groups:
+def backward_weights(deferred: list[DeferredWeights]) -> None:
+    """Accumulate the deferred gradients into the weights' ``grad``, and forget the graph."""
+    for group in deferred:
         edges, gradients, hooks = [], [], []
         for node, entered in (*group.entered.items(), *group.given.items()):
             for i, gradient in enumerate(entered):
@@ -111,8 +102,7 @@ def backward_weights(deferred: DeferredWeights) -> None:
         finally:
             for hook in hooks:
                 hook.remove()
-    deferred.groups.clear()
-    deferred.roots.clear()
+    deferred.clear()
 
 
 def _has_gradient(value: object) -> TypeGuard[Tensor]:
@@ -137,14 +127,14 @@ def _gradients_of(node: Node, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> 
     return tuple(gradients.get(i) for i in range(max(gradients, default=-1) + 1))
 
 
-def _note(group: _Group, node: Node):
+def _note(group: DeferredWeights, node: Node):
     def hook(entered: tuple[Tensor | None, ...]) -> None:
         group.entered[node] = entered
 
     return hook
 
 
-def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor]) -> list[_Group]:
+def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor]) -> list[DeferredWeights]:
     """Return the weights that can be reached, grouped by the boundary nodes that lead to them."""
     order = _children_first(roots)
     on_path: set[Node] = set()
@@ -163,9 +153,9 @@ def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor
         if root not in on_path:
             for weight in reached[root]:
                 boundary.setdefault(weight, []).append(root)
-    groups: dict[tuple[Node, ...], _Group] = {}
+    groups: dict[tuple[Node, ...], DeferredWeights] = {}
     for weight, nodes in boundary.items():
-        group = groups.setdefault(tuple(nodes), _Group([], nodes))
+        group = groups.setdefault(tuple(nodes), DeferredWeights([], nodes, roots))
         group.weights.append(weights[weight])
     return list(groups.values())
 
