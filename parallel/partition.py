@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from common.errors import PlanError
 from models.chain import ONE_LAYER
@@ -45,10 +46,7 @@ def block_partition(costs: Sequence[float], parts: int) -> list[int]:
 
     Exact, by dynamic programming in O(parts x n^2).
     """
-    n = len(costs)
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    n, total = len(costs), [*accumulate(costs, initial=0.0)]
     best = {(0, 0): (0.0, [])}  # (blocks used, layers used) -> (largest sum, lengths)
     for block in range(1, parts + 1):
         for end in range(block, n - (parts - block) + 1):
