@@ -93,15 +93,12 @@ def terminal_width(stream: TextIO) -> int:
 
     A program that only pretends to be a terminal may also report 0 columns.
     """
-    try:
-        if not stream.isatty():
-            return 0
-    except (AttributeError, ValueError):
-        return 0
-    try:
-        return os.get_terminal_size(stream.fileno()).columns
-    except (AttributeError, OSError, ValueError):
-        return 80
+    with suppress(AttributeError, ValueError):  # of a closed stream, or an object in place of one
+        if stream.isatty():
+            with suppress(AttributeError, OSError, ValueError):
+                return os.get_terminal_size(stream.fileno()).columns
+            return 80
+    return 0
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:

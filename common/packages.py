@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from contextlib import suppress
 from types import ModuleType
 
 from common.errors import UserError
@@ -46,10 +47,8 @@ def load_torchvision() -> ModuleType:
 
 def load_transformers() -> ModuleType:
     """Return transformers, also where torchvision, which it imports, does not fit torch. Raises UserError."""
-    try:
+    with suppress(ImportError):
         load_torchvision()
-    except ImportError:
-        pass
     try:
         return importlib.import_module("transformers")
     except ImportError:
