@@ -17,13 +17,7 @@ class Recorder:
     On other ranks it does nothing.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        logger: Loggers | None,
-        total_steps: int,
-        first_step: int = 1,
-    ) -> None:
+    def __init__(self, run_dir: Path, logger: Loggers | None, total_steps: int, first_step: int = 1) -> None:
         """Describe the environment and open the files. ``logger`` is None on ranks other than 0."""
         self._logger, self._run_dir = logger, run_dir
         if logger is None:
