@@ -44,23 +44,21 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     magic = bytes((0, 0, 8, dimensions))  # 8 stands for unsigned bytes
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            header = file.read(length)
-            if len(header) < length or header[:4] != magic:
-                raise DataError(
-                    f"{path} is not an idx file of bytes in {dimensions} dimensions: it begins with "
-                    f"{header[:4].hex() or 'nothing'} instead of {magic.hex()}. {_WAY_OUT}"
-                )
-            shape = struct.unpack(f">{dimensions}I", header[4:])
-            count = math.prod(shape)
             content = file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} is damaged or cannot be read: {error}. {_WAY_OUT}") from error
-    if len(content) != count:
+    if len(content) < length or content[:4] != magic:
         raise DataError(
-            f"{path} holds {len(content):,} values after its header, which has {' x '.join(map(str, shape))} = "
-            f"{count:,}; it is cut short or damaged. {_WAY_OUT}"
+            f"{path} is not an idx file of bytes in {dimensions} dimensions: it begins with "
+            f"{content[:4].hex() or 'nothing'} instead of {magic.hex()}. {_WAY_OUT}"
         )
-    return np.frombuffer(content, np.uint8).reshape(shape)
+    shape = struct.unpack(f">{dimensions}I", content[4:length])
+    if len(content) - length != math.prod(shape):
+        raise DataError(
+            f"{path} holds {len(content) - length:,} values after its header, which has {' x '.join(map(str, shape))} "
+            f"= {math.prod(shape):,}; it is cut short or damaged. {_WAY_OUT}"
+        )
+    return np.frombuffer(content, np.uint8, offset=length).reshape(shape)
 
 
 def _find(root: Path, name: str) -> Path:
