@@ -117,28 +117,25 @@ def fullest(layers: Works, layout: PlannedLayout, allocation: Allocation, states
         states: How many tensors of a trained parameter's size the optimizer keeps on average (Adam: 2); None where
             nothing is trained.
     """
-    return max(_Rank(layers, layout, allocation, states).positions(), key=lambda memory: memory.total)
+    return max(Rank(layers, layout, allocation, states).positions(), key=lambda memory: memory.total)
 
 
 def memory_of_ranks(plan: Plan, layers: Works, states: float | None, recompute: bool = False) -> list[Memory]:
     """Predict the memory of each rank of a run from its layers' work, or from their weights alone."""
-    positions = _Rank.of_plan(plan, layers, states, recompute).positions()
+    positions = Rank.of_plan(plan, layers, states, recompute).positions()
     return [positions[plan.mesh(rank).position] for rank in range(plan.processes)]
 
 
-def bytes_per_layer(plan: Plan, layers: Works, states: float, recompute: bool = False) -> list[float]:
-    """Predict the bytes that each layer adds to the first rank of a run."""
-    return _Rank.of_plan(plan, layers, states, recompute).each_layer()
-
-
-def bytes_of_layers(layers: Works, layout: PlannedLayout, allocation: Allocation, states: float) -> list[float]:
-    """Predict the bytes that each layer adds to the first rank of a layout."""
-    return _Rank(layers, layout, allocation, states).each_layer()
-
-
 @dataclass(frozen=True)
-class _Rank:
-    """A rank of a layout; the attributes are the arguments of ``fullest``."""
+class Rank:
+    """A rank of a layout.
+
+    Attributes:
+        layers: The layers' work.
+        layout: The layout.
+        allocation: What the memory depends on where it runs.
+        states: How many tensors of a trained parameter's size the optimizer keeps on average; see ``fullest``.
+    """
 
     layers: Works
     layout: PlannedLayout
@@ -146,7 +143,8 @@ class _Rank:
     states: float | None
 
     @classmethod
-    def of_plan(cls, plan: Plan, layers: Works, states: float | None, recompute: bool) -> _Rank:
+    def of_plan(cls, plan: Plan, layers: Works, states: float | None, recompute: bool = False) -> Rank:
+        """Return the rank of a run's plan, from its layers' work, or from their weights alone."""
         allocation = Allocation.here(plan.precision, plan.device_type)
         return cls(layers, PlannedLayout.of_plan(plan, recompute), allocation, states)
 
@@ -161,7 +159,7 @@ class _Rank:
         return [self.holding(stages[position::count], position) for position in range(count)]
 
     def each_layer(self) -> list[float]:
-        """Return the bytes that each layer adds to the first rank."""
+        """Predict the bytes that each layer adds to the first rank."""
         return [self.holding([[work]], 0).of_layers for work in self.layers]
 
     def holding(self, stages: Sequence[Works], position: int) -> Memory:

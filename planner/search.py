@@ -13,7 +13,7 @@ from parallel.strategies import STRATEGIES
 from planner.balance import equal_stages
 from planner.costs import Costs
 from planner.layout import PlannedLayout, nodes_for
-from planner.memory import Allocation, Memory, bytes_of_layers, fullest
+from planner.memory import Allocation, Memory, Rank, fullest
 from planner.step import Seconds, seconds_of, seconds_of_layer
 from planner.work import Works
 
@@ -141,7 +141,7 @@ def _balanced(layers: Works, layout: PlannedLayout, devices: Devices) -> Planned
     if layout.balance == "time":
         costs = [seconds_of_layer(work, layout, devices.costs) for work in layers]
     else:
-        costs = bytes_of_layers(layers, layout, devices.allocation, devices.states)
+        costs = Rank(layers, layout, devices.allocation, devices.states).each_layer()
     return replace(layout, balance=_equal_stages(tuple(costs), layout.pp * layout.per_rank))
 
 

@@ -18,7 +18,7 @@ from parallel.orders import StageSeconds
 from parallel.plan import make_plan
 from parallel.zero_bubble.order import best_order
 from planner.balance import equal_stages, seconds_per_layer, stage_costs
-from planner.memory import bytes_per_layer
+from planner.memory import Rank
 from planner.work import work_of
 
 
@@ -63,10 +63,10 @@ def test_measuring_leaves_random_numbers_as_they_were():
 
 def test_bytes_grow_with_parameters_and_with_activations():
     chain = chain_of(lambda: nn.Linear(4, 64), lambda: nn.Linear(64, 4), nn.Identity, lambda: nn.Linear(4, 4))
-    costs = bytes_per_layer(plan_of(chain), work_of(chain, SAMPLE, "fp32")[0], states=1)
+    costs = Rank.of_plan(plan_of(chain), work_of(chain, SAMPLE, "fp32")[0], states=1).each_layer()
     assert costs[0] >= 3 * 4 * (4 * 64 + 64)
     assert costs[1] > costs[3] > costs[2]
-    more = bytes_per_layer(plan_of(chain, batch=128), work_of(chain, SAMPLE, "fp32")[0], states=1)
+    more = Rank.of_plan(plan_of(chain, batch=128), work_of(chain, SAMPLE, "fp32")[0], states=1).each_layer()
     assert all(more[i] > costs[i] for i in (0, 1, 3)) and more[2] == costs[2] == 0.0
 
 

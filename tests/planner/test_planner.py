@@ -32,7 +32,7 @@ from planner.balance import equal_stages
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
 from planner.layout import PlannedLayout, cut
-from planner.memory import Allocation, bytes_of_layers, fullest
+from planner.memory import Allocation, Rank, fullest
 from planner.search import WHOLE, Devices, allowed, layouts, search
 from planner.step import Seconds, seconds_of
 from planner.work import LayerWork, Tie, work_of
@@ -234,7 +234,7 @@ def test_predicted_stages_are_those_that_a_run_makes_of_the_bytes_of_its_own_lay
     works, found = [ENDS[0], *[BLOCK] * 8, replace(ENDS[1], parameters=4_000_000)], set()
     for one in search(works, 64, [DEVICES], fixed={"balance": "size", "pp": 4}).best:
         if one.layout.per_rank == 1:
-            costs = bytes_of_layers(works, one.layout, PAPER, 2)
+            costs = Rank(works, one.layout, PAPER, 2).each_layer()
             assert [*one.layout.counts] == equal_stages(costs, 4, chunks=one.layout.chunks), one.name
             found.add(one.layout.counts)
     assert len(found) > 1

@@ -22,7 +22,7 @@ from models.sequential import chain_of_module
 from parallel.devices import Hardware
 from parallel.plan import Plan, make_plan
 from planner.balance import equal_stages, seconds_per_layer, stage_shares
-from planner.memory import bytes_per_layer
+from planner.memory import Rank
 from training.checkpoint.init_from import unseen, vocabulary_with
 from training.optimizer.kinds import mean_states
 from training.run.checks.configuration import check_components, check_train
@@ -112,7 +112,7 @@ def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardwar
             costs = seconds_of_layers(setup)
     else:
         states = mean_states(cfg.optim, setup.chain)
-        costs = bytes_per_layer(plan, setup.layers, states, cfg.train.activation_checkpointing)
+        costs = Rank.of_plan(plan, setup.layers, states, cfg.train.activation_checkpointing).each_layer()
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
     setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)
