@@ -153,7 +153,8 @@ def _trace(
                 return output, sizes, counted
 
             try:
-                output, sizes, counted = run(saved_tensors_hooks(kept.hold, lambda tensor: tensor), Draws(len(sample)))
+                saved = saved_tensors_hooks(kept.hold, lambda tensor: tensor)
+                output, sizes, counted = run(saved, *[_Workspace(kept)] * (not real), Draws(len(sample)))
             except (DataDependentOutputException, DynamicOutputShapeException):
                 raise reads_numbers(layer.name, type(module).__name__) from None
             except Exception as error:  # a user's code
@@ -231,3 +232,18 @@ class _Kept(Watch):
             self._alive.append(tensor)  # otherwise its address could be reused
             self.bytes += storage.nbytes()
         return tensor
+
+
+class _Workspace(Watch):
+    """Adds what oneDNN's LSTM keeps for the backward in a workspace, of whose size fake tensors know nothing."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def note(self, operator: Any, args: tuple, kwargs: dict) -> None:
+        """See ``Watch``. The numbers that it keeps in each step of a sequence were measured with torch 2.13."""
+        if operator is torch.ops.aten.mkldnn_rnn_layer.default:
+            x, state, hidden = args[0], args[5], args[10]
+            steps = x.shape[:-1].numel() + state.shape[:-1].numel()
+            self._kept.bytes += x.itemsize * steps * (9 * hidden + 6 * max(hidden, x.shape[-1]))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import Recipe
 from small_models import chain_and_batches
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from data.dataset import Batch
 from models.chain import LOSS, Chain, LayerSpec
@@ -67,6 +71,41 @@ def test_activations_grow_with_the_batch_and_tracing_moves_no_random_number():
     kept = [trace(chain, b, "fp32", "cpu")[1].kept for b in (small, large)]
     assert kept[1] == pytest.approx(2 * kept[0], rel=0.05)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class First(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)[0]
+
+
+RECURRENT = {
+    "LSTM": nn.LSTM(128, 256, batch_first=True),
+    "LSTM of wide inputs": nn.LSTM(512, 256),
+    "two layers in both directions": nn.LSTM(64, 128, 2, bidirectional=True),
+    "GRU": nn.GRU(64, 128),
+}
+
+
+@pytest.mark.parametrize("module", RECURRENT.values(), ids=RECURRENT)
+def test_a_recurrent_layer_keeps_what_it_keeps_in_a_run(module):
+    x, saved = torch.randn(16, 20, module.input_size), {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        module(x)
+    layers = [LayerSpec("first", partial(First, module)), LayerSpec("last", nn.Identity)]
+    output = module(x)[0]
+    kept = trace(Chain(layers, SquaredError()), Batch(x, output), "fp32", "cpu")[0].kept
+    assert kept == pytest.approx(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()), rel=0.1)
 
 
 class Nested(nn.Module):
