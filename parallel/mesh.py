@@ -206,7 +206,8 @@ class Mesh:
     def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
         """Make a group for each line of several ranks; return that of this rank, if any. All ranks call this."""
         several, timeout = [list(ranks) for ranks in lines if len(ranks) > 1], timedelta(seconds=timeout_s)
-        return dist.new_subgroups_by_enumeration(several, timeout)[0] if several else None
+        mine: Any = dist.new_subgroups_by_enumeration(several, timeout)[0] if several else None
+        return mine
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
