@@ -30,6 +30,10 @@ from models.losses import Sums, copy_to_try, is_by_sample, loss_of, replicas
 from models.seeds import Samples, computing, seeded
 
 MOST_OUTPUTS = 10**7  # elements of the model's output above which a loss is not tried on made-up ones
+REENTRANT = (
+    "calls torch.utils.checkpoint with use_reentrant=True, which DistributedDataParallel does not support: set "
+    "use_reentrant=False, or use parallel=fsdp"
+)
 _ASKED = 8  # samples for which a loss is asked
 _SAME = 1e-3  # relative difference of losses that may be rounding
 _aten = torch.ops.aten
@@ -63,6 +67,7 @@ class Facts:
             recomputation torch stops as soon as all tensors are there, which is before such an operator fills the last.
         reads_numbers: Whether a result or a shape depends on numbers.
         stale: Whether it uses a parameter that a run would not train, because it replaces those of modules.
+        reentrant: Whether it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``.
         changes: A tensor of the layer's state that each forward changes; None if there is none.
         norms: The calls of each BatchNorm that updates its statistics.
     """
@@ -82,6 +87,7 @@ class Facts:
     fills: bool = False
     reads_numbers: bool = False
     stale: bool = False
+    reentrant: bool = False
     changes: str | None = None
     norms: Mapping[str, int] = field(default_factory=dict)
 
@@ -225,6 +231,7 @@ class _Examiner:
                     call(module, tensors, batch)
                 facts.changes = again.changed()
             facts.outputs.append(output)
+            facts.reentrant |= _is_reentrant(tree_leaves(output), tensors)
             facts.draws |= draws.seen
             facts.random |= draws.seen or bool(draws.notes)
             runs.append(draws)
@@ -247,6 +254,17 @@ def _output(name: str, module: nn.Module, tensors: tuple[Tensor, ...], _: Batch)
     output = module(*tensors)
     checked(name, module, output)
     return output
+
+
+def _is_reentrant(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
+    seen, nodes = {t.grad_fn for t in inputs}, [getattr(output, "grad_fn", None) for output in outputs]
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def _needs_numbers(error: Exception | None) -> bool:

@@ -24,7 +24,7 @@ from data.dataset import Batch
 from models.chain import LOSS, Chain
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
-from parallel.examination import Examination, examine
+from parallel.examination import REENTRANT, Examination, examine
 from parallel.gathering import gathering
 from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import REPLICAS, SHARDS, Mesh
@@ -282,10 +282,7 @@ class Strategy(ABC):
                 yield
         except Exception as error:
             if "reentrant backward" in str(error):  # DistributedDataParallel's
-                raise TrainingError(
-                    "a layer calls torch.utils.checkpoint with use_reentrant=True, which DistributedDataParallel does "
-                    "not support: set use_reentrant=False, or use parallel=fsdp"
-                ) from None
+                raise TrainingError(f"a layer {REENTRANT}") from None
             self._add_location(error, step)
             raise
         finally:

@@ -418,6 +418,13 @@ class Recomputing(nn.Module):
 
 
 @pytest.mark.slow
+def test_a_reentrant_checkpoint_is_refused_in_replicas_before_the_run_and_thus_by_the_planner():
+    for reentrant, strategy in ((True, "fsdp"), (False, "ddp")):
+        check_shapes(setup_of(partial(Recomputing, reentrant), strategy=strategy, dp=2))
+    with pytest.raises(PlanError, match=r"layer 'h.0' \(Recomputing\): it calls .*use_reentrant=True.*parallel=fsdp"):
+        check_shapes(setup_of(partial(Recomputing, True), strategy="ddp", dp=2))
+
+
 def test_a_layer_with_a_checkpoint_of_its_own_trains_compiled_and_in_replicas_but_for_reentrant_ones(tmp_path):
     data, found = TensorData(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64)), []
     quiet = ["logger=none", "device=cpu", "parallel.threads=1", "train.epochs=null", "train.steps=2"]

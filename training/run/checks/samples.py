@@ -12,7 +12,7 @@ from common.errors import DataError, ModelError, PlanError, TrainingError, UserE
 from data.dataset import ONE_TARGET, Batch, Source
 from models.chain import LOSS, Tensors, as_tuple
 from models.losses import IGNORED, Sums, check_sums, copy_to_try
-from parallel.examination import ERRORS, MOST_OUTPUTS, made_up, reads_numbers
+from parallel.examination import ERRORS, MOST_OUTPUTS, REENTRANT, made_up, reads_numbers
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -153,6 +153,8 @@ def check_shapes(setup: Setup) -> None:
                     "statistics would be those of the last call: make one BatchNorm for each call, or call it once "
                     "with all of them (torch.cat)"
                 )
+            if facts.reentrant and plan.strategy in ("ddp", "pipe_ddp") and plan.dp > 1:
+                raise PlanError(f"{at}it {REENTRANT}")
             if copies and facts.aliases:
                 raise ModelError(
                     f"{at}it changes an input in place that has the memory of another of its inputs. Stages, "
