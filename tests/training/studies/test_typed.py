@@ -9,6 +9,7 @@ from composed import typed
 from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
 from conf.composition import Composed
@@ -128,6 +129,18 @@ def test_layouts_that_cut_the_batch_are_left_out_for_a_model_that_changes_its_st
     assert {(one.strategy, one.dp, one.chunks, one.recompute) for one in found} == {
         ("single", 1, 1, "none"), ("pipelined", 1, 1, "none"),
     }  # fmt: skip
+
+
+class Reentrant(nn.Linear):
+    """A layer that DistributedDataParallel refuses."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, super().forward(x), use_reentrant=True)
+
+
+def test_copies_of_the_model_are_left_out_for_a_reentrant_checkpoint(monkeypatch):
+    found = {one.strategy for one in found_behind(lambda: Reentrant(10, 10), monkeypatch)}
+    assert "fsdp" in found and not found & {"ddp", "pipe_ddp"}
 
 
 def test_groups_of_replicas_are_those_of_the_nodes_that_a_layout_needs():

@@ -211,7 +211,7 @@ def _problems_of_layers(setup: Setup) -> Callable[[PlannedLayout], str]:
             return str(error)
         return ""
 
-    if not problem("fsdp", 2, 2, 2, True):  # the usual case
+    if not (problem("fsdp", 2, 2, 2, True) or problem("ddp", 2, 1, 1, False)):  # the usual case
         return lambda layout: ""
     return lambda layout: problem(
         layout.strategy, min(layout.dp, 2), min(layout.chunks, 2), min(layout.pp, 2), layout.recompute == "full"
