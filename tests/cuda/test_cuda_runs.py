@@ -51,7 +51,8 @@ def test_a_rank_that_is_done_leaves_its_group_with_the_others(group, gpu_of_rank
     setup = SimpleNamespace(
         cfg=SimpleNamespace(parallel=SimpleNamespace(timeout_s=5.0)), plan=SimpleNamespace(device_type="cuda")
     )
-    with pytest.raises(error) if error else nullcontext(), training_run._process_group(TWO, setup, store):
+    met = SimpleNamespace(store=store)
+    with pytest.raises(error) if error else nullcontext(), training_run._process_group(TWO, setup, met):
         if error:
             raise error
     assert group == calls

@@ -384,9 +384,9 @@ def test_a_long_row_costs_what_its_first_tokens_cost(tmp_path, rows_of, monkeypa
     whole = [tokens[:41] for tokens in vocabulary.encode_texts([sentence * n for n in (2, 3000)])]
     encode = type(vocabulary).tokens
 
-    def counted(self, texts, *more):
+    def counted(self, texts, **how):
         given.extend(map(len, texts))
-        return encode(self, texts, *more)
+        return encode(self, texts, **how)
 
     monkeypatch.setattr(type(vocabulary), "tokens", counted)
     for bucketed in (False, True):
