@@ -65,6 +65,8 @@ class Facts:
         aliases: Whether an input that it changes has the memory of another.
         fills: Whether an operator fills a tensor which it does not return, as that of ``F.rrelu`` does. In a
             recomputation torch stops as soon as all tensors are there, which is before such an operator fills the last.
+        spoils: Whether it changes a tensor in place that its backward needs, which torch does not notice in a
+            recomputation.
         reads_numbers: Whether a result or a shape depends on numbers.
         stale: Whether it uses a parameter that a run would not train, because it replaces those of modules.
         reentrant: Whether it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``.
@@ -85,6 +87,7 @@ class Facts:
     writes: bool = False
     aliases: bool = False
     fills: bool = False
+    spoils: bool = False
     reads_numbers: bool = False
     stale: bool = False
     reentrant: bool = False
@@ -135,7 +138,8 @@ def examine(chain: Chain, sample: Batch, samples: Sequence[Batch] = (), training
     ``samples`` are those that are known, in whose range integer inputs lie. The examination ends at a layer that cannot
     be computed.
     """
-    return _Examiner(chain, sample, samples, training).examine()
+    with seeded(0):
+        return _Examiner(chain, sample, samples, training).examine()
 
 
 ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError)  # of layers and losses
@@ -226,6 +230,10 @@ class _Examiner:
                 facts.fills, facts.norms = accesses.fills, dict(calls)
             if error is not None:
                 break
+            if not runs and self.training and accesses.wrote_others():
+                with Draws(len(batch)):
+                    again = call(module, tuple(tensor.clone() for tensor in tensors), batch)
+                facts.spoils = _is_spoilt(again, [*tensors, *module.parameters()])
             if not runs and accesses.changed() is not None:  # or has a cache been filled?
                 with Accesses(module) as again:
                     call(module, tensors, batch)
@@ -264,6 +272,16 @@ def _is_reentrant(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
                 return True
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_spoilt(output: Any, inputs: Sequence[Tensor]) -> bool:
+    """Return whether a backward from ``output`` ends in the error for tensors that were changed in place."""
+    ends, starts = ([t for t in tree_leaves(some) if t.requires_grad] for some in (output, inputs))
+    try:
+        torch.autograd.grad(ends, starts, [torch.ones_like(t) for t in ends], retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        return "inplace operation" in str(error)
     return False
 
 
@@ -405,6 +423,10 @@ class Accesses(Watch):
     def wrote(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the storages of those tensors that were changed in place."""
         return [storage for tensor in tensors if (storage := _storage_of(tensor)) in self._written]
+
+    def wrote_others(self) -> bool:
+        """Return whether tensors were changed in place that are none of the module's."""
+        return not self._written <= {*self._before.values()}
 
     def changed(self) -> str | None:
         """Return the name of a tensor that was changed and that a later step, or an evaluation, may read.

@@ -158,6 +158,7 @@ VALUES = {
         Refusal("+optim.rates={net1:-1}", "net1=-1 must be a number of at least 0"),
         Refusal("+optim.rates=10", "optim.rates=10 must be factors by module"),
         Refusal("optim.rates={1.10:0}", "a key is read as 1.1:", "in a command, too: {1.10.weight: 0.1}"),
+        Refusal("optim.rates={net1:true}", "net1=True must be a number of at least 0"),
         Refusal("optim.rates={true:0}", "a key is read as True:"),
     ],
     "scheduler": [

@@ -106,7 +106,7 @@ def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
                 f"optim.rates: a key is read as {module!r}: write '1.10' with quotes in a file, or name the module's "
                 "parameters, which is possible in a command, too: {1.10.weight: 0.1}"
             )
-        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0, and finite")
         if not any(is_within(name, module) for name in names):
             parts = sorted({part for name in names for part in name.split(".")[:-1]})

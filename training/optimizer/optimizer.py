@@ -155,7 +155,8 @@ class _Part:
                 raise
             raise TrainingError(
                 f"optim: {type(self.optimizer).__name__} needs the state {error} of each parameter, and the checkpoint "
-                "has none: resume without the option that was typed for it"
+                "has none: resume without the option that was typed for it. If the optimizer keeps it as a list, it "
+                "cannot be resumed"
             ) from error
         for parameter, own in self._own.items():
             if own is not parameter:

@@ -1,5 +1,6 @@
 """What a layer does that depends on the layout is noticed before a run starts, and by its name."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -308,6 +309,25 @@ def test_an_input_that_is_changed_in_place_has_no_other_in_its_memory_where_each
                 check_shapes(setup)
         else:
             check_shapes(setup)
+
+
+def spoilt(self, x):
+    squares = x * x
+    return squares + x.add_(1).sin()
+
+
+def spoilt_inside(self, x):
+    hidden = x * 2
+    return hidden * hidden + hidden.exp_()
+
+
+@pytest.mark.parametrize("forward", [spoilt, spoilt_inside])
+def test_what_a_backward_needs_is_not_changed_in_place_where_torch_recomputes(forward):
+    with pytest.raises(ModelError, match="'h.0' .*in place that its backward needs.*activation_checkpointing=false"):
+        check_shapes(setup_of(partial(Own, forward), activation_checkpointing=True))
+    check_shapes(setup_of(partial(Own, forward)))  # torch's own error names the operator
+    for fine in (nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True), BatchNorm1d(8)):
+        check_shapes(setup_of(partial(copy.deepcopy, fine), activation_checkpointing=True))
 
 
 @torch.library.custom_op("layers_checked::double", mutates_args=())

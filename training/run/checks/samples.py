@@ -161,6 +161,12 @@ def check_shapes(setup: Setup) -> None:
                     "sharded layers and train.activation_checkpointing=true have a copy of each: return x.clone() "
                     "from the layer before, or leave the change in place out"
                 )
+            if facts.spoils and setup.cfg.train.activation_checkpointing:
+                raise ModelError(
+                    f"{at}it changes a tensor in place that its backward needs, which torch does not notice in a "
+                    "recomputation: compute a new one (x = x + 1 in place of x += 1). With "
+                    "train.activation_checkpointing=false torch's error names the operator"
+                )
             if setup.cfg.mode != "eval":
                 _check_changed(setup, at, facts.changes)
         for facts in found.losses:
