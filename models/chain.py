@@ -192,6 +192,11 @@ class LayerSpec:
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
     """Raise ModelError for what the copies that are trained, or checkpoints, would not have, and the like."""
     for name, layer in module.named_modules(prefix=prefix):
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ModelError(
+                f"layer {name!r} is compiled by TorchScript, and cannot be built again on other devices: give the "
+                "nn.Module that it was made from (train.compile=true compiles it)"
+            )
         if type(layer).get_extra_state is not nn.Module.get_extra_state:
             raise ModelError(
                 f"layer {name!r} ({type(layer).__name__}) has get_extra_state(), and checkpoints hold parameters and "

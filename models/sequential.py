@@ -130,6 +130,8 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
 def _is_plain_sequential(net: nn.Module) -> bool:
     """Return whether ``net`` does nothing but compute its children: it has no hook or parameter of its own, for one."""
     own = vars(net)
+    if isinstance(net, torch.jit.ScriptModule):
+        return False
     inherits = all(
         getattr(type(net), name) is getattr(nn.Sequential, name) for name in ("forward", "__call__", "train")
     )

@@ -149,6 +149,7 @@ def test_parameters_that_a_copy_would_train_otherwise_are_refused():
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()): ".0.weight is float32 and .*1.weight is bfloat16",
         nn.Embedding(4, 4, sparse=True): " has sparse gradients",
         nn.Embedding(4, 4, scale_grad_by_freq=True): " divides gradients by how often a word occurs",
+        torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)): "' is compiled by TorchScript, .*give the nn.Module",
         _tied_by_data(): ".*weight and .*weight share their memory.*assign a.weight = b.weight",
     }
     for layer, words in refused.items():
