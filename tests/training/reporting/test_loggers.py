@@ -30,7 +30,10 @@ def test_loggers_are_a_list_and_each_further_one_has_a_section_of_its_own():
 
 
 def test_the_console_names_them_and_callbacks_as_they_were_typed(tmp_path, capfd):
-    lists = ["logger=[none,csv]", "loggers.csv.file=x.csv", "callbacks=[early_stop]", "callbacks.early_stop.patience=7"]
+    lists = [
+        "logger=[none,csv]", "loggers.csv.file=x.csv", "callbacks=[gradient_histogram,early_stop]",
+        "callbacks.early_stop.patience=7",
+    ]  # fmt: skip
     command(*SHORT, *lists, "device=cpu", "parallel.threads=1", f"hydra.run.dir={tmp_path}/run")
     said = capfd.readouterr().out
     header = said.partition("\n\n")[0].split()
