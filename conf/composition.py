@@ -312,7 +312,8 @@ def _lists(choices: Mapping[str, str | None]) -> dict[str, str]:
     """Return the groups with several chosen options, in the form in which they are typed: ``logger=[wandb,csv]``."""
     lists = {}
     for start, shown in _LISTED.items():  # Hydra notes the last choice first
-        if further := [choices[group] for group in reversed([*choices]) if choices[group] and group.startswith(start)]:
+        further = [option for group, option in reversed([*choices.items()]) if option and group.startswith(start)]
+        if further:
             lists[shown] = f"[{','.join([*filter(None, [choices.get(shown)]), *further])}]"
     return lists
 

@@ -12,6 +12,7 @@ import psutil
 from composed import config
 
 from launchers import World
+from launchers.meeting import rendezvous
 from training.run.rank import run
 
 
@@ -27,7 +28,8 @@ if __name__ == "__main__":
     for name, _, layout in (one.partition(":") for one in layouts):
         os.makedirs(folder / name, exist_ok=True)
         before = crossed()
-        run(config(*recipe, *layout.split()), folder / name, world)
+        with rendezvous(world, 60.0) as meeting:
+            run(config(*recipe, *layout.split()), folder / name, world, meeting=meeting)
         seen[name] = crossed() - before
     if world.rank == 0:
         (folder / "crossed.json").write_text(json.dumps(seen))

@@ -89,7 +89,11 @@ def test_a_folder_comes_out_as_it_went_in_bit_for_bit(folders, rows, tmp_path, k
     ours = load_file(again / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    kept = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
+    if kind == "qwen2":  # transformers would cut numbers otherwise than this tokenizer.json
+        kept.remove("tokenizer_config.json")
+        assert "as_it_is" in (again / "tokenizer_config.json").read_text()
+    for name in kept:
         assert (again / name).read_bytes() == (folder / name).read_bytes(), name
     before, after = (json.loads((place / "config.json").read_text()) for place in (folder, again))
     assert {k: before[k] for k in before.keys() & after.keys() if after[k] != before[k]} == {}

@@ -195,7 +195,7 @@ class Runs:
         """Raise the limits to three times the differences of this layout, which differs by rounding only."""
         self.limits |= {kind: max(_SPREADS * d, self.limits[kind]) for kind, (d, _) in layout.differences.items()}
         self.limits["next step"] = max(d for kind, d in self.limits.items() if kind != OWN)
-        layout.holds = True
+        layout.holds, self._before = True, self.first  # from other rounding, a next step may lead further away
 
     def path(self, layout: Compared) -> Path:
         """Return where a layout's runs write."""
