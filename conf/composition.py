@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.files import TYPED_IN
 from common.machine import changed_environment
-from conf import CHOSEN, COMMAND, FOLDER, LORA, ON_TOP, TRAINED, masking
+from conf import CHOSEN, COMMAND, FOLDER, LORA, ON_TOP, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
 from conf.schema import Parallel, Root, register
@@ -162,19 +162,17 @@ class Composed:
         return chosen, [word for word in self.typed if key_of(word) not in options and not word.startswith("hydra")]
 
     def _how(self) -> dict[str, Any]:
-        """Return the options of groups, the typed keys, and the keys derived from other values.
+        """Return the options of groups and the typed keys.
 
         "where" has the words that a checkpoint does not keep, or may not name.
         """
         choices = self.choices or {}
-        tree: Any = OmegaConf.to_container(self.cfg, resolve=False, enum_to_str=True)
         lists = _lists(choices)
         where = [*self.own_options, *(f"{group}={names}" for group, names in lists.items())]
         where += [word for word in self.typed if _is_where(word) and key_of(word) not in lists]
         return {
             "choices": {group: choices.get(group) for group in (*CHOSEN, *ON_TOP)},
             "typed": [key_of(word) for word in self.typed],
-            "derived": [f"{name}.{key}" for name in TRAINED for key, value in tree[name].items() if "${" in str(value)],
             "where": masking.mask_secrets(where),
         }
 

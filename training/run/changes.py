@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from common.errors import TrainingError
-from conf import COMMAND, ON_TOP, TRAINED
-from conf.instantiate import to_dict
+from conf import TRAINED
 from training.checkpoint.files import Checkpoint
 from training.reporting.metrics import flat
 from training.run.setup import Setup
@@ -19,7 +16,7 @@ _SAMPLES_KEY = "samples"
 _LEARNED = (
     "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
 )  # fmt: skip
-_TOTAL, _LENGTH = "schedule.total", ("train.steps", "train.epochs")
+_TOTAL = "schedule.total"
 _MICROBATCH = "micro-batch"  # its size, if the numbers depend on it
 # Keys that change where the data are and how they are read, but not the data.
 _NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
@@ -34,7 +31,6 @@ def recipe(setup: Setup, schedule: Any) -> dict[str, Any]:
         tree["model"] = {name: value for name, value in tree["model"].items() if name != "lora"}
     if follows_total(schedule, setup.total_steps, setup.per_epoch):
         tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
-    tree["choice"] = to_dict(setup.cfg[COMMAND]["choices"]) if COMMAND in setup.cfg else {}
     size, _ = setup.by_microbatch
     if size is not None:
         tree[_MICROBATCH] = size
@@ -60,19 +56,15 @@ def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
     return any(schedule.factor(step, total, per_epoch) != schedule.factor(step, 2 * total, per_epoch) for step in steps)
 
 
-def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None = None) -> str | None:
+def changes(before: Any, now: dict[str, Any]) -> str | None:
     """Compare two recipes.
 
     Args:
         before: The recipe in the checkpoint; anything else than a mapping counts as unknown.
         now: The recipe of this run.
-        command: How this run was composed (``conf.composition.Composed.plain``), if that is known.
 
     Returns:
         The settings that differ, with both values; None if none does, or if the recipe in the checkpoint is unknown.
-
-    Raises:
-        TrainingError: A setting differs, was not typed, and does not follow from one that was typed.
     """
     if not isinstance(before, dict):
         return None
@@ -83,7 +75,7 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
         name
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
-        and _section(name) != "choice"  # instead of the option's name, its values are compared
+        and _section(name) != "choice"  # older checkpoints have the options' names, too
         and (name in before or _section(name) in sections)
         and not (name in _NOT_CONTENT and (same_samples or name != "data.root"))
     ]
@@ -91,13 +83,6 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
         names.remove(_SAMPLES_KEY)  # they differ because of another setting
     if not names:
         return None
-    known = [name for name in names if name != _MICROBATCH]  # which follows from the layout, and thus from the devices
-    if command is not None and known != [_SAMPLES_KEY] and (untyped := _untyped(known, before, command)):
-        listed = ", ".join(f"{name}={before.get(name)} in the checkpoint and {now.get(name)} now" for name in untyped)
-        raise TrainingError(
-            f"this run would continue with settings that differ from those before and were not typed: {listed}. The "
-            "files or the packages that set them have changed since: type the values that you want"
-        )
     listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
     jumps = _TOTAL in names and now.get(_TOTAL) is not None
     rate = "; the scheduler follows the length of the run, so the learning rate jumps here" if jumps else ""
@@ -106,21 +91,3 @@ def changes(before: Any, now: dict[str, Any], command: Mapping[str, Any] | None 
 
 def _section(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _untyped(names: Sequence[str], before: Mapping[str, Any], command: Mapping[str, Any]) -> list[str]:
-    """Return the settings that neither were typed nor follow from a typed one.
-
-    A typed option that equals the one before changes nothing, so it does not count.
-    """
-    choices = command["choices"]
-    typed = [key for key in command["typed"] if key not in choices or choices[key] != before.get(f"choice.{key}")]
-    if set(typed) & set(ON_TOP):
-        return []
-
-    def is_one(name: str, of: Sequence[str]) -> bool:
-        return any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in of)
-
-    others = [name for name in names if not any(is_one(n, typed) for n in (_LENGTH if name == _TOTAL else (name,)))]
-    follow = [] if len(others) == len(names) else [_TOTAL, _SAMPLES_KEY, *command["derived"]]
-    return [name for name in others if not is_one(name, follow)]

@@ -121,7 +121,7 @@ def test_the_checkpoint_can_be_read_without_this_project(gpt2):
     assert os.readlink(link) == "step-00000005", "relative: the run directory can be moved"
     manifest = json.loads((link / "manifest.json").read_text())
     assert manifest["step"] == 5
-    assert manifest["progress"]["recipe"]["choice.model"] == "gpt2"
+    assert manifest["config"]["choices"]["model"] == "gpt2"
     assert manifest["layout"]["stages"] == [stage["layers"] for stage in gpt2.summary["stages"]]
     for name, entry in manifest["files"].items():
         assert hashlib.sha256((link / name).read_bytes()).hexdigest() == entry["sha256"]

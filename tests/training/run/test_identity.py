@@ -5,7 +5,7 @@ import pytest
 import torch
 from composed import config, run
 
-from common.errors import LaunchError, TrainingError
+from common.errors import LaunchError
 from data.dataset import InMemory
 from data.text import Text
 from parallel.mesh import COPIES, Mesh
@@ -120,21 +120,6 @@ def test_a_run_with_batchnorm_that_is_resumed_on_other_micro_batches_says_so(tmp
     run(tmp_path, *convnet, "train.steps=2", "train.resume=auto", "parallel.chunks=2")
     (warning,) = warnings(capsys)
     assert warning.endswith("before: micro-batch 64 -> 32")
-
-
-COMMAND = {"choices": {"optim": "adamw"}, "typed": ["optim", "train.steps"], "derived": ["data.columns"]}
-BEFORE = {"choice.optim": "adamw", "optim.lr": 0.1, "data.columns": 4, "schedule.total": 9, "samples": "1"}
-
-
-def test_a_difference_that_nobody_typed_is_an_error_and_what_follows_from_a_typed_one_is_not():
-    with pytest.raises(TrainingError, match=r"were not typed: optim.lr=0.1 in the checkpoint and 0.2 now"):
-        changes(BEFORE, {**BEFORE, "optim.lr": 0.2, "schedule.total": 10}, COMMAND)
-    with pytest.raises(TrainingError, match="data.columns=4"):
-        changes(BEFORE, {**BEFORE, "data.columns": 5}, COMMAND)
-    assert changes(BEFORE, {**BEFORE, "schedule.total": 10, "data.columns": 5}, COMMAND) is not None
-    other = {**COMMAND, "choices": {"optim": "sgd"}}
-    assert changes(BEFORE, {**BEFORE, "choice.optim": "sgd", "optim.lr": 0.2}, other).endswith("optim.lr 0.1 -> 0.2")
-    assert changes(BEFORE, {**BEFORE, "samples": "2"}, COMMAND) is not None, "data may have grown"
 
 
 def test_another_text_under_the_same_name_is_seen_and_the_same_text_elsewhere_is_not_mentioned():
