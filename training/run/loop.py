@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -57,7 +58,7 @@ class Loop:
         """Keep the parts of a run."""
         self.setup, self.strategy, self.optimizer, self.checkpoints = setup, strategy, optimizer, checkpoints
         self.recorder, self.say = recorder, recorder.say
-        self.config = setup.cfg.train
+        self.config = SimpleNamespace(**setup.cfg.train)  # each read of the configuration itself takes microseconds
         self.monitor = Monitor.of(self.config)
         self.schedule = build("scheduler", setup.cfg.scheduler)
         self.skipping = Skipping(self.config)
@@ -281,7 +282,8 @@ class Loop:
     def _save(self, step: int, last: bool = False, best: bool = False) -> None:
         """Save a checkpoint if one is due after a step. It has the number of the last step that counted."""
         heartbeat.note(step, "saving a checkpoint")
-        with self.optimizer.evaluating():
+        due = best or is_due(self.config.checkpoint_every, step, last)
+        with self.optimizer.evaluating() if due else nullcontext():
             self._note_saved(self.checkpoints.after_step(step, self.skipping.counted, self.progress, last, best))
 
     def _note_saved(self, path: Path | None) -> None:

@@ -184,6 +184,8 @@ def test_a_run_of_one_process_in_a_program_saves_when_it_is_told_to_stop(tmp_pat
 class Averaging(torch.optim.SGD):
     """Steps from other weights than those to evaluate, as schedulefree does: here these are the steps' average."""
 
+    switches = 0
+
     def __init__(self, params, lr):
         super().__init__(params, lr=lr)
         self.training = False
@@ -201,6 +203,7 @@ class Averaging(torch.optim.SGD):
                 other = self.state[parameter]["other"].clone()
                 self.state[parameter]["other"].copy_(parameter)
                 parameter.copy_(other)
+        Averaging.switches += self.training != training
         self.training = training
 
     @torch.no_grad()
@@ -243,7 +246,9 @@ def with_optimizer(tmp_path, kind):
 def test_an_optimizer_with_modes_is_evaluated_saved_and_resumed_as_in_a_plain_loop(tmp_path):
     words = [*with_optimizer(tmp_path, "Averaging"), "train.global_batch_size=40", "train.eval_every=3"]
     given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    Averaging.switches = 0
     train(*words, "train.steps=5", f"hydra.run.dir={tmp_path}/a", **given)
+    assert Averaging.switches == 10, "around evaluations and saves, not around each step"
     Norms.seen.clear()
     words += [f"train.resume={tmp_path}/a", f"+callbacks.norms._target_={__name__}.Norms"]
     result = train(*words, "train.steps=9", f"hydra.run.dir={tmp_path}/b", **given)
