@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import PlanError
 from parallel.schedules import SCHEDULES, has_equal_rounds
@@ -24,6 +24,20 @@ _SHORT = 4  # ranks of a pipeline that may be fast with fewer micro-batches than
 _PER_RANK = (2, 4)  # stages of a rank, of schedules that take several
 
 
+class Pool(NamedTuple):
+    """Some devices.
+
+    Attributes:
+        per_node: The number of devices of a node.
+        devices: The number of all devices.
+        whole: Whether a layout must use all devices. Otherwise it may use fewer.
+    """
+
+    per_node: int
+    devices: int
+    whole: bool = False
+
+
 @dataclass(frozen=True)
 class Devices:
     """The devices on which layouts may run.
@@ -34,7 +48,6 @@ class Devices:
         memory: Bytes per device.
         allocation: What memory depends on there.
         states: The number of tensors that the optimizer keeps per parameter.
-        whole: Whether a layout must use all devices. Otherwise it may use fewer.
     """
 
     costs: Costs
@@ -42,7 +55,6 @@ class Devices:
     memory: float
     allocation: Allocation
     states: float = 2
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,33 +101,19 @@ class Found:
     nearest: dict[str, Candidate]
 
 
-def search(
-    layers: Works,
-    batch: int,
-    kinds: Sequence[Devices],
-    tensor: Mapping[int, bool] = WHOLE,
-    fixed: Mapping[str, Any] | None = None,
-    least: int = 1,
-) -> Found:
-    """Predict every layout, and sort those that fit by their seconds.
+def search(layers: Works, kinds: Iterable[tuple[Devices, Iterable[PlannedLayout]]]) -> Found:
+    """Predict layouts, and sort those that fit by their seconds.
 
     Args:
         layers: The layers' work.
-        batch: The number of samples per step.
-        kinds: The sets of devices to consider: several numbers of processes of this machine, or a cluster.
-        tensor: How many ranks can share each layer of the model, and whether these can share each sequence.
-        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, reshard, balance, sequence and
-            recompute.
-        least: The number of samples of the smallest micro-batch that the layers accept.
+        kinds: Sets of devices (several numbers of processes of this machine, or a cluster), each with its layouts.
 
     Raises:
         PlanError: None fits. The message names the nearest one and how much it lacks.
     """
-    fit, nearest, tried, fixed = [], {}, 0, fixed or {}
-    for devices in kinds:
-        for layout in layouts(layers, devices.costs.devices, batch, devices.count, tensor, fixed, least, devices.whole):
-            if layout.dp % layout.shards:
-                continue  # no equal groups, which were typed
+    fit, nearest, tried = [], {}, 0
+    for devices, possible in kinds:
+        for layout in possible:
             tried += 1
             candidate = Candidate(layers, _balanced(layers, layout, devices), devices)
             if candidate.missing <= 0:
@@ -151,10 +149,21 @@ def _equal_stages(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def layouts(
-    layers: Works, per_node: int, batch: int, devices: int, tensor: Mapping[int, bool], fixed: Mapping[str, Any],
-    least: int = 1, whole: bool = False,
+    layers: Works, batch: int, pool: Pool, tensor: Mapping[int, bool] = WHOLE, fixed: Mapping[str, Any] | None = None,
+    least: int = 1,
 ) -> Iterator[PlannedLayout]:  # fmt: skip
-    """Yield the layouts of ``search``. Each node has ``per_node`` devices; ``whole`` is that of ``Devices``."""
+    """Yield the layouts that a model, a batch and devices allow.
+
+    Args:
+        layers: The layers' work.
+        batch: The number of samples per step.
+        pool: The devices.
+        tensor: How many ranks can share each layer of the model, and whether these can share each sequence.
+        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, reshard, balance, sequence and
+            recompute.
+        least: The number of samples of the smallest micro-batch that the layers accept.
+    """
+    (per_node, devices, whole), fixed = pool, fixed or {}
 
     def numbers(key: str, usual: Sequence[int], possible: Sequence[int]) -> Sequence[int]:
         return [n for n in possible if n == fixed[key]] if key in fixed else usual

@@ -28,12 +28,13 @@ from models.gpt2 import gpt2
 from models.llama import llama
 from models.sequential import chain_of
 from parallel.strategies import STRATEGIES
+from planner import search as planning
 from planner.balance import equal_stages
 from planner.cluster import Cluster, Link, read_cluster
 from planner.costs import PaperCosts
 from planner.layout import PlannedLayout, cut
 from planner.memory import Allocation, Rank, fullest
-from planner.search import WHOLE, Devices, allowed, layouts, search
+from planner.search import Devices, Pool, allowed, layouts
 from planner.step import Seconds, seconds_of
 from planner.work import LayerWork, Tie, work_of
 from training.reporting.run_directory import release
@@ -53,6 +54,12 @@ pipelined = partial(PlannedLayout, "pipelined", schedule="1f1b")
 COSTS = PaperCosts(PLAIN, "bf16")
 PAPER = Allocation(gathered=2, process=0.0)
 DEVICES = Devices(COSTS, count=8, memory=PLAIN.memory, allocation=PAPER)
+
+
+def search(works, batch, kinds, whole=False, **how):
+    """The result of all layouts."""
+    each = (layouts(works, batch, Pool(one.costs.devices, one.count, whole), **how) for one in kinds)
+    return planning.search(works, zip(kinds, each, strict=True))
 
 
 def section(name, **changes):
@@ -319,7 +326,7 @@ def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two
 
 def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
     found = search(WORKS, 16, [DEVICES], tensor=dict.fromkeys((1, 2, 4, 8), True))
-    everything = list(layouts(WORKS, 4, 16, 8, dict.fromkeys((1, 2, 4), True), {}))
+    everything = list(layouts(WORKS, 16, Pool(4, 8), dict.fromkeys((1, 2, 4), True)))
     assert found.tried == len(everything) and {one.processes for one in everything} <= {1, 2, 4, 8}
     fastest = min(seconds_of(WORKS, one, COSTS).total for one in everything)
     assert found.best[0].seconds.total == fastest
@@ -354,7 +361,7 @@ def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, le
 
 
 def test_of_several_places_each_has_the_layouts_that_need_all_of_its_devices():
-    found = search(WORKS, 16, [replace(DEVICES, count=n, whole=True) for n in (1, 2, 4)])
+    found = search(WORKS, 16, [replace(DEVICES, count=n) for n in (1, 2, 4)], whole=True)
     assert {one.layout.processes for one in found.best} == {1, 2, 4}
     assert all(one.layout.processes == one.devices.count for one in found.best)
 
@@ -381,7 +388,7 @@ def test_frozen_parameters_that_are_tied_are_not_taken_off_twice():
         replace(ENDS[1], parameters=500, frozen=500, ties=(Tie("embedding", 500, 500),)),
     )
     tied = [first, replace(BLOCK, frozen=BLOCK.parameters - 100), last]
-    for one in layouts(tied, 4, 16, 8, WHOLE, {}):
+    for one in layouts(tied, 16, Pool(4, 8)):
         assert all(getattr(seconds_of(tied, one, COSTS), part.name) > -1e-12 for part in fields(Seconds))
 
 

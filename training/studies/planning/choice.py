@@ -28,7 +28,7 @@ from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
 from planner.here import Subject, free_memory, measure
 from planner.memory import Allocation
-from planner.search import Candidate, Devices, Found, divisors, search
+from planner.search import Candidate, Devices, Found, Pool, divisors, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer
 from training.optimizer.kinds import mean_states
@@ -37,7 +37,7 @@ from training.run.prepare import BALANCES, model_and_data, prepare
 from training.studies.planning import AUTO, is_automatic
 from training.studies.planning.paper import Model, cluster_of, model_of, on_paper, paper_is_off, predict_on_paper
 from training.studies.planning.trial import lay_out, try_layout
-from training.studies.planning.typed import accepted, check_kept, fixed_of, possible_rooms, tensor_sizes
+from training.studies.planning.typed import check_kept, fixed_of, possible_layouts
 
 CHOICES = "choices.json"
 _HERE_IS_OFF = "such predictions were 11 % off on average for six small models on two cores: docs/planner.md"
@@ -181,20 +181,19 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     devices = torch.cuda.device_count() if cuda else 1
     memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
     needed = max(work.kept + 2 * work.output for work in model.layers)  # of a layer with its input, for a sample
-    rooms = [(n, n, True) for n in counts or _counts(fixed, plan.device_type)]
-    tensor = tensor_sizes(setup.chain, setup.data, fixed, max(n for n, *_ in rooms) if cuda else 1)
-    rooms = possible_rooms(cfg, model.layers, rooms, fixed, model.least, tensor, setup.chain)
-    sizes = " and of ".join(f"{n}" for n, *_ in rooms)
+    pools = [Pool(n, n, whole=True) for n in counts or _counts(fixed, plan.device_type)]
+    sharing = max(pool.devices for pool in pools) if cuda else 1
+    possible = possible_layouts(replace(setup, cfg=cfg), model.layers, model.least, pools, fixed, sharing)
+    sizes = " and of ".join(f"{pool.devices}" for pool in possible)
     print(f"this machine is measured, in groups of {sizes} processes", flush=True)
-    for processes, *_ in rooms:
+    for (processes, *_), layouts in possible.items():
         each = memory / math.ceil(processes / devices)
         most = max(model.least, min(model.batch, int(each / 2 / needed)))
         here = measure(subject, processes, model.least, most)
         costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
         allocation = Allocation.here(plan.precision, plan.device_type, here.process + _RUN)
-        kinds.append(Devices(costs, processes, each, allocation, states, True))
-    found = search(model.layers, model.batch, kinds, tensor, fixed, model.least)
-    return accepted(found, replace(setup, cfg=cfg)), model
+        kinds.append((Devices(costs, processes, each, allocation, states), layouts))
+    return search(model.layers, kinds), model
 
 
 def _data(tree: dict, given: bytes | None) -> Any:

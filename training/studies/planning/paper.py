@@ -23,7 +23,7 @@ from parallel.strategies import strategy_info
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
 from planner.memory import Allocation
-from planner.search import FREE, Candidate, Devices, Found, search
+from planner.search import FREE, Candidate, Devices, Found, Pool, search
 from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, slowed, stage_seconds
 from planner.work import Works, work_of
@@ -33,7 +33,7 @@ from training.reporting.console import call_of, columns
 from training.run.prepare import checked_model_and_data
 from training.run.setup import Setup
 from training.studies.planning import AUTO
-from training.studies.planning.typed import accepted, fixed_of, possible_rooms, tensor_sizes
+from training.studies.planning.typed import fixed_of, possible_layouts
 
 HERE = "here"  # the option of cluster= that is measured
 # Mean errors of whole tables of measured layouts, by benchmarks/planner.py: with the cluster's file, and with a guessed
@@ -111,15 +111,13 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     plan = make_plan(alone, chain, global_batch_size=batch, device="cpu", precision=precision)
     setup = Setup(cfg, chain, data, plan)
     model = model_of(setup)
-    tensor = tensor_sizes(chain, data, fixed, cluster.devices)
-    room = cluster.devices, cluster.size, on_job(cfg)
-    possible_rooms(cfg, model.layers, [room], fixed, model.least, tensor, chain)
+    pool = Pool(cluster.devices, cluster.size, on_job(cfg))
+    possible = possible_layouts(setup, model.layers, model.least, [pool], fixed, cluster.devices)
     costs, states = PaperCosts(cluster, precision), mean_states(cfg.optim, chain)
     number = parameter_dtype(precision).itemsize
     allocation = Allocation(number, costs.gathered, cluster.reserved, costs.itemsize)
-    devices = Devices(costs, cluster.size, cluster.memory, allocation, states, on_job(cfg))
-    found = search(model.layers, model.batch, [devices], tensor, fixed, model.least)
-    return accepted(found, setup), model
+    devices = Devices(costs, cluster.size, cluster.memory, allocation, states)
+    return search(model.layers, [(devices, possible[pool])]), model
 
 
 def on_paper(cfg: Any) -> bool:

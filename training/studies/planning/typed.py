@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from parallel.partition import partition_layers
 from parallel.plan import check_cuts, check_groups, check_numbers, check_shardable, check_ties, single_numbers
 from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout, cut
-from planner.search import FREE, Candidate, Found, layouts
+from planner.search import FREE, Pool, layouts
 from planner.work import Works
 from training.optimizer.checks import check_apart
 from training.run.checks.model import check_one_backward, check_sequences
@@ -27,28 +27,23 @@ from training.run.checks.samples import check_shapes
 from training.run.prepare import BALANCES
 from training.run.setup import Setup
 
-# (devices of a node, devices, whether a layout must take all of them)
-Room = tuple[int, int, bool]
 _OF_SOME = ("shard", "reshard", "comm_hook")  # keys that some strategies take
 
 
 def fixed_of(cfg: Any) -> dict[str, Any]:
-    """Return the keys of the layout that the user has set, for ``planner.search.search``.
+    """Return the keys of the layout that the user has set, for ``planner.search.layouts``.
 
     Raises:
         PlanError: A number is impossible.
     """
     check_numbers(cfg.parallel)
-    typed = cfg.get(COMMAND, {}).get("typed", ())
-    keys = [key for key in FREE if f"parallel.{key}" in typed and cfg.parallel.get(key) not in (None, "auto")]
-    fixed = {key: cfg.parallel[key] for key in keys}
-    fixed |= {key: value for key in ("shard", "reshard") if (value := cfg.parallel[key]) is not None}
+    typed = {*cfg.get(COMMAND, {}).get("typed", ()), "parallel.shard", "parallel.reshard"}  # these are null otherwise
+    values = {key: cfg.parallel[key] for key in (*FREE, "sequence", "shard", "reshard") if f"parallel.{key}" in typed}
+    fixed = {key: value for key, value in values.items() if value not in (None, "auto")}
     if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
         fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
     if (balance := Layout.of(cfg.parallel).balance) != "uniform":
         fixed["balance"] = balance
-    if "parallel.sequence" in typed:
-        fixed["sequence"] = cfg.parallel.sequence
     if cfg.parallel.devices is not None:
         raise PlanError("parallel.devices is for strategies of one process, which parallel=auto does not choose")
     return fixed
@@ -84,47 +79,47 @@ def tensor_sizes(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: in
     return sizes
 
 
-def possible_rooms(
-    cfg: Any, layers: Works, rooms: Sequence[Room], fixed: Mapping[str, Any], least: int,
-    tensor: Mapping[int, bool], chain: Chain,
-) -> list[Room]:  # fmt: skip
-    """Return the rooms that allow a layout. See ``search`` for ``fixed``, ``least`` and ``tensor``.
+def possible_layouts(
+    setup: Setup, layers: Works, least: int, pools: Sequence[Pool], fixed: Mapping[str, Any], most: int
+) -> dict[Pool, list[PlannedLayout]]:
+    """Return the layouts that a run supports, of each pool that has some. See ``planner.search.layouts``.
+
+    Up to ``most`` ranks may share a layer.
 
     Raises:
-        PlanError: There is none. The message says which numbers would be possible. Or the typed stages are not.
+        PlanError: There is none. The message says why, or names the nearest. Or the typed stages are not possible.
     """
-    batch, balance = cfg.train.global_batch_size, fixed.get("balance", "time")
+    batch, balance = setup.cfg.train.global_batch_size, fixed.get("balance", "time")
     if balance not in BALANCES:
-        partition_layers(chain.names, len(balance) if isinstance(balance, tuple) else 1, balance, [])
+        partition_layers(setup.chain.names, len(balance) if isinstance(balance, tuple) else 1, balance, [])
+    tensor = tensor_sizes(setup.chain, setup.data, fixed, most)
 
-    def having(given: Mapping[str, Any], some: Sequence[Room] = rooms) -> Iterator[PlannedLayout]:
-        for per_node, devices, whole in some:
-            yield from layouts(layers, per_node, batch, devices, tensor, given, least, whole)
+    def having(given: Mapping[str, Any]) -> dict[Pool, list[PlannedLayout]]:
+        return {pool: [*layouts(layers, batch, pool, tensor, given, least)] for pool in pools}
 
-    problem_of, found, problems = _problems(cfg, chain), [], {}
-    for room in rooms:
-        for layout in having(fixed, [room]):
-            if not (problem := problem_of(layout)):
-                found.append(room)
-                break
-            problems.setdefault(layout.shards > 1, problem)
-    if found:
-        return found
-    if problems:  # what a strategy that shares parameters has to say is nearer to what was meant
-        raise PlanError(problems.get(True) or problems[False])
-    typed, possible = [key for key in FREE if key in fixed], {}
-    for key in typed:
-        without = having({other: value for other, value in fixed.items() if other != key})
-        if values := {getattr(layout, "per_rank" if key == "stages_per_rank" else key) for layout in without}:
-            possible[key] = ", ".join(map(str, sorted(values)))
+    problem_of, every = _problems(setup), having(fixed)
+    found = {pool: [one for one in some if not problem_of(one)] for pool, some in every.items()}
+    if any(found.values()):
+        return {pool: some for pool, some in found.items() if some}
+    if refused := [one for some in every.values() for one in some]:
+        # What a strategy that shares parameters has to say is nearer to what was meant.
+        raise PlanError(problem_of(max(refused, key=lambda one: one.shards)))
+    typed = [key for key in FREE if key in fixed]
+    others = [having({other: value for other, value in fixed.items() if other != key}) for key in typed]
+    near = [one for with_other in others for some in with_other.values() for one in some]
+    nearest = min(near, key=partial(_distance, fixed), default=None)
     said = " ".join(f"parallel.{key}={fixed[key]}" for key in typed)
-    devices = " or ".join(str(devices) for _, devices, _ in rooms)
     raise PlanError(
-        f"train.global_batch_size={batch} and {len(layers)} layers on {devices} devices allow no layout"
-        + (f" with {said}" if said else "; choose a batch that more numbers divide")
-        + "".join(f"; possible are, for example, parallel.{key}={values}" for key, values in possible.items())
-        + ("; leave some of that out" if said and not possible else "")
+        f"train.global_batch_size={batch} and {len(layers)} layers on "
+        f"{' or '.join(str(pool.devices) for pool in pools)} devices allow no layout"
+        + (f" with {said}; " if said else "; choose a batch that more numbers divide")
+        + (f"the nearest is {' '.join(nearest.words())}" if nearest else "leave some of that out" if said else "")
     )
+
+
+def _distance(fixed: Mapping[str, Any], layout: PlannedLayout) -> int:
+    """Return by how much a layout's numbers differ from those that are fixed."""
+    return sum(abs(getattr(layout, key) - fixed[key]) for key in FREE if key in fixed and key != "schedule")
 
 
 def check_kept(saved: Layout, cfg: Any) -> None:
@@ -133,41 +128,22 @@ def check_kept(saved: Layout, cfg: Any) -> None:
     Raises:
         PlanError: They do not.
     """
-    keys = {key: getattr(saved, key) for key in (*FREE, "sequence")}
-    typed = {key: value for key, value in fixed_of(cfg).items() if keys.get(key, value) != value}
-    if typed:
-        kept, wrong = (
-            " ".join(f"parallel.{key}={str(value).lower()}" for key, value in some.items() if value is not None)
-            for some in (keys, typed)
-        )
+    fixed = fixed_of(cfg)
+    others = {key: fixed[key] for key in (*FREE, "sequence") if key in fixed and fixed[key] != getattr(saved, key)}
+    if others:
+        wrong = " ".join(f"parallel.{key}={str(value).lower()}" for key, value in others.items())
         raise PlanError(
-            f"parallel=auto keeps the checkpoint's layout, {saved.strategy} with {kept}, and {wrong} is "
-            "another: leave it out, or type the strategy too"
+            f"parallel=auto keeps the checkpoint's layout, {' '.join(saved.words())}, and {wrong} is another: leave "
+            "it out, or type the strategy too"
         )
 
 
-def accepted(found: Found, setup: Setup) -> Found:
-    """Remove the layouts that do not support the model, the optimizer, train.compile or a typed key of ``_OF_SOME``.
-
-    Raises:
-        PlanError: No layout is left.
-    """
-    of_keys, of_layers = _problems(setup.cfg, setup.chain), _problems_of_layers(setup)
-
-    def problem_of(candidate: Candidate) -> str:
-        return of_keys(candidate.layout) or of_layers(candidate.layout)
-
-    best = [candidate for candidate in found.best if not problem_of(candidate)]
-    if not best:
-        raise PlanError(f"of what fits, {problem_of(found.best[0])}")
-    return replace(found, best=best, tried=found.tried - len(found.best) + len(best))
-
-
-def _problems(cfg: Any, chain: Chain) -> Callable[[PlannedLayout], str]:
+def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
     """Return the function that tells why a layout does not support the model, the optimizer or the typed keys.
 
     It returns an empty string for a layout that supports them.
     """
+    cfg, chain, of_layers = setup.cfg, setup.chain, _problems_of_layers(setup)
     skeleton = chain.skeleton()
     numbers = single_numbers(skeleton)
     optimizer, parallel = to_dict(cfg.optim), to_dict(cfg.parallel)
@@ -189,7 +165,7 @@ def _problems(cfg: Any, chain: Chain) -> Callable[[PlannedLayout], str]:
                 check_groups(section, strategy_info(layout.strategy), mesh, layout.nodes)
         except (PlanError, TrainingError) as error:
             return str(error)
-        return ""
+        return of_layers(layout)
 
     return problem
 
