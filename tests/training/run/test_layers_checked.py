@@ -25,8 +25,8 @@ from training import train
 from training.run.checks.samples import check_shapes
 from training.run.setup import Setup
 
-SINGLE = {"strategy": "single", "dp": 1, "chunks": 1, "pipelined": False, "devices": (), "stages": [1], "parameters": 1}
-SINGLE |= {"shards": 1, "device_type": "cpu"}
+SINGLE = {"strategy": "single", "dp": 1, "chunks": 1, "pipelined": False, "devices": (), "pp": 1, "parameters": 1}
+SINGLE |= {"shards": 1, "stages": [1], "device_type": "cpu"}
 NO_DATA = SimpleNamespace(train=None, valid=None, test=None)
 
 
@@ -301,7 +301,7 @@ class ChangesOne(nn.Module):
 
 @pytest.mark.parametrize("twice", [lambda self, x: (x, x), lambda self, x: (x, x[:, :1])])
 def test_an_input_that_is_changed_in_place_has_no_other_in_its_memory_where_each_is_a_copy(twice):
-    for changes in ({"stages": [1, 2]}, {"shards": 2}, {"activation_checkpointing": True}, {}):
+    for changes in ({"pp": 2}, {"shards": 2}, {"activation_checkpointing": True}, {}):
         setup = setup_of(partial(Own, twice), **changes)
         setup.chain.layers.insert(2, LayerSpec("changes", ChangesOne))
         if changes:
@@ -367,7 +367,7 @@ ONLY_WITH_NUMBERS = {
 @pytest.mark.filterwarnings("ignore")  # of torch, about prototypes
 @pytest.mark.parametrize("forward", ONLY_WITH_NUMBERS.values(), ids=ONLY_WITH_NUMBERS)
 def test_a_layer_that_runs_only_with_numbers_is_tried_with_them(forward):
-    for changes in ({}, {"pipelined": True, "stages": [1, 2]}, {"mode": "plan"}):
+    for changes in ({}, {"pipelined": True, "pp": 2}, {"mode": "plan"}):
         check_shapes(setup_of(partial(Own, forward), **changes))
     setup, before = setup_of(partial(Own, forward)), torch.get_rng_state()
     traced = trace(setup.chain, setup.sample, "fp32", "cpu", Counted)
@@ -392,7 +392,7 @@ class Weighted:
 
 @pytest.mark.parametrize("weigh", [lambda x: x * WEIGHT[0].detach(), torch.ops.layers_checked.double])
 def test_a_loss_that_runs_only_with_numbers_is_tried_with_them(weigh):
-    for changes in ({}, {"pipelined": True, "stages": [1, 2]}, {"mode": "plan"}):
+    for changes in ({}, {"pipelined": True, "pp": 2}, {"mode": "plan"}):
         setup = setup_of(nn.Tanh, **changes)
         setup.chain = replace(setup.chain, loss=Weighted(weigh))
         check_shapes(setup)

@@ -12,7 +12,8 @@ from common.errors import DataError, ModelError, PlanError, TrainingError, UserE
 from data.dataset import ONE_TARGET, Batch, Source
 from models.chain import LOSS, Tensors, as_tuple
 from models.losses import IGNORED, Sums, check_sums, copy_to_try
-from parallel.examination import ERRORS, MOST_OUTPUTS, REENTRANT, made_up, reads_numbers
+from parallel.examination import ERRORS, MOST_OUTPUTS, REENTRANT, Facts, made_up, reads_numbers
+from parallel.layout import Layout
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -135,7 +136,6 @@ def check_shapes(setup: Setup) -> None:
             depend on the layout, or its shapes depend on numbers but must be known in advance. The message names it.
     """
     plan, loss, batch, samples, at, known = setup.plan, setup.chain.loss, setup.sample, setup.known, "", True
-    copies = len(plan.stages) > 1 or plan.shards > 1 or setup.cfg.train.activation_checkpointing
     needs_shapes = plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
         found = setup.examination
@@ -153,22 +153,7 @@ def check_shapes(setup: Setup) -> None:
                     "statistics would be those of the last call: make one BatchNorm for each call, or call it once "
                     "with all of them (torch.cat)"
                 )
-            if facts.reentrant and plan.strategy in ("ddp", "pipe_ddp") and plan.dp > 1:
-                raise PlanError(f"{at}it {REENTRANT}")
-            if copies and facts.aliases:
-                raise ModelError(
-                    f"{at}it changes an input in place that has the memory of another of its inputs. Stages, "
-                    "sharded layers and train.activation_checkpointing=true have a copy of each: return x.clone() "
-                    "from the layer before, or leave the change in place out"
-                )
-            if facts.spoils and setup.cfg.train.activation_checkpointing:
-                raise ModelError(
-                    f"{at}it changes a tensor in place that its backward needs, which torch does not notice in a "
-                    "recomputation: compute a new one (x = x + 1 in place of x += 1). With "
-                    "train.activation_checkpointing=false torch's error names the operator"
-                )
-            if setup.cfg.mode != "eval":
-                _check_changed(setup, at, facts.changes)
+            check_layer(facts, plan, setup.cfg.train.activation_checkpointing, setup.cfg.mode != "eval")
         for facts in found.losses:
             at = f"loss {type(loss).__name__}: "
             if facts.name != LOSS:
@@ -209,21 +194,42 @@ def check_shapes(setup: Setup) -> None:
         raise
 
 
-def _check_changed(setup: Setup, at: str, tensor: str | None) -> None:
-    """Check that a layer which changes its state in training does so once per step, for the whole batch.
+def check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool = True) -> None:
+    """Check that a layer computes in a layout what it computes in one process.
 
-    This is what ``single`` does by default, and what users of torch expect.
+    A layer that changes its state in training must do so once per step, for the whole batch. This is what ``single``
+    does by default, and what users of torch expect.
+
+    Raises:
+        PlanError: The layout does not support the layer.
+        ModelError: The layer has to change.
     """
-    plan, train = setup.plan, setup.cfg.train
-    cut = {f"parallel.dp={plan.dp}": plan.dp > 1, f"parallel.chunks={plan.chunks}": plan.chunks > 1}
-    cut["train.activation_checkpointing=true"] = train.activation_checkpointing
-    cut[f"parallel={plan.strategy}"] = bool(plan.devices) and len(plan.stages) == 1
+    at = f"layer {facts.name!r} ({facts.kind}): "
+    if facts.reentrant and layout.strategy in ("ddp", "pipe_ddp") and layout.dp > 1:
+        raise PlanError(f"{at}it {REENTRANT}")
+    if facts.aliases and (layout.pp > 1 or layout.shards > 1 or recompute):
+        raise ModelError(
+            f"{at}it changes an input in place that has the memory of another of its inputs. Stages, sharded layers "
+            "and train.activation_checkpointing=true have a copy of each: return x.clone() from the layer before, or "
+            "leave the change in place out"
+        )
+    if facts.spoils and recompute:
+        raise ModelError(
+            f"{at}it changes a tensor in place that its backward needs, which torch does not notice in a "
+            "recomputation: compute a new one (x = x + 1 in place of x += 1). With "
+            "train.activation_checkpointing=false torch's error names the operator"
+        )
+    if facts.changes is None or not trains:
+        return
+    cut = {f"parallel.dp={layout.dp}": layout.dp > 1, f"parallel.chunks={layout.chunks}": layout.chunks > 1}
+    cut["train.activation_checkpointing=true"] = recompute
+    cut[f"parallel={layout.strategy}"] = bool(layout.devices) and layout.pp == 1
     reasons = [words for words, holds in cut.items() if holds]
-    if tensor is not None and reasons:
+    if reasons:
         raise PlanError(
-            f"{at}it changes its {tensor!r} in every training forward, so with {' and '.join(reasons)} it would depend "
-            "on how the batch is cut. Use models.batchnorm (BatchNorm1d, 2d and 3d, which update once per step) for "
-            "BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
+            f"{at}it changes its {facts.changes!r} in every training forward, so with {' and '.join(reasons)} it would "
+            "depend on how the batch is cut. Use models.batchnorm (BatchNorm1d, 2d and 3d, which update once per step) "
+            "for BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
             "parallel.chunks=1 train.activation_checkpointing=false"
         )
 

@@ -30,6 +30,7 @@ from planner.work import Works, work_of
 from training.optimizer.checks import check_others
 from training.optimizer.kinds import mean_states
 from training.reporting.console import call_of, columns
+from training.run.checks.samples import check_shapes
 from training.run.prepare import checked_model_and_data
 from training.run.setup import Setup
 from training.studies.planning import AUTO
@@ -110,6 +111,7 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     alone, batch = Layout().into(copy.deepcopy(cfg.parallel)), cfg.train.global_batch_size
     plan = make_plan(alone, chain, global_batch_size=batch, device="cpu", precision=precision)
     setup = Setup(cfg, chain, data, plan)
+    check_shapes(setup)
     model = model_of(setup)
     pool = Pool(cluster.devices, cluster.size, on_job(cfg))
     possible = possible_layouts(setup, model.layers, model.least, [pool], fixed, cluster.devices)

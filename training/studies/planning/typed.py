@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from common.errors import PlanError, TrainingError, UserError
+from common.errors import PlanError, UserError
 from conf import COMMAND
 from conf.instantiate import to_dict
 from data.dataset import DataSet
@@ -23,7 +21,7 @@ from planner.search import FREE, Pool, layouts
 from planner.work import Works
 from training.optimizer.checks import check_apart
 from training.run.checks.model import check_one_backward, check_sequences
-from training.run.checks.samples import check_shapes
+from training.run.checks.samples import check_layer
 from training.run.prepare import BALANCES
 from training.run.setup import Setup
 
@@ -143,7 +141,7 @@ def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
 
     It returns an empty string for a layout that supports them.
     """
-    cfg, chain, of_layers = setup.cfg, setup.chain, _problems_of_layers(setup)
+    cfg, chain = setup.cfg, setup.chain
     skeleton = chain.skeleton()
     numbers = single_numbers(skeleton)
     optimizer, parallel = to_dict(cfg.optim), to_dict(cfg.parallel)
@@ -163,32 +161,10 @@ def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
                 mesh = Layout(layout.strategy, layout.dp, layout.pp, tp=layout.tp).mesh()
                 section = SimpleNamespace(**parallel | layout.keys())
                 check_groups(section, strategy_info(layout.strategy), mesh, layout.nodes)
-        except (PlanError, TrainingError) as error:
-            return str(error)
-        return of_layers(layout)
-
-    return problem
-
-
-def _problems_of_layers(setup: Setup) -> Callable[[PlannedLayout], str]:
-    """Return the function that tells what a run's ``check_shapes`` says of a layout: of layers with a state, for one.
-
-    ``setup`` is that of one process. The function returns an empty string for a layout that the layers allow.
-    """
-
-    @cache
-    def problem(strategy: str, dp: int, chunks: int, pp: int, recompute: bool) -> str:
-        cfg, each = copy.deepcopy(setup.cfg), setup.plan.global_batch_size
-        cfg.train.activation_checkpointing = recompute
-        layout = {"strategy": strategy, "dp": dp, "chunks": chunks, "global_batch_size": each * dp * chunks}
-        try:
-            check_shapes(replace(setup, cfg=cfg, plan=replace(setup.plan, **layout, stages=setup.plan.stages * pp)))
+            for facts in setup.examination.layers:
+                check_layer(facts, layout, layout.recompute == "full")
         except UserError as error:
             return str(error)
         return ""
 
-    if not (problem("fsdp", 2, 2, 2, True) or problem("ddp", 2, 1, 1, False)):  # the usual case
-        return lambda layout: ""
-    return lambda layout: problem(
-        layout.strategy, min(layout.dp, 2), min(layout.chunks, 2), min(layout.pp, 2), layout.recompute == "full"
-    )
+    return problem
