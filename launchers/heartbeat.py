@@ -7,14 +7,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import LaunchError
 from launchers.failure import EndedTogether, is_peer_error, is_timeout
-from launchers.stopping import Stopped, wanted
+from launchers.stopping import Stopped
 from launchers.world import World
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ _GIVE_UP_S, _GIVE_UP_LATE_S = 4.0, 15.0
 # Within this time a rank that closes its connections because it gave up writes so. A rank that died does not.
 _TOLD_S = 1.0
 _STACK_FRAMES = 12
+_READ_S = 5.0  # how long rank 0 waits for the others to read that it ends
 # How a rank has left or is about to leave.
-_DONE, _STOPPED, _GAVE_UP, _LOST_A_PEER = "done", "stopped", "gave up", "lost a peer"
+_DONE, STOPPED, _GAVE_UP, _LOST_A_PEER, _UNSAID = "done", "stopped", "gave up", "lost a peer", "its output says why"
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,19 @@ class Note:
         step: The last completed step.
         doing: The work that it began then.
         since: When it began, in seconds since the epoch.
-        left: How the rank has left; empty while it runs.
+        left: How the rank has left, in words if it has failed; empty while it runs.
+        exit_code: The exit code with which it leaves.
         stack: If the work takes long, the stack of its main thread, one line per frame, the innermost first.
+        number: Each beat has another, so that a rank that waits sees that this one is alive.
     """
 
     step: int
     doing: str
     since: float
     left: str = ""
-    stack: tuple[str, ...] = ()
+    exit_code: int = 0
+    stack: Sequence[str] = ()
+    number: int = 0
 
     @property
     def silent_s(self) -> float:
@@ -71,7 +76,13 @@ def here() -> Note:
 
 
 @contextmanager
-def watched(world: World, store: Store, timeout_s: float, names: list[str]) -> Iterator[Beats]:
+def watched(
+    world: World,
+    store: Store,
+    timeout_s: float,
+    names: list[str],
+    describe: Callable[[BaseException], tuple[int, str]] | None = None,
+) -> Iterator[Beats]:
     """Show the other ranks what this rank is doing while the block runs.
 
     Args:
@@ -79,6 +90,8 @@ def watched(world: World, store: Store, timeout_s: float, names: list[str]) -> I
         store: The store that the ranks share.
         timeout_s: How long ranks wait for each other, in seconds.
         names: The names of the ranks in messages, by rank.
+        describe: Returns the exit code and the message of an error, for ranks that wait for this one. Rank 0 then waits
+            until they have read how it ends, if it ends before all are ready.
 
     Yields:
         This rank's beats, whose ``timeout_s`` may be changed.
@@ -91,78 +104,29 @@ def watched(world: World, store: Store, timeout_s: float, names: list[str]) -> I
     try:
         yield beats
     except Stopped:
-        beats.left = _STOPPED
+        beats.left = STOPPED
         raise
-    except EndedTogether:
-        raise
-    except Exception as error:
-        if is_peer_error(error) and (reason := beats.explain(is_timeout(error), names)) is not None:
+    except BaseException as error:
+        lost = isinstance(error, Exception) and not isinstance(error, EndedTogether) and is_peer_error(error)
+        if lost and (reason := beats.explain(is_timeout(error), names)) is not None:
             raise LaunchError(reason) from None
+        if not beats.left:
+            beats.exit_code, beats.left = (1, _UNSAID) if describe is None else describe(error)
         raise
     finally:
         beats.close()
+        if describe is not None and world.rank == 0 and not beats.ready:
+            _await_leaving(store, world.size)
 
 
-def await_keys(store: Store, keys: Mapping[int, str], timeout_s: float, names: list[str], stops: bool = True) -> None:
-    """Wait until each rank of ``keys`` has put its key into the store, for as long as these ranks send beats.
-
-    Args:
-        store: The store that the ranks share.
-        keys: The keys, by rank.
-        timeout_s: How long a rank may send no beat, in seconds.
-        names: The names of the ranks in messages, by rank.
-        stops: Whether a request to stop ends the wait.
-
-    Raises:
-        Stopped: If this rank or one of the others was asked to stop.
-        LaunchError: If one of the others has ended or sends no beats, or if the store is gone.
-    """
-    heard = {rank: (b"", time.monotonic()) for rank in keys}
-    pause_s, look = poll_s(len(names)), time.monotonic()
-    with store_of(names[0]):
-        while not store.check(list(keys.values())):
-            if stops and wanted():
-                raise Stopped("stopped before the first step")
-            if time.monotonic() >= look:
-                look = time.monotonic() + _EVERY_S
-                for rank, key in keys.items():
-                    _check_heard(store, rank, key, heard, timeout_s, names[rank])
-            time.sleep(pause_s)
-
-
-@contextmanager
-def store_of(host: str) -> Iterator[None]:
-    """Turn errors about a lost store before the first step into the error that its ``host`` has ended."""
-    try:
-        yield
-    except Exception as error:
-        if not is_peer_error(error):
-            raise
-        raise LaunchError(
-            f"{host}, or the launcher there, has ended before the first step, and with it the store where the ranks "
-            f"meet: {error}"
-        ) from None
-
-
-def _check_heard(
-    store: Store, rank: int, key: str, heard: dict[int, tuple[bytes, float]], timeout_s: float, name: str
-) -> None:
-    beat = store.get(_key(rank)) if store.check([_key(rank)]) else b""
-    before, since = heard[rank]
-    if store.check([key]):
-        return
-    at = Note(*json.loads(beat)[:-1]) if beat else Note(0, "starting", time.time())
-    if at.left == _STOPPED:
-        raise Stopped(f"stopped before the first step, as {name} was")
-    if at.left:
-        raise LaunchError(f"{name} has ended before the first step, {at.doing}; its output says why")
-    if beat != before:
-        heard[rank] = beat, time.monotonic()
-    elif time.monotonic() - since > timeout_s:
-        raise LaunchError(
-            f"{name} has not been heard for {timeout_s:g} s (parallel.timeout_s): {at.doing}. Its process, its machine "
-            "or the network to it has stopped"
-        )
+def _await_leaving(store: Store, size: int) -> None:
+    """Wait until the others have read how rank 0 ends: if it hosts the store, they cannot do so after it has ended."""
+    deadline = time.monotonic() + _READ_S
+    with suppress(Exception):  # the store is gone
+        while time.monotonic() < deadline:
+            if sum(bool(at.left) for at in read_notes(store, range(1, size)).values()) == size - 1:
+                break
+            time.sleep(poll_s(size))
 
 
 def poll_s(ranks: int) -> float:
@@ -173,7 +137,7 @@ def poll_s(ranks: int) -> float:
 def read_notes(store: Store, ranks: Iterable[int]) -> dict[int, Note]:
     """Return the last note of each rank that has left one in the store."""
     present = [rank for rank in ranks if store.check([_key(rank)])]
-    return {rank: Note(*json.loads(store.get(_key(rank)))[:-1]) for rank in present}
+    return {rank: Note(*json.loads(store.get(_key(rank)))) for rank in present}
 
 
 def describe_stall(notes: dict[int, Note], names: list[str], timeout_s: float) -> str:
@@ -193,11 +157,13 @@ class Beats:
 
     Attributes:
         timeout_s: How long ranks wait for each other, in seconds.
-        left: How this rank leaves; empty while it runs.
+        left: How this rank leaves, in words if it has failed; empty while it runs.
+        exit_code: The exit code with which it leaves.
+        ready: Whether all ranks are ready to begin.
     """
 
     def __init__(self, rank: int, store: Store, timeout_s: float) -> None:
-        self.timeout_s, self.left = timeout_s, ""
+        self.timeout_s, self.left, self.exit_code, self.ready = timeout_s, "", 0, False
         self._rank, self._store, self._count = rank, store, 0
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -264,8 +230,8 @@ class Beats:
         with self._lock, suppress(Exception):
             at = here()
             stack = _main_stack() if at.silent_s > self.timeout_s / 2 else ()
-            self._count += 1  # each beat differs from the last, so a rank that waits sees that this one is alive
-            beat = [at.step, at.doing, at.since, self.left, stack, self._count]
+            self._count += 1
+            beat = [at.step, at.doing, at.since, self.left, self.exit_code, stack, self._count]
             self._store.set(_key(self._rank), json.dumps(beat))
 
 

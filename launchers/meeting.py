@@ -227,8 +227,6 @@ class Meeting:
         peers: Their machines and addresses, by rank; empty if ``run_workers`` has started them.
         names: Their names in messages, by rank.
         beats: The thread that shows the other ranks what this rank is doing.
-        messages: How many messages rank 0 has sent to the others (launchers.rank_0).
-        ready: Whether all ranks are ready to begin.
     """
 
     world: World
@@ -236,22 +234,19 @@ class Meeting:
     peers: list[Peer]
     names: list[str]
     beats: Beats
-    messages: int = 0
-    ready: bool = False
-
-    def allow(self, timeout_s: float) -> None:
-        """Change how long ranks wait for each other, in seconds."""
-        self.store.set_timeout(timedelta(seconds=timeout_s))
-        self.beats.timeout_s = timeout_s
 
 
 @contextmanager
-def rendezvous(world: World, timeout_s: float) -> Iterator[Meeting | None]:
+def rendezvous(
+    world: World, timeout_s: float, describe: Callable[[BaseException], tuple[int, str]] | None = None
+) -> Iterator[Meeting | None]:
     """Meet the other ranks, and show them what this rank is doing while the block runs.
 
     Args:
         world: This rank's world.
         timeout_s: How long to wait for the others, in seconds.
+        describe: Returns the exit code and the message of an error. If rank 0 ends before all are ready, the others end
+            with it, and with these.
 
     Yields:
         The ranks that have met, which are also the ``current_meeting``; None for a single rank.
@@ -267,7 +262,7 @@ def rendezvous(world: World, timeout_s: float) -> Iterator[Meeting | None]:
         return
     peers = find_peers(world, store, timeout_s) if world.origin != "local" else []
     names = [str(peer) for peer in peers] or [f"rank {rank}" for rank in range(world.size)]
-    with watched(world, store, timeout_s, names) as beats:
+    with watched(world, store, timeout_s, names, describe) as beats:
         _meeting = Meeting(world, store, peers, names, beats)
         try:
             yield _meeting

@@ -1,38 +1,34 @@
 """Rank 0 prepares a run and sends it to the other ranks, which end if the run cannot begin.
 
-It says one thing after another, and the others wait for each: the contents of a run, and at last that all are ready, or
-that it ends. All of this is within ``rendezvous``.
+They wait for its contents, and later until all are ready, for as long as rank 0 lives; its beats say how it ends. All
+of this is within ``rendezvous``.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
-from launchers import stopping
-from launchers.failure import EndedTogether
-from launchers.heartbeat import await_keys, note, store_of
+from common.errors import LaunchError
+from launchers.failure import EndedTogether, is_peer_error
+from launchers.heartbeat import STOPPED, Note, note, poll_s, read_notes
 from launchers.meeting import Meeting
+from launchers.stopping import Stopped, wanted
 
-_POLL_S = 0.05
-_HEARD_S = 5.0  # how long rank 0 waits for the others to read that it ends
-_HEARD = "heard-the-end"
-
-
-def tell(meeting: Meeting, **said: Any) -> None:
-    """Send the other ranks the ``content`` for which they wait in ``hear``, or the ``exit_code`` of rank 0."""
-    meeting.store.set(_next(meeting), json.dumps(said))
+_LOOK_S = 1.0  # between two looks at the beats of the ranks that are awaited
 
 
-def hear(meeting: Meeting, stops: bool = True) -> Any:
+def tell(meeting: Meeting, content: Any) -> None:
+    """Send the other ranks the content for which they wait in ``hear``."""
+    meeting.store.set("job-0", json.dumps(content))
+
+
+def hear(meeting: Meeting) -> Any:
     """Wait for the content that rank 0 sends, for as long as rank 0 is alive.
-
-    Args:
-        meeting: The ranks that have met.
-        stops: Whether a request to stop ends the wait.
 
     Raises:
         SystemExit: If rank 0 has done its work without a run.
@@ -40,65 +36,79 @@ def hear(meeting: Meeting, stops: bool = True) -> Any:
         EndedTogether: If rank 0 has ended with an error.
         LaunchError: If rank 0 sends no beats any more.
     """
-    name, key = meeting.names[0], _next(meeting)
     note(0, "waiting for rank 0")
-    stops = stops and meeting.world.origin != "slurm"  # SLURM signals all tasks, and rank 0 queues the job again
-    await_keys(meeting.store, {0: key}, meeting.beats.timeout_s, meeting.names, stops)
+    # SLURM signals all tasks, and rank 0 queues the job again.
+    _await(meeting, "job", [0], stops=meeting.world.origin != "slurm")
     note(0, "starting")
-    said = json.loads(meeting.store.get(key))
-    if "content" in said:
-        return said["content"]
-    meeting.store.add(_HEARD, 1)
-    if said["exit_code"] == 0:
-        raise SystemExit(0)
-    if said["exit_code"] == stopping.EXIT_CODE:
-        raise stopping.Stopped(f"stopped before the first step, as {name} was")
-    raise EndedTogether(f"{name} has ended before the first step: {said['message']}", said["exit_code"])
-
-
-def _next(meeting: Meeting) -> str:
-    meeting.messages += 1
-    return f"message-{meeting.messages}"
-
-
-@contextmanager
-def ending_together(meeting: Meeting | None, describe: Callable[[BaseException], tuple[int, str]]) -> Iterator[None]:
-    """On rank 0, end the other ranks if the block ends before all are ready.
-
-    Args:
-        meeting: The ranks that have met; None if there is only one rank.
-        describe: Returns the exit code and the message of an error.
-    """
-    exit_code, message = 0, ""
-    try:
-        yield
-    except BaseException as error:
-        exit_code, message = describe(error)
-        raise
-    finally:
-        if meeting is not None and meeting.world.rank == 0 and not meeting.ready:
-            with suppress(Exception):  # if the store is gone, the others notice it
-                tell(meeting, exit_code=exit_code, message=message)
-                deadline = time.monotonic() + _HEARD_S
-                # The host of the store stays until the others have read this, which they cannot do after it has ended.
-                while meeting.store.add(_HEARD, 0) < meeting.world.size - 1 and time.monotonic() < deadline:
-                    time.sleep(_POLL_S)
+    return json.loads(meeting.store.get("job-0"))
 
 
 def ready_together(meeting: Meeting, timeout_s: float) -> None:
     """Wait until all ranks call this, for as long as they are alive, since a rank may read its data for the first time.
 
-    Raises the errors of ``hear``.
+    From then on ranks wait ``timeout_s`` seconds for each other. Raises the errors of ``hear``.
     """
-    meeting.allow(timeout_s)
-    if stopping.wanted():
-        raise stopping.Stopped("stopped before the first step")
+    meeting.store.set_timeout(timedelta(seconds=timeout_s))
+    meeting.beats.timeout_s = timeout_s
+    if wanted():
+        raise Stopped("stopped before the first step")
     if meeting.world.rank > 0:
-        with store_of(meeting.names[0]):
+        with _host_lives(meeting):
             meeting.store.set(f"ready-{meeting.world.rank}", "")
-        hear(meeting, stops=False)  # from here on the ranks stop together
+        _await(meeting, "ready", [0], stops=False)  # from here on the ranks stop together
     else:
-        others = {rank: f"ready-{rank}" for rank in range(1, meeting.world.size)}
-        await_keys(meeting.store, others, timeout_s, meeting.names)
-        tell(meeting, content=None)
-        meeting.ready = True
+        _await(meeting, "ready", range(1, meeting.world.size), stops=True)
+        meeting.store.set("ready-0", "")
+        meeting.beats.ready = True
+
+
+def _await(meeting: Meeting, what: str, ranks: Sequence[int], stops: bool) -> None:
+    """Wait until each of ``ranks`` has put its key "WHAT-RANK" into the store, for as long as they send beats.
+
+    A request to stop ends the wait if it ``stops``.
+    """
+    store, names, look = meeting.store, meeting.names, time.monotonic()
+    heard = {rank: (Note(0, "starting", time.time()), look) for rank in ranks}
+    with _host_lives(meeting):
+        while not store.check([f"{what}-{rank}" for rank in ranks]):
+            if stops and wanted():
+                raise Stopped("stopped before the first step")
+            if time.monotonic() >= look:
+                look = time.monotonic() + _LOOK_S
+                for rank, at in read_notes(store, ranks).items():
+                    if at != heard[rank][0]:
+                        heard[rank] = at, time.monotonic()
+                for rank, (at, since) in heard.items():
+                    if not store.check([f"{what}-{rank}"]):
+                        _check_alive(rank, names[rank], at, since, meeting.beats.timeout_s)
+            time.sleep(poll_s(len(names)))
+
+
+def _check_alive(rank: int, name: str, at: Note, since: float, timeout_s: float) -> None:
+    if at.left == STOPPED:
+        raise Stopped(f"stopped before the first step, as {name} was")
+    if at.left and rank > 0:
+        raise LaunchError(f"{name} has ended before the first step, {at.doing}; {at.left}")
+    if at.left and at.exit_code:
+        raise EndedTogether(f"{name} has ended before the first step: {at.left}", at.exit_code)
+    if at.left:
+        raise SystemExit(0)
+    if time.monotonic() - since > timeout_s:
+        raise LaunchError(
+            f"{name} has not been heard for {timeout_s:g} s (parallel.timeout_s): {at.doing}. Its process, its machine "
+            "or the network to it has stopped"
+        )
+
+
+@contextmanager
+def _host_lives(meeting: Meeting) -> Iterator[None]:
+    """Turn errors about a lost store before the first step into the error that its host has ended."""
+    try:
+        yield
+    except Exception as error:
+        if not is_peer_error(error):
+            raise
+        raise LaunchError(
+            f"{meeting.names[0]}, or the launcher there, has ended before the first step, and with it the store where "
+            f"the ranks meet: {error}"
+        ) from None

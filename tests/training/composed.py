@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from conf.composition import Composed
 from conf.composition import compose as composed_of
 from conf.instantiate import to_config, to_dict
 from data.loader import TrainBatches
+from launchers.world import STORE_FILE
 from training.checkpoint.configuration import saved_config
 
 # Ranks and command line of each strategy, all with four micro-batches a step.
@@ -110,8 +113,7 @@ def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
     import torch.distributed as dist
 
     from launchers import World
-    from launchers.heartbeat import watched
-    from launchers.meeting import Meeting
+    from launchers import meeting as meetings
     from training.run.rank import run as training
 
     if not dist.is_initialized():
@@ -120,10 +122,8 @@ def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
-    world, store = World(rank, size, rank, size, "local"), dist.FileStore(meeting, size)
-    names = [f"rank {other}" for other in range(size)]
-    with watched(world, store, 300, names) as beats:
-        return training(to_config(tree), Path(folder), world, Meeting(world, store, [], names, beats))
+    os.environ[STORE_FILE], meetings._connections = meeting, itertools.count()
+    return training(to_config(tree), Path(folder), World(rank, size, rank, size, "local"))
 
 
 def steps(folder: Path) -> list[dict]:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from common.machine import changed_environment
 from conf.composition import Composed
-from conf.instantiate import environment, to_config, to_dict
+from conf.instantiate import environment, to_dict
 from conf.masking import mask_secrets
 from conf.words import hydra_word
 from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
@@ -154,6 +154,7 @@ def to_text(composed: Composed) -> str:
 
 def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
     from models.given import pack_given
+    from training.studies.short_run import run_on_rank
 
     timeout_s = cfg.parallel.timeout_s
     args = to_dict(cfg), str(run_dir), pack_given()
@@ -163,7 +164,7 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
         failures.append(failure)
         print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
 
-    run_workers(_work, args, processes, run_dir / "logs", most, True, timeout_s, on_restart=tell)
+    run_workers(run_on_rank, args, processes, run_dir / "logs", most, True, timeout_s, on_restart=tell)
 
 
 def is_queued(cfg: Any, world: World | None) -> bool:
@@ -173,17 +174,3 @@ def is_queued(cfg: Any, world: World | None) -> bool:
 
 def _restarts(cfg: Any) -> int:
     return cfg.launcher.get("max_restarts", 0) if cfg.mode == "train" else 0
-
-
-def _work(world: World, tree: dict, run_dir: str, given: bytes | None) -> None:
-    """Run one rank in a local worker. After a restart, it resumes from the newest checkpoint."""
-    from launchers.world import restarts
-    from models.given import unpack_given
-    from training.checkpoint.load import after_restart
-    from training.run.rank import run
-
-    unpack_given(given)
-    cfg, folder = to_config(tree), Path(run_dir)
-    if restarts() > 0:
-        after_restart(cfg, folder)
-    run(cfg, folder, world)

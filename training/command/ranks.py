@@ -35,19 +35,16 @@ def leading(world: World | None, arguments: Sequence[str]) -> Iterator[None]:
         yield
         return
     from launchers.meeting import rendezvous
-    from launchers.rank_0 import ending_together
 
     if world.origin == "torchrun":
         stopping.stop_without_parent()
-    with rendezvous(world, _typed_timeout(arguments)) as meeting, ending_together(meeting, ended):
+    with rendezvous(world, _typed_timeout(arguments), ended):
         note(0, "reading the command line and preparing the data")
         yield
 
 
 def ended(error: BaseException) -> tuple[int, str]:
     """Return the exit code of rank 0 after an error, and its message for the other ranks."""
-    if isinstance(error, Stopped):
-        return stopping.EXIT_CODE, ""
     if isinstance(error, SystemExit):  # Hydra has printed the reason
         return error.code if isinstance(error.code, int) else int(error.code is not None), "its output says why"
     code, message = described(error)
@@ -66,8 +63,8 @@ def lead(setup: Setup, run_dir: Path, world: World) -> None:
             raise Stopped("stopped before the first step")
         if meeting is not None:
             print(describe_peers(meeting.peers), flush=True)
-            tell(meeting, content={"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
-        run(cfg, run_dir, world, meeting, setup)
+            tell(meeting, {"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
+        run(cfg, run_dir, world, setup)
 
 
 def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] | None = None) -> None:
@@ -111,7 +108,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
         redirect_output(run_dir / "logs", world.rank)
         try:
             with _requeued(world):
-                run(cfg, run_dir, world, meeting)
+                run(cfg, run_dir, world)
         except Stopped:
             raise Stopped from None  # rank 0 prints the message
         except BaseException:

@@ -116,7 +116,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
     from launchers.meeting import describe_peers, nodes, rendezvous
-    from launchers.rank_0 import ending_together, hear, tell
+    from launchers.rank_0 import hear, tell
     from training.checkpoint.load import after_restart
     from training.run.prepare import describe, prepare
     from training.run.rank import run
@@ -125,7 +125,7 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     if restarts() > 0:
         after_restart(cfg, run_dir)
     try:
-        with rendezvous(world, cfg.parallel.timeout_s) as meeting, ending_together(meeting, ended):
+        with rendezvous(world, cfg.parallel.timeout_s, ended) as meeting:
             use_code_of(cfg)
             if meeting is not None and world.rank > 0:  # rank 0 has measured for all
                 cfg.parallel.balance, setup = hear(meeting), None
@@ -138,8 +138,8 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
                 print(describe(setup), flush=True)
                 if meeting is not None:
                     print(describe_peers(meeting.peers), flush=True)
-                    tell(meeting, content=to_dict(cfg.parallel)["balance"])
-            run(cfg, run_dir, world, meeting, setup)
+                    tell(meeting, to_dict(cfg.parallel)["balance"])
+            run(cfg, run_dir, world, setup)
     except Exception as error:
         # If the launcher did not wait, nobody else records the error.
         if not is_peer_error(error):

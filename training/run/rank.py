@@ -21,7 +21,7 @@ from conf.instantiate import build, environment, to_dict, use_code_of
 from conf.masking import mask_secrets
 from conf.words import hydra_word
 from launchers import World
-from launchers.meeting import Meeting, nodes, rendezvous
+from launchers.meeting import current_meeting, nodes, rendezvous
 from launchers.rank_0 import ready_together
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
@@ -59,7 +59,6 @@ def run(
     cfg: Any,
     run_dir: Path,
     world: World | None = None,
-    meeting: Meeting | None = None,
     setup: Setup | None = None,
 ) -> dict[str, Any]:
     """Train a model, or evaluate a checkpoint.
@@ -68,7 +67,6 @@ def run(
         cfg: The composed configuration, with ``mode`` "train" or "eval".
         run_dir: The existing directory in which rank 0 writes.
         world: Which rank this process is; None for a single process.
-        meeting: The ranks, if they were not started by this project; they have met already.
         setup: The result of ``prepare(cfg)``; None if another process has checked the configuration.
 
     Returns:
@@ -84,9 +82,9 @@ def run(
     share_cores(world.local_size, cfg.parallel.threads)
     set_arithmetic(cfg.train)
     setup = setup or build_setup(cfg, world.size, nodes())
-    if meeting is not None:  # the ranks were started one by one, maybe on machines that have to prepare the data first
+    if (meeting := current_meeting()) is not None:  # started one by one; their machines may have to prepare the data
         ready_together(meeting, cfg.parallel.timeout_s)
-    with _strategy(setup, world, meeting) as strategy:
+    with _strategy(setup, world) as strategy:
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
         optimizer = Optimizer(to_dict(cfg.optim), strategy)
@@ -192,14 +190,14 @@ def strategy_options(cfg: Any) -> Options:
 
 
 @contextmanager
-def _strategy(setup: Setup, world: World, meeting: Meeting | None) -> Iterator[Strategy]:
+def _strategy(setup: Setup, world: World) -> Iterator[Strategy]:
     """Connect the ranks and build this rank's part of the model."""
     if setup.plan.device_type == "cpu":
         keep_freed_memory(_weight_bytes(setup.plan, world.rank))
-    with _process_group(world, setup, meeting):
+    with _process_group(world, setup):
         mesh = setup.plan.mesh(world.rank).connect(setup.cfg.parallel.timeout_s)
         if mesh.size > 1:
-            _warn(mesh, check_ranks(mesh, setup, alike=meeting is None))
+            _warn(mesh, check_ranks(mesh, setup, alike=world.origin == "local"))
             check_nodes(mesh, setup.plan, setup.cfg.parallel.shard, world.local_size)
         options, model, chain = strategy_options(setup.cfg), setup.cfg.model, setup.chain
         anew = setup.cfg.mode == "train" and setup.cfg.train.resume is None
@@ -214,13 +212,13 @@ def _strategy(setup: Setup, world: World, meeting: Meeting | None) -> Iterator[S
 
 
 @contextmanager
-def _process_group(world: World, setup: Setup, meeting: Meeting | None) -> Iterator[None]:
+def _process_group(world: World, setup: Setup) -> Iterator[None]:
     if world.size == 1:
         yield
         return
     timeout_s = setup.cfg.parallel.timeout_s
     with ExitStack() as stack:
-        meeting = meeting or stack.enter_context(rendezvous(world, timeout_s))
+        meeting = current_meeting() or stack.enter_context(rendezvous(world, timeout_s))
         assert meeting is not None  # as there are several ranks
         device = setup.plan.device_type
         backend = init_process_group(device, world.rank, world.size, world.local_rank, meeting.store, timeout_s)

@@ -1,4 +1,4 @@
-"""A run inside another command: the same training for a few steps, without loggers and callbacks."""
+"""A run in workers; and a run inside another command: the same training for a few steps, which reports nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from conf.instantiate import to_config, to_dict
 from launchers import World
+from launchers.world import restarts
 from models.given import unpack_given
-from training.run.rank import run
 
 
 def short_run(cfg: Any, **train: Any) -> Any:
@@ -27,6 +27,12 @@ def short_run(cfg: Any, **train: Any) -> Any:
 
 
 def run_on_rank(world: World, tree: dict, run_dir: str, given: bytes | None) -> dict[str, Any]:
-    """Run it on one rank, for ``launchers.call_in_workers``. Returns the summary."""
+    """Run one rank in a worker of ``launchers``, from the newest checkpoint after a restart. Returns the summary."""
+    from training.checkpoint.load import after_restart
+    from training.run.rank import run  # here, as the process that starts the workers does not need it
+
     unpack_given(given)
-    return run(to_config(tree), Path(run_dir), world)
+    cfg, folder = to_config(tree), Path(run_dir)
+    if restarts() > 0:
+        after_restart(cfg, folder)
+    return run(cfg, folder, world)
