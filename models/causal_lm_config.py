@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _CONFIG = "config.json"
 # Keys of a configuration that say nothing about the numbers of a model.
 _FREE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "vocab_size"}
-_FAMILY = Family("transformers", kinds={}, sizes={}, fixed={}, free=frozenset(), unseen=(), complete=dict)
+_FAMILY = Family("transformers", kinds={}, sizes={}, keys={}, unseen=(), complete=dict)
 
 
 def config_file(config: str | None) -> Path:

@@ -13,8 +13,8 @@ from typing import Any
 from common.errors import ModelError
 from common.files import folder_of, parse_json
 
-# Keys that transformers writes for any model and on which no logit depends.
-_FREE = {
+# {a key that transformers writes for any model: the values with which this project computes the same; None: any}.
+_COMMON: dict[str, Sequence[Any] | None] = dict.fromkeys((
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict", "output_attentions",
     "output_hidden_states", "output_past", "id2label", "label2id", "_num_labels", "problem_type",
@@ -27,13 +27,13 @@ _FREE = {
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
     "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-}  # fmt: skip
+))  # fmt: skip
+_COMMON |= {"is_encoder_decoder": [False], "chunk_size_feed_forward": [0], "pruned_heads": [{}]}
 # The word after ``model=`` for the architectures that have a family; others are models of transformers.
 WORDS = {
     "GPT2LMHeadModel": "gpt2",
     **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), "llama"),
 }
-_FIXED = {"is_encoder_decoder": [False], "chunk_size_feed_forward": [0], "pruned_heads": [{}]}
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Family:
         name: The word after ``model=``.
         kinds: {a name in ``architectures``: the sizes that follow from it}.
         sizes: {this project's name of a size: Hugging Face's}.
-        fixed: {key: the values with which this project computes the same}.
-        free: Keys on which no logit depends, or that follow from the names and shapes of the weights.
+        keys: {key: the values with which this project computes the same}; None: any, since no logit depends on the
+            key, or it follows from the names and shapes of the weights.
         unseen: Keys that change logits, but no name or shape of a weight.
         complete: Returns the keys with defaults for missing ones, and without nested ones.
     """
@@ -53,8 +53,7 @@ class Family:
     name: str
     kinds: Mapping[str, Mapping[str, Any]]
     sizes: Mapping[str, str]
-    fixed: Mapping[str, Sequence[Any]]
-    free: frozenset[str]
+    keys: Mapping[str, Sequence[Any] | None]
     unseen: tuple[str, ...]
     complete: Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -83,12 +82,12 @@ class Family:
             raise ModelError(f"{where} is {kind}; use model={WORDS.get(kind, 'transformers')}")
         config = self.complete({key: value for key, value in content.items() if value is not None})
         problems = [f"lacks {theirs}" for theirs in self.sizes.values() if theirs not in config]
-        fixed, free = {**_FIXED, **self.fixed}, _FREE | self.free | {*self.sizes.values()}
+        known = {**_COMMON, **dict.fromkeys(self.sizes.values()), **self.keys}
         for key, value in config.items():
-            if key in fixed and value not in fixed[key]:
-                problems.append(f"has {key}={value} (here {' or '.join(map(str, fixed[key])) or 'none'})")
-            elif key not in fixed and key not in free:
+            if key not in known:
                 problems.append(f"has {key}={value}, which is not known here")
+            elif (same := known[key]) is not None and value not in same:
+                problems.append(f"has {key}={value} (here {' or '.join(map(str, same)) or 'none'})")
         if problems:
             listed = ", ".join(problems)
             raise ModelError(
@@ -96,38 +95,13 @@ class Family:
             )
         return {**{key: config[theirs] for key, theirs in self.sizes.items()}, **self.kinds[kind]}
 
-    def beside(
-        self, model: Mapping[str, Any], typed: Mapping[str, Any], named: Callable[[], Mapping[str, Any]]
-    ) -> dict[str, Any] | None:
-        """Return the sizes in the config.json beside the weights of ``model.init_from``, and those that are typed.
+    def beside(self, model: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the sizes in the config.json beside the weights ``model.init_from``; None if there is no such file.
 
-        Args:
-            model: The section ``model``.
-            typed: Its sizes that are not null. A larger vocabulary than the file's is kept.
-            named: Returns the sizes of ``model.size``, if that is not null.
-
-        Returns:
-            The sizes; None if there is no such file.
-
-        Raises:
-            ModelError: If config.json describes another kind of model, or a size contradicts it.
+        If ``model.size`` is set, this is the vocabulary alone. ``HuggingFace.difference`` compares the others.
         """
         path = None if model.get("init_from") is None else folder_of(model["init_from"]) / "config.json"
         if path is None or not path.is_file():
             return None
         sizes = self.read(path)
-        chosen = {} if model["size"] is None else named()
-        for model_sizes, source, out in ((typed, "", None), (chosen, f"size={model['size']} has ", "size")):
-            if (differs := first_difference(sizes, model_sizes)) is not None:
-                key, value, mine = differs
-                theirs = f"{path} has {self.sizes.get(key, key)}={value}"
-                raise ModelError(f"model.{source}{key}={mine}, but {theirs}; leave model.{out or key} out")
-        return {**sizes, **typed}
-
-
-def first_difference(sizes: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first (name, size, model's size) that differ. The model may have a larger vocabulary."""
-    for key, value in sizes.items():
-        if key in model and model[key] != value and not (key == "vocab_size" and model[key] > value):
-            return key, value, model[key]
-    return None
+        return sizes if model["size"] is None else {"vocab_size": sizes["vocab_size"]}

@@ -66,17 +66,17 @@ GPT2 = Family(
         "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions",
         "vocab_size": "vocab_size",
     },
-    fixed={
+    keys={
         "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "layer_norm_epsilon": [1e-5], "n_inner": ["4 n_embd"],
         "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "tie_word_embeddings": [True],
         "add_cross_attention": [False],
+        # The order of operations, dropout (here model.dropout), and keys that GPT2LMHeadModel does not read.
+        **dict.fromkeys((
+            "reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "n_special",
+            "predict_special_tokens", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+            "summary_type", "summary_use_proj",
+        )),
     },
-    # The order of attention's operations, dropout (here model.dropout), and keys that GPT2LMHeadModel does not read.
-    free=frozenset({
-        "reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "n_special",
-        "predict_special_tokens", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-        "summary_type", "summary_use_proj",
-    }),
     unseen=("n_head", "activation_function", "layer_norm_epsilon"),
     complete=_complete,
 )  # fmt: skip
@@ -96,12 +96,11 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     if it is larger, and padded if it has GPT-2's size. Otherwise only the vocabulary is returned.
 
     Raises:
-        ModelError: If config.json describes another kind of model, or a size in the section contradicts it.
+        ModelError: If config.json describes another kind of model.
     """
-    size, vocabulary = with_defaults(model)
     typed = {key: model[key] for key in GPT2.sizes if model[key] is not None}
-    if len(typed) == len(GPT2.sizes) or (sizes := GPT2.beside(model, typed, lambda: vars(size))) is None:
-        return {"vocab_size": vocabulary}
+    if len(typed) == len(GPT2.sizes) or (sizes := GPT2.beside(model)) is None:
+        return {"vocab_size": with_defaults(model)[1]}
     rows = max(sizes["vocab_size"], words or 0)
     if rows > VOCABULARY - PADDED_TO:  # in a smaller vocabulary, padding would get a share of the probabilities
         rows = -(-rows // PADDED_TO) * PADDED_TO

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.config_json import Family, first_difference
+from models.config_json import Family
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class HuggingFace:
             ModelError: If config.json describes a model that this family does not have.
         """
         sizes = self.family.describe(self.config, f"model={self.family.name}")
-        if (differs := first_difference(self.family.read(path), sizes)) is None:
-            return None
-        key, value, mine = differs
-        says = f"{path} says {self.family.sizes.get(key, key)}={value}"
-        return f"{says}, the model has {mine}; set model.{key}={value}"
+        for key, value in self.family.read(path).items():
+            if sizes[key] != value and not (key == "vocab_size" and sizes[key] > value):
+                says = f"{path} says {self.family.sizes.get(key, key)}={value}"
+                return f"{says}, the model has {sizes[key]}; leave model.size and model.{key} out"
+        return None
 
     def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return Hugging Face's state dict, without a tied head, and the content of config.json.

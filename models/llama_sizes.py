@@ -73,11 +73,11 @@ KEYS = {  # this project's names, and those of Hugging Face's config.json
 
 
 def _complete(config: dict[str, Any]) -> dict[str, Any]:
-    heads, kind = config.get("num_attention_heads"), config["architectures"][0]  # Family.describe has checked it
+    heads, kind = config["num_attention_heads"], config["architectures"][0]  # Family.describe has checked it
     full = {"tie_word_embeddings": False, "initializer_range": 0.02, "rope_theta": 10_000.0}
-    if heads is not None and "hidden_size" in config:
-        head_dim = 128 if kind == "Qwen3ForCausalLM" else config["hidden_size"] // heads
-        full |= {"num_key_value_heads": heads, "head_dim": head_dim}
+    full |= {"num_key_value_heads": heads, "head_dim": 128}
+    if kind != "Qwen3ForCausalLM":
+        full["head_dim"] = config["hidden_size"] // heads
     # As transformers 5.24: rope_scaling, if there is any, replaces rope_parameters, with its base.
     full |= config | (config.get("rope_scaling") or config.get("rope_parameters", {}))
     full["rope_theta"] = float(full["rope_theta"])
@@ -98,13 +98,13 @@ LLAMA = Family(
         "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
     },
     sizes={**KEYS, "rope_scaling": "rope_scaling"},
-    fixed={
+    keys={
         "hidden_act": ["silu"], "attention_dropout": [0.0], "mlp_bias": [False], "attention_bias": [False],
         "pretraining_tp": [1], "sliding_window": [], "use_sliding_window": [False], "use_mrope": [False],
         "rope_interleaved": [False], "partial_rotary_factor": [1.0], "rope_type": ["default", "llama3"],
         "type": ["default", "llama3"], "layer_types": [["full_attention"]],
+        **dict.fromkeys(("is_llama_config", "max_window_layers", *LLAMA3)),
     },
-    free=frozenset({"is_llama_config", "max_window_layers", *LLAMA3}),
     unseen=(
         "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rms_norm_eps",
         "hidden_act",
@@ -137,15 +137,15 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     returned: that of ``size``, or of the data if it is larger.
 
     Raises:
-        ModelError: If config.json describes another kind of model, or a size in the section contradicts it.
+        ModelError: If config.json describes another kind of model.
     """
     known, size = {field.name: model.get(field.name) for field in fields(Size)}, model["size"]
     typed = {key: value for key, value in known.items() if value is not None}
     all_typed = typed.keys() | {"rope_scaling"} == known.keys()
-    if all_typed or (sizes := LLAMA.beside(model, typed, lambda: vars(chosen_size(size, known)))) is None:
+    if all_typed or (sizes := LLAMA.beside(model)) is None:
         vocabulary = chosen_size(size, known).vocab_size
         return {"vocab_size": vocabulary if known["vocab_size"] else max(vocabulary, words or 0)}
-    return sizes
+    return {**sizes, **typed}
 
 
 def to_config(size: Size) -> dict[str, Any] | None:
