@@ -7,7 +7,6 @@ prevent endless loops or gigabytes of text, which Jinja computes even while it r
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
@@ -16,10 +15,9 @@ import resource
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from datetime import date, datetime, time
 from functools import cache
 from os.path import commonprefix
@@ -37,7 +35,6 @@ from common.errors import DataError
 # The limits of a row: seconds of processor time, bytes of memory and characters, and how much of each is added for each
 # of its own characters. A published template takes some 50 microseconds, and adds some hundred characters.
 _SECONDS, _BYTES, _CHARACTERS = (3, 1e-6), (2**30, 64), (1_000_000, 4)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _START = "import sys; sys.path[:] = sys.argv[1:]; from data.templates import serve; serve()"
 _MESSAGE_CHARACTERS = 500
 
@@ -80,8 +77,7 @@ class ChatTemplate:
 
     def check(self) -> bool:
         """Return whether it has generation blocks; raise DataError with the problem if the text is not a template."""
-        with _process(self) as process:
-            return process.has_blocks
+        return _ask(self, [])["has_blocks"]
 
     def render(self, chat: Chat, continued: bool = False) -> tuple[str, list[Span]]:
         """Return a chat as text, and the places in it of what the assistant writes, in ascending order.
@@ -98,141 +94,103 @@ class ChatTemplate:
                 no generation blocks and does not begin as the messages before an answer do. The message describes the
                 problem, but not the row.
         """
-        with _process(self) as process:
-            done = process.ask([chat.messages, chat.tools, continued])
+        done = _ask(self, [chat.messages, chat.tools, continued])
         return done["text"], [(start, end) for start, end in done["spans"]]
 
 
 # -- in the process that sends requests ------------------------------------------------------------------------------
 
-# Processes without a request, by the id of the process that has started them, so that a forked process starts its own.
-# Threads take one by a single operation of the list, because a lock might be held while another thread forks.
-_idle: defaultdict[int, list[_Process]] = defaultdict(list)
+# The processes without a request, by their template. They end when their input is closed. A forked process starts its
+# own. Threads use single operations of dict and list, because a lock might be held while another thread forks.
+_idle: dict[ChatTemplate, list[subprocess.Popen]] = {}
+os.register_at_fork(after_in_child=_idle.clear)
 
 
-class _Process:
-    """A started process that renders one template, and is used by one thread at a time."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self.template = template
-        # Signals stay blocked in the process, since Ctrl-C reaches every process of the group. It ends with its input.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        # -S skips modules that an installation imports at each start, which may need more memory than is allowed.
-        command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[1]), *sys.path]
-        try:
-            self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        except OSError as error:
-            raise DataError(f"the process that renders templates cannot be started: {error}") from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert process.stdin is not None and process.stdout is not None  # they are pipes
-        self._given, self._got = process.stdin, process.stdout
-        self.has_blocks = self.ask([template.text, dict(template.special), template.day])["has_blocks"]
-
-    def ask(self, request: Any) -> Any:
-        """Return the answer to a request. If there is none, end the process and raise DataError."""
-        written = json.dumps(request, default=str).encode() + b"\n"  # Parquet has dates and decimals
-        line = b""
-        try:
-            with suppress(BrokenPipeError):
-                self._given.write(written)
-                self._given.flush()
-                line = self._got.readline()
-            if line.endswith(b"\n"):
-                answer = json.loads(line)
-            elif (code := self._process.wait()) == -signal.SIGXCPU:
-                answer = {"problem": f"it takes more than {_allowed(_SECONDS, len(written))} s of processor time"}
-            else:
-                answer = {"problem": f"the process that renders it has ended with code {code}"}
-            if "problem" in answer:
-                raise DataError(answer["problem"])
-            return answer
-        except BaseException:  # such as Ctrl-C, after which the answer must not be used for another request
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """End the process."""
-        with suppress(OSError), self._process:
-            self._process.kill()
+def _ask(template: ChatTemplate, request: Any) -> Any:
+    """Return the answer of a template's process to a request. If there is none, end the process, raise DataError."""
+    line, answer = json.dumps(request, default=str).encode() + b"\n", b""  # Parquet has dates and decimals
+    try:
+        process, first = _idle[template].pop(), b""
+    except (KeyError, IndexError):
+        process, first = _start(), json.dumps(astuple(template)).encode() + b"\n"
+    assert process.stdin is not None and process.stdout is not None  # they are pipes
+    try:
+        with suppress(BrokenPipeError):
+            process.stdin.write(first + line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        if answer.endswith(b"\n"):
+            read = json.loads(answer)
+        elif (code := process.wait()) == -signal.SIGXCPU:
+            read = {"problem": f"it takes more than {_allowed(_SECONDS, line)} s of processor time"}
+        else:
+            read = {"problem": f"the process that renders it has ended with code {code}"}
+        if "problem" in read:
+            raise DataError(read["problem"])
+    except BaseException:  # such as Ctrl-C, after which the answer must not be used for another request
+        process.kill()
+        raise
+    _idle.setdefault(template, []).append(process)
+    return read
 
 
-@contextmanager
-def _process(template: ChatTemplate) -> Iterator[_Process]:
-    """Lend a process that renders a template, and end idle processes of other templates."""
-    waiting, process = _idle[os.getpid()], None
-    while process is None:
-        try:
-            process = waiting.pop()
-        except IndexError:
-            process = _Process(template)
-        if process.template != template:
-            process.end()
-            process = None
-    yield process
-    waiting.append(process)
+def _start() -> subprocess.Popen:
+    """Start a process that renders a template, and end the idle ones of other templates."""
+    _idle.clear()
+    # -S skips modules that an installation imports at each start, which may need more memory than is allowed.
+    command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[1]), *sys.path]
+    try:
+        # In a session of its own, which Ctrl-C does not reach.
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    except OSError as error:
+        raise DataError(f"the process that renders templates cannot be started: {error}") from error
 
 
-@atexit.register
-def _end_all() -> None:
-    for process in _idle.pop(os.getpid(), []):
-        process.end()
+def _allowed(limit: tuple[int, float], line: bytes) -> int:
+    """Return the limit of a resource for a request."""
+    return limit[0] + int(limit[1] * len(line))
 
 
 # -- in the process that renders -------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Compile the template in the first line of the input, and render the row in each line after it.
+    """Compile the template in the first line of the input, and render the row in each line after it, within limits.
 
-    Each line is answered by a line with a JSON object, which has the rendered text or a problem.
+    Each is answered by a line with a JSON object, which has the rendered text or a problem. An empty row asks whether
+    the template has generation blocks.
     """
+    # SLURM sends signals to every process of a job. This one ends with its input.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGXCPU})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    given = sys.stdin.buffer.readline()
-    text, special, day = json.loads(given)
-    _answer(len(given), lambda: {"has_blocks": _marks(_compiled(text, day)).has_blocks})
+    text, special, day = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
-        row = json.loads(line)
-        most = _allowed(_CHARACTERS, len(line))
-        _answer(len(line), lambda row=row, most=most: _rendered(_compiled(text, day), special, most, *row))
-
-
-def _allowed(limit: tuple[int, float], size: int) -> int:
-    """Return the limit of a resource for a request of so many bytes."""
-    return limit[0] + int(limit[1] * size)
-
-
-def _answer(size: int, work: Callable[[], dict[str, Any]]) -> None:
-    """Write the result of ``work`` for a request of so many bytes, which is computed within the limits."""
-    memory = _allowed(_BYTES, size)
-    _limit(resource.RLIMIT_CPU, math.ceil(process_time()) + _allowed(_SECONDS, size))
-    _limit(resource.RLIMIT_AS, memory)
-    try:
-        answer = json.dumps(work())
-    except MemoryError:
-        answer = json.dumps({"problem": f"it needs more than {memory >> 20:,} MiB of memory"})
-    except Exception as error:  # a template can raise any error
-        answer = json.dumps({"problem": (str(error) or type(error).__name__)[:_MESSAGE_CHARACTERS]})
-    _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)  # for the next row
-    sys.stdout.buffer.write(answer.encode() + b"\n")
-    sys.stdout.buffer.flush()
+        memory = _allowed(_BYTES, line)
+        _limit(resource.RLIMIT_CPU, math.ceil(process_time()) + _allowed(_SECONDS, line))
+        _limit(resource.RLIMIT_AS, memory)
+        try:
+            most = _allowed(_CHARACTERS, line)
+            answer = json.dumps(_rendered(*_compiled(text, day), dict(special), most, json.loads(line)))
+        except MemoryError:
+            answer = json.dumps({"problem": f"it needs more than {memory >> 20:,} MiB of memory"})
+        except Exception as error:  # a template can raise any error
+            answer = json.dumps({"problem": (str(error) or type(error).__name__)[:_MESSAGE_CHARACTERS]})
+        _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)  # for the next row
+        print(answer, flush=True)
 
 
 def _limit(kind: int, most: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    if hard != resource.RLIM_INFINITY:
-        most = hard if most == resource.RLIM_INFINITY else min(most, hard)
-    with suppress(ValueError, OSError):  # macOS does not limit memory
-        resource.setrlimit(kind, (most, hard))
+    with suppress(ValueError, OSError):  # the system's own limit is lower; macOS does not limit memory
+        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
 
 _seen = {"user", "assistant"}  # the roles of messages that the template writes, and "tools"
 
 
-def _rendered(
-    template: Template, special: dict[str, str], most: int, messages: list[dict], tools: list | None, continued: bool
-) -> dict[str, Any]:
-    marks, in_parts = _marks(template), _takes_parts(template)
+def _rendered(template: Template, marks: _Generation, special: dict[str, str], most: int, row: list) -> dict[str, Any]:
+    if not row:
+        return {"has_blocks": marks.has_blocks}
+    (messages, tools, continued), in_parts = row, _takes_parts(template)
 
     def render(messages: list[dict], add_generation_prompt: bool = False, tools: list | None = tools) -> str:
         random.seed(0)  # for Jinja's lipsum() and random, so that a row is the same at each read
@@ -345,14 +303,9 @@ class _Generation(Extension):
         return text
 
 
-def _marks(template: Template) -> _Generation:
-    marks: Any = template.environment.extensions[_Generation.identifier]
-    return marks
-
-
 @cache
-def _compiled(text: str, day: str) -> Template:
-    """Return a chat template in a sandboxed environment like that of transformers.
+def _compiled(text: str, day: str) -> tuple[Template, _Generation]:
+    """Return a chat template in a sandboxed environment like that of transformers, and its extension.
 
     Source: _compile_jinja_template in github.com/huggingface/transformers, utils/chat_template_utils.py.
     """
@@ -368,4 +321,5 @@ def _compiled(text: str, day: str) -> Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
-    return environment.from_string(text)
+    marks: Any = environment.extensions[_Generation.identifier]
+    return environment.from_string(text), marks

@@ -63,12 +63,11 @@ def test_a_long_row_may_be_long():
 
 def test_one_process_renders_row_after_row_and_each_alike():
     template = chat("{{ messages[-1].content }}{{ range(10**4) | random }}{{ lipsum(n=1) }}{{ strftime_now('%F %H') }}")
-    with templates._process(template) as before:
-        pass
+    template.check()
+    (before,) = templates._idle[template]
     prompt = template.render(turns("a"), continued=True)
     assert prompt == template.render(turns("a"), continued=True) and "2026-01-31 00" in prompt[0]
-    with templates._process(template) as after:
-        assert after is before
+    assert templates._idle == {template: [before]}
     start = time.perf_counter()
     for _ in range(100):
         template.render(turns("a"), continued=True)
@@ -95,14 +94,15 @@ def test_threads_and_forked_processes_have_processes_of_their_own():
 
 
 def test_signals_for_the_whole_group_leave_the_process_and_its_end_is_said():
-    template = chat("{{ messages[0].content }}")
+    template = chat("{{ messages[0].content ~ '' }}")
+    template.check()
+    (process,) = templates._idle[template]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid, number)
+    assert template.render(turns("a")) == ("a", []) and templates._idle == {template: [process]}
+    os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match="the process that renders it has ended with code -9"):
-        with templates._process(template) as process:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                os.kill(process._process.pid, number)
-            assert process.ask([turns("a").messages, None, False]) == {"text": "a", "spans": []}
-            os.kill(process._process.pid, signal.SIGKILL)
-            process.ask([turns("a").messages, None, False])
+        template.render(turns("a"))
 
 
 def test_only_a_template_that_asks_for_the_day_depends_on_it():
