@@ -6,21 +6,26 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra import version
-from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import _run_hydra, create_automatic_config_search_path, get_args_parser
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, HydraException
-from hydra.types import RunMode
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus, run_job
+from hydra.errors import ConfigCompositionException, SearchPathException
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.files import TYPED_IN
@@ -29,29 +34,13 @@ from conf import CHOSEN, COMMAND, FOLDER, LORA, ON_TOP, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
 from conf.schema import Parallel, Root, register
-from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of, parse, quoted
+from conf.words import GROUPS, code_folders, config_folder, expand_lists, hydra_word, key_of, parse
 from launchers.world import launcher_start
 
 # Keys that a checkpoint does not keep.
 _WHERE = ("device", "parallel", "cluster", "launcher", "logger", "loggers", "callbacks", "import_from")
+_OF_SWEEP = ("hydra", "sweep.", "train.monitor")  # keys that are read before and after the jobs
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
-
-
-class Refused(BaseException):
-    """Carries an error through Hydra, which only warns about the ``Exception`` of a callback, and changes a run's."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Carry the errors of a block, or of a decorated callback, through Hydra."""
-    try:
-        yield
-    except Exception as error:
-        raise Refused(error) from None
 
 
 @dataclass(frozen=True)
@@ -96,14 +85,14 @@ class Composed:
     @classmethod
     def of(cls, cfg: DictConfig, hydra: Any, saved: Any = None) -> Composed:
         """Return the configuration that Hydra has composed. ``hydra`` is Hydra's section."""
-        run_dir, brought = Path(hydra.runtime.output_dir), _brought(saved)
+        run_dir, own = Path(hydra.runtime.output_dir), brought(saved)
         overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
         sources = hydra.runtime.config_sources
         job = None
         if hydra.mode == RunMode.MULTIRUN:
             job = SweepJob(hydra.job.num, hydra.sweep.dir, hydra.sweeper._target_)
         return cls(
-            cfg, run_dir, dict(hydra.runtime.choices), [word for word in overrides["task"] if word not in brought],
+            cfg, run_dir, dict(hydra.runtime.choices), [word for word in overrides["task"] if word not in own],
             [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"],
             None if hydra.output_subdir is None else run_dir / hydra.output_subdir, job, saved,
         )  # fmt: skip
@@ -177,13 +166,19 @@ class Composed:
         }
 
 
-def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], saved: Any = None) -> Any:
+def compose_and_run(
+    task: Callable[[Composed], Any],
+    arguments: Sequence[str],
+    saved: Any,
+    in_directory: Callable[[DictConfig], AbstractContextManager],
+) -> Any:
     """Compose the configuration, make the run directory, call ``task`` and return its result; in a sweep, for each job.
 
     Args:
         task: Called with the composed configuration, which it has to ``complete``.
         arguments: The command line without the program's name.
-        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig).
+        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig); None without one.
+        in_directory: Called with a run's or a sweep's configuration, before anything is written. Surrounds the rest.
 
     Raises:
         HydraException: The configuration cannot be composed.
@@ -198,52 +193,62 @@ def compose_and_run(task: Callable[[Composed], Any], arguments: Sequence[str], s
     if saved is not None and parsed.cfg:  # Hydra would show the files' part only
         print(OmegaConf.to_yaml(compose(arguments, saved=saved)))
         raise SystemExit(0)
-    typed = expand_lists(parsed.overrides)
-    words = _for_jobs(typed) if parsed.multirun else typed
-    parsed.overrides = [*_brought(saved), *words, *_directory(typed, *start)]
-    version.setbase("1.3")
-    GlobalHydra.instance().clear()
     job = HydraTask(task, start, code_folders(arguments), saved)
-    before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # recorded as the command
-    error = None
-    try:
+    if parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion:
+        parsed.overrides = expand_lists(parsed.overrides)
+        GlobalHydra.instance().clear()
         with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # then Hydra raises its errors instead of printing them
-            _run_hydra(parsed, get_args_parser(), job, str(FOLDER), "train")
-    except Refused as refused:
-        error = refused.error
+            return _run_hydra(parsed, get_args_parser(), job, str(FOLDER), "train")
+    cfg, loader = _compose(arguments, saved)
+    before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # recorded as the command
+    try:
+        with in_directory(cfg):
+            context = HydraContext(loader, Callbacks(cfg))
+            if cfg.hydra.mode is RunMode.MULTIRUN:
+                # Processes of a third-party launcher register the resolvers too late for the directory.
+                cfg.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_word(cfg.hydra.sweep.dir)}")
+                sweeper = Plugins.instance().instantiate_sweeper(config=cfg, hydra_context=context, task_function=job)
+                return sweeper.sweep([*cfg.hydra.overrides.task])
+            done = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
     finally:
         sys.argv = before
-    if error is not None:
-        raise error  # outside of the handler, so that its causes stay unchanged
-    return job.results[0] if job.results else None
+    if done.status is JobStatus.FAILED:  # ``return_value`` would print Hydra's own message
+        raise done._return_value
+    return done.return_value
 
 
+@dataclass(frozen=True)
 class HydraTask:
-    """The function that Hydra calls with each composed configuration. Some launchers call it in another process."""
+    """The function that Hydra calls with each composed configuration. Some launchers call it in another process.
 
-    def __init__(self, task: Callable[[Composed], Any], start: tuple, folders: Sequence[str], saved: Any) -> None:
-        self._task, self._start, self.folders, self._saved = task, start, folders, saved
-        self.results: list[Any] = []
+    Attributes:
+        task: See ``compose_and_run``.
+        start: The time at which the command started, and the run's id.
+        folders: The folders that may have the user's code.
+        saved: The checkpoint's configuration.
+    """
 
-    @property
-    def brought(self) -> Sequence[str]:
-        """The words that were not typed: the options of a checkpoint."""
-        return _brought(self._saved)
+    task: Callable[[Composed], Any]
+    start: tuple[float, str]
+    folders: Sequence[str]
+    saved: Any
 
     def __call__(self, cfg: Any) -> Any:
-        """Call the task; in a sweep, return its result to Hydra."""
-        _register_resolvers(*self._start)
+        """Mask secrets in the files that Hydra has written, call the task and return its result to Hydra."""
+        _register_resolvers(*self.start)
         hydra_section = HydraConfig.get()
-        composed = Composed.of(named(cfg, hydra_section.runtime.choices, self.folders), hydra_section, self._saved)
+        composed = Composed.of(named(cfg, hydra_section.runtime.choices, self.folders), hydra_section, self.saved)
+        content = [OmegaConf.to_container(part, resolve=False) for part in (cfg, hydra_section)]
+        # Reading the files would take longer than everything else here.
+        if composed.job is not None or masking.mask_secrets(content) != content:
+            files = composed.files or composed.run_dir / ".hydra"
+            masking.mask_files([*files.glob("*.yaml"), composed.run_dir.parent / "multirun.yaml"])
         # If Hydra changes the job's current directory, typed paths are still relative to the original one.
         with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
-            if composed.job is not None:
-                return self._task(composed)  # a sweep records the errors of its jobs
-            with refusing():
-                self.results.append(self._task(composed))
+            return self.task(composed)
 
 
-def _brought(saved: Any) -> Sequence[str]:
+def brought(saved: Any) -> Sequence[str]:
     """Return the words that a checkpoint adds, which are options of groups; none without a checkpoint."""
     return () if saved is None else saved.words
 
@@ -264,14 +269,6 @@ def _register_resolvers(began: float, run_id: str) -> None:
     register()
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
     OmegaConf.register_new_resolver("began", lambda form: time.strftime(form, time.localtime(began)), replace=True)
-
-
-def _directory(arguments: Sequence[str], began: float, run_id: str) -> list[str]:
-    """Return the directory of a sweep with a third-party launcher, whose processes register the resolvers too late."""
-    foreign = any(word.startswith("hydra/launcher=") for word in arguments)
-    if not foreign or any(word.startswith("hydra.sweep.dir=") for word in arguments):
-        return []
-    return [f"hydra.sweep.dir={time.strftime('multirun/%Y-%m-%d/%H-%M-%S', time.localtime(began))}-{run_id}"]
 
 
 def with_schema(cfg: DictConfig) -> DictConfig:
@@ -333,15 +330,8 @@ def compose(arguments: Sequence[str], with_hydra: bool = False, saved: Any = Non
         HydraException: It cannot be composed.
         UserError: A word begins with a dash, and is no option.
     """
-    register()
-    GlobalHydra.instance().clear()
-    parsed, folder = parse(arguments), config_folder(arguments)
-    search = [] if folder is None else [f"hydra.searchpath=[{quoted(f'file://{folder}')}]"]
-    typed = expand_lists(parsed.overrides)
-    with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
-        words = [*_brought(saved), *typed, *search]
-        cfg = hydra.compose(parsed.config_name or "train", words, return_hydra_config=True)
-    choices = cfg.hydra.runtime.choices
+    cfg, _ = _compose(arguments, saved)
+    choices, typed = cfg.hydra.runtime.choices, expand_lists(parse(arguments).overrides)
     if not with_hydra:
         with open_dict(cfg):
             del cfg.hydra
@@ -351,23 +341,37 @@ def compose(arguments: Sequence[str], with_hydra: bool = False, saved: Any = Non
     return cfg
 
 
-def _for_jobs(overrides: list[str]) -> list[str]:
-    """Return the words for Hydra of a sweep over options, such as ``-m model=gpt2,transformer data.seq_len=64``.
+def _compose(arguments: Sequence[str], saved: Any) -> tuple[DictConfig, ConfigLoader]:
+    """Return what Hydra composes, with its own section, and its loader; of a sweep, what comes before its jobs."""
+    register()
+    version.setbase("1.3")
+    parsed, folder = parse(arguments), config_folder(arguments)
+    there = parsed.config_path or str(FOLDER)
+    search_path = create_automatic_config_search_path(str(FOLDER.parent / "train.py"), None, there)
+    if folder is not None:
+        if not folder.is_dir():
+            raise SearchPathException(f"Additional config directory '{folder}' not found")
+        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    typed = words = expand_lists(parsed.overrides)
+    mode = RunMode.RUN
+    if parsed.multirun or "hydra.mode=MULTIRUN" in typed:
+        words, mode = _before_jobs(typed), RunMode.MULTIRUN
+    words = [*brought(saved), *words, f"hydra.mode={mode.name}"]
+    loader = ConfigLoaderImpl(search_path)
+    cfg = Hydra("train", loader).compose_config(
+        parsed.config_name or "train", words, mode, with_log_configuration=mode is RunMode.MULTIRUN
+    )
+    if mode is RunMode.MULTIRUN:  # the sweeper takes all of them
+        cfg.hydra.overrides.task = [*brought(saved), *(word for word in typed if not key_of(word).startswith("hydra"))]
+    return cfg, loader
 
-    Hydra first composes once without the swept words, and would refuse ``data.seq_len`` for the data of the default
-    model. If it is written as a sweep over one value, Hydra leaves it out there, too.
+
+def _before_jobs(words: list[str]) -> list[str]:
+    """Return the words that are composed before the jobs of a sweep: in one over options, those that belong to no job.
+
+    In ``-m model=gpt2,transformer data.seq_len=64``, the data of the default model would have no such key.
     """
-
-    def for_job(override: Override, line: str) -> str:
-        key, _, value = line.partition("=")
-        is_plain = "." in key and value and not override.is_delete() and not override.is_sweep_override()
-        # Read before and after the jobs, without their words.
-        of_sweep = key.startswith(("hydra", "sweep.", "train.monitor"))
-        is_plain = is_plain and override.value() is not None and not of_sweep
-        return f"{key}=choice({value})" if is_plain else line
-
-    with suppress(HydraException):  # Hydra reports the error
-        parsed = OverridesParser.create().parse_overrides(overrides)
-        if any(override.is_sweep_override() and "." not in override.key_or_group for override in parsed):
-            return [for_job(override, line) for override, line in zip(parsed, overrides, strict=True)]
-    return overrides
+    parsed = OverridesParser.create().parse_overrides(words)
+    if not any(override.is_sweep_override() and "." not in override.key_or_group for override in parsed):
+        return words
+    return [word for word in words if "." not in key_of(word) or key_of(word).startswith(_OF_SWEEP)]

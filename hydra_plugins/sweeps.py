@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 class JobSweeper(BasicSweeper):
     """Runs one job for every combination of the swept values, numbered in order.
 
-    Unlike Hydra's own sweeper, it records a job that cannot be composed or that fails and runs the others, leaves out
-    jobs that an earlier attempt in the same directory has finished, and calls the callbacks however the sweep ends.
+    Unlike Hydra's own sweeper, it records a job that cannot be composed or that fails and runs the others, and leaves
+    out jobs that an earlier attempt in the same directory has finished.
     """
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:

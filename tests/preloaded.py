@@ -14,7 +14,6 @@ import torch
 import torch.distributed.pipelining  # noqa: F401
 import wandb  # noqa: F401
 from hydra._internal import defaults_list
-from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 
 import training.command.app
@@ -26,9 +25,6 @@ from common.errors import UserError
 from common.packages import load_transformers
 from conf.composition import compose
 
-# A command line calls it for ``hydra.mode`` alone, which nothing here sets: a composition more, half the time of a test
-# that expects an error. Hydra 1.3.
-Hydra.get_mode = lambda self, config_name, overrides: None
 # The references of a configuration are the same in each composition; to parse them again took a quarter of its time.
 omegaconf.base.parse = omegaconf._utils.parse = cache(omegaconf.base.parse)
 

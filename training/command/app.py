@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from common.errors import TrainingError, exit_is_failure
 from conf.composition import Composed, compose_and_run
@@ -17,7 +21,7 @@ from conf.words import quote_values
 from launchers import World
 from training.checkpoint.configuration import saved_config
 from training.command.ranks import follow, leading
-from training.reporting.run_directory import locked_directories, removed_if_unused
+from training.reporting.run_directory import locked_directories, removed_if_unused, take
 
 _OPEN_FILES = 4096  # that a process may have open: a launcher has several for each worker
 
@@ -77,7 +81,18 @@ def run_words(
         raise SystemExit(0)
     with leading(world, arguments), locked_directories():
         words = quote_values(arguments)
-        return compose_and_run(partial(_complete_and_act, act, replaced), words, saved_config(words))
+        task = partial(_complete_and_act, act, replaced)
+        return compose_and_run(task, words, saved_config(words), _in_directory)
+
+
+def _in_directory(config: DictConfig) -> AbstractContextManager:
+    """Lock the directory of a run or a sweep; return what reports the sweep at its end."""
+    take(config)
+    if config.hydra.mode is RunMode.RUN:
+        return nullcontext()
+    from training.studies.sweep.report import reported
+
+    return reported(config)
 
 
 def _complete_and_act(act: Callable, replaced: Callable[[Any], Any] | None, composed: Composed) -> Any:

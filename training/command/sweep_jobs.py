@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -23,7 +22,7 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import Composed, check_keys, named
+from conf.composition import Composed, brought, check_keys, named
 from conf.effects import check_effects
 from conf.instantiate import add_to_path, to_config, to_dict
 from conf.masking import mask_files, mask_secrets
@@ -88,18 +87,13 @@ def sweep(sweeper: Any, arguments: list[str]) -> None:
     todo = open_folders(entries, sweep_dir)
     OmegaConf.save(config, sweep_dir / "multirun.yaml")
     mask_files([sweep_dir / "multirun.yaml"])  # at once: there may be no job left that does
-    try:
-        for batch in batches(todo, sweeper.max_batch_size):
-            returned = sweeper.launcher.launch([entry.overrides for entry in batch], batch[0].job.num)
-            for entry, result in zip(batch, returned, strict=True):
-                try:
-                    _ = result.return_value
-                except Exception as error:  # the job could not record it, for instance because it was killed
-                    update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
-    except BaseException:
-        with suppress(SystemExit):  # the exception that ended the sweep is more useful
-            sweeper.hydra_context.callbacks.on_multirun_end(config=config, config_name=None)
-        raise
+    for batch in batches(todo, sweeper.max_batch_size):
+        returned = sweeper.launcher.launch([entry.overrides for entry in batch], batch[0].job.num)
+        for entry, result in zip(batch, returned, strict=True):
+            try:
+                _ = result.return_value
+            except Exception as error:  # the job could not record it, for instance because it was killed
+                update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
 
 
 def _problem_of(cfg: Any, folders: Sequence[str]) -> str | None:
@@ -139,13 +133,13 @@ def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
     sweep_dir = Path(config.hydra.sweep.dir)
     entries, errors, problems = [], [], {}
     for num, overrides in enumerate(jobs):
-        job = Job(num, tuple(mask_secrets([word for word in overrides if word not in task.brought])))
+        job = Job(num, tuple(mask_secrets([word for word in overrides if word not in brought(task.saved)])))
         try:
             cfg = check_keys(loader.load_sweep_config(config, overrides))
-            check_effects(cfg, [] if task.brought else overrides)  # a job adds the checkpoint's values first
+            check_effects(cfg, [] if brought(task.saved) else overrides)  # a job adds the checkpoint's values first
             of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
             if of not in problems:
-                problems[of] = None if task.brought else _problem_of(cfg, task.folders)
+                problems[of] = None if brought(task.saved) else _problem_of(cfg, task.folders)
             if problems[of] is not None:
                 raise HydraException(problems[of])
             with open_dict(cfg):

@@ -19,14 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from common.errors import TrainingError, printable
 from common.files import expand_home, explain
-from conf.composition import refusing
-from conf.masking import mask_files, mask_secrets
 from conf.schema import Mode
 from launchers import World
 from launchers.world import restarts
@@ -123,46 +120,32 @@ def removed_if_unused(run_dir: Path, files: Path | None) -> Iterator[None]:
         raise
 
 
-class RunDirectoryGuard(Callback):
-    """Checks the run directory before Hydra writes its first file there, and masks secrets in the files it writes.
+def take(config: DictConfig) -> None:
+    """Lock the directory of a run or a sweep before anything is written there.
 
-    The directories of a sweep are checked job by job elsewhere.
+    The directories of a sweep's jobs are checked job by job elsewhere.
+
+    Raises:
+        TrainingError: It holds another run, or cannot be written; or a sweep was started by torchrun.
     """
-
-    @refusing()
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Lock the directory, and refuse one that holds another run or cannot be written."""
-        if not config.hydra.run.dir:
-            raise TrainingError("hydra.run.dir is empty: name a directory, or leave it out for one below outputs/")
-        folder = Path(config.hydra.run.dir)
-        _take(folder, "hydra.run.dir", depth=2)
-        # Only after locking: otherwise a run that began at the same moment would be overlooked.
-        if not started_again():
-            try:
-                check_free(folder, config)
-            except TrainingError:
-                release(folder)
-                raise
-
-    @refusing()
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Lock the directory, and refuse a sweep under torchrun."""
+    if config.hydra.mode is RunMode.MULTIRUN:
         world = World.detect()
         if world is not None and world.size > 1:
             raise TrainingError(
                 "a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun or srun"
             )
-        _take(Path(config.hydra.sweep.dir), "hydra.sweep.dir", depth=3)
-
-    @refusing()
-    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Mask secrets in the files that Hydra has written."""
-        content = OmegaConf.to_container(config, resolve=False)
-        if config.hydra.mode is RunMode.RUN and mask_secrets(content) == content:
-            return  # without secrets; reading the files would take longer than everything else here
-        folder = Path(config.hydra.runtime.output_dir)
-        own = folder / (config.hydra.output_subdir or ".hydra")
-        mask_files([*own.glob("*.yaml"), folder.parent / "multirun.yaml"])
+        return _take(Path(config.hydra.sweep.dir), "hydra.sweep.dir", depth=3)
+    if not config.hydra.run.dir:
+        raise TrainingError("hydra.run.dir is empty: name a directory, or leave it out for one below outputs/")
+    folder = Path(config.hydra.run.dir)
+    _take(folder, "hydra.run.dir", depth=2)
+    # Only after locking: otherwise a run that began at the same moment would be overlooked.
+    if not started_again():
+        try:
+            check_free(folder, config)
+        except TrainingError:
+            release(folder)
+            raise
 
 
 def check_free(folder: Path, cfg: Any) -> None:

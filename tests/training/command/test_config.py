@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import UserError
 from conf import help, keys
-from conf.composition import _for_jobs
+from conf.composition import _before_jobs
 from conf.instantiate import instantiate, to_config
 from conf.schema import Parallel, Root
 from data.dataset import DataSet
@@ -335,9 +335,10 @@ def test_debug_stands_on_top_of_the_model_and_below_the_command_line():
     assert compose("model=gpt2", "debug=limit", "train.steps=9").train.steps == 9
 
 
-def test_what_a_sweep_itself_reads_is_no_value_to_sweep_over():
+def test_what_a_sweep_over_options_itself_reads_is_composed_before_its_jobs():
     group, key, *kept = "parallel=single,ddp", "parallel.chunks=2", "sweep.objective=val_loss", "hydra.sweep.dir=x"
-    assert _for_jobs([group, key, *kept]) == [group, "parallel.chunks=choice(2)", *kept]
+    assert _before_jobs([group, key, *kept]) == [group, *kept]
+    assert _before_jobs([key, *kept, "optim.lr=1,2"]) == [key, *kept, "optim.lr=1,2"]
 
 
 @pytest.mark.parametrize("build, kind", [(to_config, KeyboardInterrupt), (OmegaConf.create, OmegaConfBaseException)])

@@ -9,10 +9,12 @@ import time
 
 import pytest
 from commandline import Started, wait_until
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 import train as command
-from conf.composition import Refused
-from training.reporting.run_directory import LOCK, RunDirectoryGuard, hold, locked_directories, release
+from common.errors import TrainingError
+from training.reporting.run_directory import LOCK, hold, locked_directories, release, take
 
 FEW = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=2", "train.eval_every=null"]
 ENDLESS = ["logger=none", "device=cpu", "train.epochs=null", "train.steps=10000000", "train.eval_every=null"]
@@ -95,5 +97,5 @@ def test_a_sweep_of_several_tasks_of_a_job_is_refused(monkeypatch):
     for name, value in names.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(Refused, match="without torchrun or srun"):
-        RunDirectoryGuard().on_multirun_start(None)
+    with pytest.raises(TrainingError, match="without torchrun or srun"):
+        take(OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN}}))

@@ -15,7 +15,7 @@ from data.tensors import TensorData
 from models.losses import Sums
 from training import load, train
 from training.reporting.monitor import direction_of
-from training.studies.sweep.report import SweepReport
+from training.studies.sweep.report import set_direction
 
 LESS = """loss val_loss val/loss valLoss token_loss val_dice_loss error top1_error word_error_rate perplexity mse
     val_rmse mean_absolute_error nll negative_log_likelihood cross_entropy CrossEntropy bits_per_byte cer fid
@@ -212,11 +212,11 @@ def test_a_sweeper_s_direction_is_that_of_the_objective(words, given, typed, res
     for key, value in words.items():
         OmegaConf.update(cfg, key, value)
     if result in ("minimize", "maximize"):
-        SweepReport().on_multirun_start(cfg)
+        set_direction(cfg)
         assert cfg.hydra.sweeper.direction == result
     else:
         with pytest.raises(BaseException, match=result):
-            SweepReport().on_multirun_start(cfg)
+            set_direction(cfg)
 
 
 @pytest.mark.slow

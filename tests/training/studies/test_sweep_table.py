@@ -13,7 +13,7 @@ from common.errors import TrainingError
 from training.command.sweep_jobs import Entry, _begin, batches, open_folders
 from training.reporting.job_record import Job, write_job
 from training.studies.sweep.figure import loss_figure, score_figure
-from training.studies.sweep.report import SweepReport, results
+from training.studies.sweep.report import reported, results
 from training.studies.sweep.table import Objective, read_table, value_for_sweeper, write_csv
 
 
@@ -126,8 +126,9 @@ def test_a_direction_that_is_asked_for_wins_over_the_name(tmp_path, capsys):
     sweep = rates(tmp_path, (1, 1.0, 8.0), (3, 2.0, 5.0))
     cfg = compose("sweep.objective=val_loss", "sweep.direction=maximize")
     with open_dict(cfg):
-        cfg.hydra = {"sweep": {"dir": str(sweep)}}
-    SweepReport().on_multirun_end(cfg)
+        cfg.hydra = {"sweep": {"dir": str(sweep)}, "sweeper": {}}
+    with reported(cfg):
+        pass
     assert "Best: optim.lr=1 with val_loss 8;" in capsys.readouterr().out
 
 

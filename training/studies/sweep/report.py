@@ -7,14 +7,13 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from common.errors import TrainingError
-from conf.composition import refusing
 from conf.masking import mask_secrets
 from conf.words import config_folder, key_of
 from training.reporting.console import columns
@@ -29,35 +28,38 @@ if TYPE_CHECKING:  # numpy: Hydra imports this module before every run
 CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
 
-class SweepReport(Callback):
-    """Hydra's callback that reports a sweep when it has ended; the exit code is 1 if a job failed."""
-
-    @refusing()
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Set the direction of a sweeper that has one, such as optuna; one that is typed must be the objective's.
-
-        Raises:
-            TrainingError: It is another, or a direction is not known.
-        """
-        sweep, section = config.sweep, config.hydra.sweeper
-        if "direction" not in section:
-            return
-        monitor = Monitor.of(config.train, sweep.objective, sweep.direction, ("sweep.objective", "sweep.direction"))
-        for word in config.hydra.overrides.hydra:
-            if key_of(word) == "hydra.sweeper.direction" and not re.fullmatch(rf".*=\[?{monitor.direction}\]?", word):
-                raise TrainingError(
-                    f"{word}, but jobs are compared by {monitor.name}, and the best one is to {monitor.direction} it: "
-                    "leave the word out, or type another sweep.direction="
-                )
-        section.direction = monitor.direction
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Write the report into the sweep's directory."""
+@contextmanager
+def reported(config: DictConfig) -> Iterator[None]:
+    """Write the report of the sweep in the block into its directory; exit with code 1 if a job failed."""
+    set_direction(config)
+    try:
+        yield
+    finally:
         # With launcher.wait=false the jobs are still queued or running.
         ended, direction = config.launcher.get("wait", True), config.sweep.direction
         direction = direction and direction.name
-        if not report(Path(config.hydra.sweep.dir), ended, config.sweep.objective, direction):
-            raise SystemExit(1)
+        done = report(Path(config.hydra.sweep.dir), ended, config.sweep.objective, direction)
+    if not done:
+        raise SystemExit(1)
+
+
+def set_direction(config: DictConfig) -> None:
+    """Set the direction of a sweeper that has one, such as optuna; one that is typed must be the objective's.
+
+    Raises:
+        TrainingError: It is another, or a direction is not known.
+    """
+    sweep, section = config.sweep, config.hydra.sweeper
+    if "direction" not in section:
+        return
+    monitor = Monitor.of(config.train, sweep.objective, sweep.direction, ("sweep.objective", "sweep.direction"))
+    for word in config.hydra.overrides.hydra:
+        if key_of(word) == "hydra.sweeper.direction" and not re.fullmatch(rf".*=\[?{monitor.direction}\]?", word):
+            raise TrainingError(
+                f"{word}, but jobs are compared by {monitor.name}, and the best one is to {monitor.direction} it: "
+                "leave the word out, or type another sweep.direction="
+            )
+    section.direction = monitor.direction
 
 
 def report(folder: Path, ended: bool = True, objective: str | None = None, direction: str | None = None) -> bool:
