@@ -46,11 +46,15 @@ def references(node: Any) -> list[str]:
 
 
 def hide(text: str) -> str:
-    """Replace the values of variables by references; small numbers, words of YAML and existing files stay."""
-    for name in named:
-        value = os.environ.get(name, "")
-        if len(value) > 3 and value in text and not _HARMLESS.fullmatch(value) and not os.path.exists(value):
-            text = text.replace(value, f"${{oc.env:{name}}}")
+    """Replace the values of variables: by references, or by ``***`` where the name of a variable alone says that.
+
+    Small numbers, words of YAML and existing files stay.
+    """
+    for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):  # one may be part of another
+        known = name in named
+        if len(value) > (3 if known else _SHORTEST - 1) and value in text and (known or _SECRET_NAME.search(name)):
+            if not _HARMLESS.fullmatch(value) and not os.path.exists(value):
+                text = text.replace(value, f"${{oc.env:{name}}}" if known else MASK)
     return text
 
 
@@ -66,20 +70,20 @@ def mask_secrets(value: Any) -> Any:
     Returns:
         ``value``, or a copy of it in which secrets are masked.
     """
-    return _masked(value, "", _secrets_of_environment())
+    return _masked(value, "")
 
 
-def _masked(value: Any, name: str, secrets: list[str]) -> Any:
+def _masked(value: Any, name: str) -> Any:
     if isinstance(value, dict):
-        return {key: _masked(item, str(key), secrets) for key, item in value.items() if key != KEY}
+        return {key: _masked(item, str(key)) for key, item in value.items() if key != KEY}
     if isinstance(value, (list, tuple)):
-        return [_masked(item, name, secrets) for item in value]
+        return [_masked(item, name) for item in value]
     # A commit has forty hexadecimal digits, as a key of wandb does.
     if name == "git_commit":
         return value
     if _is_secret(name, str(value)):
         return MASK
-    return _mask_text(value, secrets) if isinstance(value, str) else value
+    return _mask_text(value) if isinstance(value, str) else value
 
 
 def _is_secret(name: str, value: str) -> bool:
@@ -87,26 +91,14 @@ def _is_secret(name: str, value: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not harmless
 
 
-def _mask_text(text: str, secrets: list[str]) -> str:
-    text = hide(text)
-    for value in secrets:
-        text = text.replace(value, MASK)
-    text = _URL_PASSWORD.sub(rf"\1{MASK}@", text)
+def _mask_text(text: str) -> str:
+    text = _URL_PASSWORD.sub(rf"\1{MASK}@", hide(text))
     text = _ASSIGNMENT.sub(_mask_assignment, text)
     return _SECRET_VALUE.sub(MASK, text)
 
 
 def _mask_assignment(match: re.Match) -> str:
     return match["name"] + match["sign"] + MASK if _is_secret(match["name"], match["value"]) else match[0]
-
-
-def _secrets_of_environment() -> list[str]:
-    """Return secret values that a shell may have put on the command line: ``"$WANDB_API_KEY"``."""
-    return [
-        value
-        for name, value in os.environ.items()
-        if len(value) >= _SHORTEST and _SECRET_NAME.search(name) and not os.path.exists(value)
-    ]
 
 
 def mask_files(paths: list[Path]) -> None:
