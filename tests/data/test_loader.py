@@ -3,16 +3,14 @@
 import multiprocessing.synchronize
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from common.errors import DataError
 from data.dataset import InMemory, Source
@@ -246,24 +244,25 @@ def test_batches_need_no_shared_memory():
     assert most < 40e6
 
 
-READ_AND_WAIT = """
-import sys, time, psutil, torch
-sys.path.insert(0, sys.argv[1])
-from data.dataset import InMemory
-from data.loader import TrainBatches, train_loader
-source = InMemory(torch.zeros(12, 1_000_000), torch.zeros(12))
-loader = train_loader(TrainBatches(source, 4, seed=1), 1, 100, num_workers=1)
-next(loader)
-time.sleep(1)  # the next batch fills the pipe
-print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
-time.sleep(60)
-"""
+def read_and_wait(readers):
+    """In a new process: read one batch, and send the ids of the processes that read."""
+    multiprocessing.set_start_method(None, force=True)  # as it is in a process that nobody has forked
+    source = InMemory(torch.zeros(12, 1_000_000), torch.zeros(12))
+    loader = train_loader(TrainBatches(source, 4, seed=1), 1, 100, num_workers=1)
+    next(loader)
+    time.sleep(1)  # the next batch fills the pipe
+    readers.send([child.pid for child in psutil.Process().children(recursive=True)])
+    time.sleep(60)
 
 
 def test_a_process_that_is_killed_leaves_no_reading_process_with_a_batch_that_nobody_takes():
-    root = str(Path(__file__).resolve().parents[2])
-    with subprocess.Popen([sys.executable, "-c", READ_AND_WAIT, root], stdout=subprocess.PIPE, text=True) as reading:
-        workers = [psutil.Process(int(pid)) for pid in reading.stdout.readline().split()]
+    context = multiprocessing.get_context("forkserver")
+    readers, given = context.Pipe(duplex=False)
+    reading = context.Process(target=read_and_wait, args=(given,))
+    reading.start()
+    try:
+        workers = [psutil.Process(pid) for pid in readers.recv()]
+    finally:
         reading.kill()
     assert workers
     _, alive = psutil.wait_procs(workers, timeout=10)
@@ -279,7 +278,8 @@ def test_without_room_for_semaphores_the_error_names_shared_memory_and_the_way_o
         next(train_loader(TrainBatches(numbered(50), 8, seed=1), 1, 2, num_workers=2))
 
 
-def test_a_reading_process_that_is_killed_is_an_error_with_the_way_out():
+def test_a_reading_process_that_is_killed_is_an_error_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # asked after each 5 s
     seen = []
     with pytest.raises(DataError, match=r"data.num_workers=1: a process that reads data was killed.*num_workers=0"):
         for step, _ in train_loader(TrainBatches(Killed(), 4, seed=1), 1, 10, num_workers=1):

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from commandline import ROOT
@@ -81,4 +82,6 @@ def test_an_ignored_signal_stays_ignored_and_a_blocked_one_is_heeded(process, be
 def test_where_there_is_nothing_to_save_the_first_signal_ends_the_process(process):
     one = process("stopping.at_once()")
     one.send_signal(signal.SIGUSR2)
+    with suppress(BrokenPipeError):
+        ask(one)  # Python may have noted the signal right before its read began, which the signal then does not end
     assert one.wait(20) == 128 + signal.SIGUSR2

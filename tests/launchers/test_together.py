@@ -35,6 +35,13 @@ def slow_data(seconds, mark=None):
     RandomRegression.prepare = slowly
 
 
+def hurry():
+    """In a new process: rank 0 does not wait long for one that does not read that it ends."""
+    from launchers import rank_0
+
+    rank_0._HEARD_S = 0.5
+
+
 def begin(tmp_path, *words, of_rank_0=(), before=None):
     """Start two ranks as an operator of Kubernetes does; by rank."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
@@ -54,7 +61,7 @@ def end(begun):
 
 
 def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path):
-    begun = begin(tmp_path, "parallel.timeout_s=4", before=partial(slow_data, 6))
+    begun = begin(tmp_path, "parallel.timeout_s=3", before=partial(slow_data, 4))
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [0, 0], "".join(one.console for one in ended.values())
     assert len(ended[0].losses) == 2
@@ -85,7 +92,7 @@ def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_pat
 @pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_rank_that_is_told_to_stop_while_rank_0_prepares_stops_all(tmp_path, told):
     mark = tmp_path / "preparing"
-    begun = begin(tmp_path, before=partial(slow_data, 3, mark))
+    begun = begin(tmp_path, before=partial(slow_data, 1, mark))
     wait_until((tmp_path / "preparing-0").exists, 60, "rank 0")
     begun[told].process.send_signal(signal.SIGTERM)
     ended = end(begun)
@@ -128,7 +135,7 @@ def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
 
 @pytest.mark.parametrize(("words", "code"), [([], 0), pytest.param(["optim.lr=-1"], 1, marks=pytest.mark.slow)])
 def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
-    tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=4", *words))
+    tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=3", *words))
     (tmp_path / "run").mkdir()
     (tmp_path / "run_a_0.json").write_text(json.dumps({"cfg": tree, "run_dir": str(tmp_path / "run")}))
     step = {
@@ -142,7 +149,7 @@ def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
         said[-1].touch()
         place = {"cwd": tmp_path, "env": environment({**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})}
         output = {"stdout": str(said[-1]), "stderr": str(said[-1])}
-        before = partial(slow_data, 6) if rank == "0" else None
+        before = partial(slow_data, 4) if rank == "0" else None
         tasks.append(Forked([str(TASK), str(tmp_path), "a"], **place, **output, before=before))
     try:
         codes = [task.wait(100) for task in tasks]
@@ -159,7 +166,7 @@ def test_a_false_rank_0_has_no_program_executed_on_another(tmp_path):
     (program := tmp_path / "program").write_text(f"#!/bin/sh\ntouch {tmp_path}/executed-$RANK\n")
     program.chmod(0o755)
     git = f"{{GIT_CONFIG_COUNT: 1, GIT_CONFIG_KEY_0: core.fsmonitor, GIT_CONFIG_VALUE_0: {program}}}"
-    begun = begin(tmp_path, of_rank_0=[f"parallel.env={git}"])
+    begun = begin(tmp_path, of_rank_0=[f"parallel.env={git}"], before=hurry)
     ended = end(begun)
     assert not list(tmp_path.glob("executed*"))
     assert [ended[rank].code for rank in (0, 1)] == [1, 1]

@@ -691,13 +691,13 @@ def test_a_run_directory_that_is_deleted_is_begun_anew_and_said(tmp_path, monkey
 
 
 def compare_checksums_for_long() -> str:
-    """Rank 0 finds damage after five seconds, and ranks wait for each other for two."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    """Rank 0 finds damage after three seconds, and ranks wait for each other for one and a half."""
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
     mesh = SimpleNamespace(gather=partial(Mesh({"replicas": 2}).gather, group=group))
 
     def work():
         if dist.get_rank() == 0:
-            time.sleep(5)
+            time.sleep(3)
             raise CheckpointError("model-00.safetensors is damaged")
 
     with pytest.raises(CheckpointError) as raised:

@@ -78,11 +78,12 @@ def runs(house):
     text = ["data=text", f"data.root={here}/text.txt", f"data.cache_dir={here}/cache", "data.seq_len=16"]
     lstm = ["model=lstm", "model.width=16", "scheduler=inverse_sqrt", "scheduler.warmup_steps=2", *text]
     table = ["data=csv_regression", f"data.root={here}/table.csv", "model.in_features=3", "model.out_features=1"]
+    top3 = "model.loss={_target_: models.top_k.TopK, k: 3}"
     places = {
         "lstm": (lstm, ["single", "pipe_ddp"]),
         "csv": (table, ["single", "checked_ddp", "pipelined"]),
-        "skip": (["model=skip", "optim=rmsprop"], ["single", "pipe_ddp"]),
-        "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipe_ddp"]),
+        "skip": (["model=skip", "optim=rmsprop", top3, "train.eval_every=2"], ["single", "pipe_ddp"]),
+        "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipelined"]),
         "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "fsdp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipe_ddp"]),
         "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor"]),
@@ -94,8 +95,6 @@ def runs(house):
         for layout in layouts
     }
     runs["muon"] = [*lstm, *LAYOUTS["single"], "optim=muon", "logger=losses", "logger.file=x.csv"]
-    top3 = "model.loss={_target_: models.top_k.TopK, k: 3}"
-    runs["top3"] = ["model=skip", top3, "train.eval_every=2", *LAYOUTS["pipe_ddp"]]
     runs = {name: [*SHORT, *words] for name, words in runs.items()}
     mistakes = {name: words for name, (words, _) in MISTAKES.items()}
     command(house, "tests/training/extended_runs.py", str(house.parent), json.dumps(runs), json.dumps(mistakes))
@@ -126,7 +125,7 @@ def test_an_added_optimizer_and_logger_are_used(losses, runs):
 
 
 def test_an_added_metric_is_in_the_records_of_training_and_of_validation(runs):
-    lines = [json.loads(line) for line in (runs / "top3" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (runs / "skip pipe_ddp" / "metrics.jsonl").read_text().splitlines()]
     for prefix, count in {"": 4, "val_": 2}.items():
         names = f"{prefix}accuracy", f"{prefix}top3_accuracy"
         found = [tuple(line[name] for name in names) for line in lines if f"{prefix}loss" in line]

@@ -21,7 +21,7 @@ from training.run import evaluate
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 START_S = 120
 # Ranks that gave up tell each other within 4 s, and 15 more where some began to wait much later.
-TIMEOUT_S, GIVEN_UP_S = 6, 40
+TIMEOUT_S, GIVEN_UP_S = 4, 40
 # A rank that only lost its connection waits 2.5 s, and one that ignores SIGTERM gets 5.
 END_S = {signal.SIGSTOP: TIMEOUT_S + GIVEN_UP_S, signal.SIGINT: 20, signal.SIGKILL: 20}
 STOPPED = (
