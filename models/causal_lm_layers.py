@@ -17,7 +17,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -45,11 +45,20 @@ class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
 
 
 class StandIn(nn.Module):
-    """Stands for a module that another layer of the chain holds, with its attributes."""
+    """Stands for a module that another layer of the chain holds, with its attributes.
 
-    def __init__(self, module: nn.Module) -> None:
+    Attributes:
+        answer: (this, arguments, those by name) -> what it returns.
+        seen: (arguments after the hidden states, those by name) of the last call.
+        received: The output of a layer that is computed elsewhere, if it is known.
+    """
+
+    received: Tensor | None
+
+    def __init__(self, module: nn.Module, answer: Answer) -> None:
         super().__init__()
         self.__dict__["of"] = module  # on the meta device; no submodule
+        self.answer, self.received, self.seen = answer, None, ((), {})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -61,46 +70,33 @@ class StandIn(nn.Module):
         memo[id(self)] = copied = copy.copy(self)  # not of the module that it stands for
         return copied
 
-
-class Stop(StandIn):
-    """Stands where the model's ``forward`` is left."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Raise ``Reached`` with the input."""
-        raise Reached(hidden_states)
-
-
-class Absent(StandIn):
-    """Returns zeros in the shape of the module's output."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute on the meta device what the module would compute, and return as many zeros."""
-        given = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-        kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
-        output = self.__dict__["of"](*args, **kwargs)
-        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=kind, device=given.device), output)
-
-
-class Elsewhere(StandIn):
-    """Stands for a layer that is computed elsewhere, and notes the arguments that it is called with.
-
-    Attributes:
-        seen: (arguments after the hidden states, those by name) of the last call.
-        received: The layer's output, if it is known; otherwise its input is handed on.
-    """
-
-    received: Tensor | None
-
-    def __init__(self, layer: nn.Module, outputs: int) -> None:
-        super().__init__(layer)
-        self.outputs, self.received, self.seen = outputs, None, ((), {})
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return hidden states as the layer would."""
-        hidden = hidden_of(args, kwargs) if self.received is None else self.received
+        """Note the arguments and answer."""
         self.seen = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
+        return self.answer(self, args, kwargs)
+
+
+Answer = Callable[[StandIn, tuple, dict], Any]
+
+
+def stop(module: StandIn, args: tuple, kwargs: dict) -> None:
+    """Leave the model's ``forward``: raise ``Reached`` with the input."""
+    raise Reached(hidden_of(args, kwargs))
+
+
+def zeros(module: StandIn, args: tuple, kwargs: dict) -> Any:
+    """Compute on the meta device what the module would compute, and return as many zeros."""
+    given = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+    kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
+    output = module.__dict__["of"](*args, **kwargs)
+    return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=kind, device=given.device), output)
+
+
+def hand_on(module: StandIn, args: tuple, kwargs: dict, outputs: int) -> Any:
+    """Return what the layer has returned, or its input if that is not known, in a tuple of ``outputs`` things."""
+    hidden = hidden_of(args, kwargs) if module.received is None else module.received
+    return (hidden, *[None] * (outputs - 1)) if outputs else hidden
 
 
 @dataclass(eq=False)
@@ -126,7 +122,6 @@ class Forward:
     projection: str
     outputs: int
     plain: bool = field(init=False)
-    _calls: dict[tuple, list[tuple[tuple, dict]]] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
     def __post_init__(self) -> None:
@@ -134,7 +129,7 @@ class Forward:
 
     def _returns_logits(self) -> bool:
         given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
-        projection = Elsewhere(nn.Identity(), outputs=0)
+        projection = StandIn(nn.Identity(), partial(hand_on, outputs=0))
         projection.received = given
         shell = self.shell({self.projection: projection})
         hidden = torch.zeros(1, 2, self.model.config.get_text_config().hidden_size)
@@ -144,15 +139,15 @@ class Forward:
     def __deepcopy__(self, memo: dict) -> Forward:
         return self
 
-    def shell(self, units: Mapping[str, nn.Module], layer: Callable[[nn.Module], StandIn] | None = None) -> Any:
+    def shell(self, units: Mapping[str, nn.Module], answer: Answer | None = None) -> Any:
         """Return a copy of the model with these units, and stand-ins for the others and for the layers.
 
-        ``layer`` makes the stand-in of a layer; None: it is ``Elsewhere``.
+        ``answer`` is that of a layer's stand-in; None: ``hand_on``.
         """
-        layer, blocks = layer or partial(Elsewhere, outputs=self.outputs), self.model.get_submodule(self.layers)
-        memo: dict[int, Any] = {id(blocks): nn.ModuleList(map(layer, blocks))}
+        answer, blocks = answer or partial(hand_on, outputs=self.outputs), self.model.get_submodule(self.layers)
+        memo: dict[int, Any] = {id(blocks): nn.ModuleList(StandIn(block, answer) for block in blocks)}
         for name, unit in self.units.items():
-            memo |= {id(unit): units[name]} if name in units else {id(part): Absent(part) for part in _called(unit)}
+            memo |= {id(unit): units[name]} if name in units else {id(p): StandIn(p, zeros) for p in _called(unit)}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
     @uncompiled
@@ -172,18 +167,12 @@ class Forward:
             args, kwargs = _moved(self._calls_on(CPU, shape, hidden.dtype)[index], hidden.device)
         return (hidden, *args), kwargs
 
-    def _calls_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
-        key = device, shape, dtype
-        if key not in self._calls:
-            if device == CPU:
-                # In a thread of its own, so that modes which compute without numbers do not reach it.
-                with ThreadPoolExecutor(1) as thread:
-                    self._calls[key] = thread.submit(self._called_with, shape, dtype).result()
-            else:
-                self._calls[key] = _moved(self._calls_on(CPU, shape, dtype), device)
-            if len(self._calls) > _KEPT:
-                del self._calls[next(iter(self._calls))]
-        return self._calls[key]
+    @lru_cache(_KEPT)  # noqa: B019  # a process has few models
+    def _calls_on(self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
+        if device != CPU:
+            return _moved(self._calls_on(CPU, shape, dtype), device)
+        with ThreadPoolExecutor(1) as thread:  # so that modes which compute without numbers do not reach it
+            return thread.submit(self._called_with, shape, dtype).result()
 
     @cached_property
     def _caller(self) -> Any:
@@ -228,7 +217,7 @@ class Forward:
     def embedding(self, part: Callable[[str], nn.Module]) -> nn.Module:
         """Return the first layer, token ids [b, t] -> [b, t, c]."""
         units = {name: part(name) for name in self.before}
-        return Embedding(self, units, self.shell(units, Stop))
+        return Embedding(self, units, self.shell(units, stop))
 
     def layer(self, part: Callable[[str], nn.Module], index: int) -> nn.Module:
         """Return a layer that is called with hidden states alone, [b, t, c] -> same.
@@ -246,7 +235,7 @@ class Forward:
         units = {name: part(name) for name in self.units if name not in self.before or name in self.twice}
         if not self.plain:
             return Head(self, units, self.shell(units))
-        return PlainHead(self, units, self.shell({**units, self.projection: Stop(units[self.projection])}))
+        return PlainHead(self, units, self.shell({**units, self.projection: StandIn(units[self.projection], stop)}))
 
 
 class Part(nn.Module):
@@ -269,7 +258,7 @@ class Part(nn.Module):
 
     @uncompiled
     def after_layers(self, hidden: Tensor) -> Tensor:
-        """Compute logits [b, t, v] of what the layers return, [b, t, c]. Raises ``Reached`` if there is a ``Stop``."""
+        """Compute logits [b, t, v] of what the layers return, [b, t, c]. Raises ``Reached`` at a ``stop``."""
         last = self.shell.get_submodule(self.whole.layers)[-1]
         last.received = hidden
         try:
