@@ -197,6 +197,10 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                 f"layer {name!r} is compiled by TorchScript, and cannot be built again on other devices: give the "
                 "nn.Module that it was made from (train.compile=true compiles it)"
             )
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
+        if any(map(is_lazy, own_tensors(layer).values())):
+            raise ModelError(f"layer {name!r} ({type(layer).__name__}) is lazy: call the model once before")
         if type(layer).get_extra_state is not nn.Module.get_extra_state:
             raise ModelError(
                 f"layer {name!r} ({type(layer).__name__}) has get_extra_state(), and checkpoints hold parameters and "
@@ -212,7 +216,7 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                     "layout; leave scale_grad_by_freq=True out"
                 )
     for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
-        if type(tensor.data) is not Tensor and not is_lazy(tensor):
+        if type(tensor.data) is not Tensor:
             raise ModelError(
                 f"{name} is a {type(tensor.data).__name__}, of which a run would make an ordinary tensor: give the "
                 "model before it is quantized or distributed"
@@ -226,7 +230,7 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                 f"parameter {first} and {second}, but a run computes with parameters of one dtype: convert the model "
                 "(net.float()); train.precision=bf16 computes in both"
             )
-        if is_lazy(parameter) or parameter.numel() == 0:
+        if parameter.numel() == 0:
             continue
         place, trained = (parameter.untyped_storage()._cdata, int(parameter.storage_offset())), parameter.requires_grad
         other, other_trained = at.setdefault(place, (name, trained))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError
 from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, become
@@ -62,11 +61,6 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
             "spectral_norm, make that permanent first (prune.remove, remove_weight_norm), or use "
             "torch.nn.utils.parametrizations"
         ) from error
-    for name, module in list(source.named_modules()):
-        if isinstance(module, nn.SyncBatchNorm):
-            raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
-        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-            raise ModelError(f"layer {name!r} ({type(module).__name__}) is lazy: call the model once before")
     _use_our_batchnorm(source)
     if not any(module.training for module in net.modules()):
         source.train()
