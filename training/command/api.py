@@ -215,7 +215,7 @@ def _run_words(
     if config is not None and (resume := OmegaConf.select(config, "train.resume")) is not None:
         overrides = [*overrides, f"train.resume={hydra_word(resume)}"]  # for the check of the run directory
     objects = _checked(overrides, model, data)
-    replaced = partial(_replaced, config, objects) if config is not None or objects else None
+    replaced = partial(with_given, objects=objects, config=config) if config is not None or objects else None
     set_given(objects)
     try:
         with _user_errors(), left_as_it_was(), stopping.handled():
@@ -250,17 +250,11 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
     return objects
 
 
-def _replaced(config: Any, objects: dict[str, Any], cfg: Any) -> Any:
-    """Return the configuration to run: ``config`` or, if it is None, the composed ``cfg``, with the given objects."""
-    cfg = cfg if config is None else config
+def with_given(cfg: Any, objects: dict[str, Any], config: Any = None) -> Any:
+    """Return a copy of ``config`` or, if it is None, of the composed ``cfg``, whose sections name the given objects."""
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg if config is None else config, resolve=False, enum_to_str=True))
     if objects and World.detect() is None and cfg.launcher.name == "slurm":
         raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
-    return with_given(cfg, objects)
-
-
-def with_given(cfg: Any, objects: dict[str, Any]) -> Any:
-    """Return a copy of a configuration whose sections ``model`` and ``data`` name the objects that were given."""
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
     kept = {key: OmegaConf.select(cfg, f"model.{key}") for key in ("init_from", "lora")}
     for key, one in objects.items():
         cfg[key] = {"_target_": GIVEN, "key": key, "fingerprint": getattr(one, "fingerprint", "")}
