@@ -45,7 +45,7 @@ def test_the_readme_s_own_model_trains_and_is_the_same_in_every_layout(tmp_path)
         [sys.executable, "mine.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=290
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pipe_ddp: 4 processes" in done.stdout and done.stdout.splitlines()[-2] == "14 of 14 layouts hold"
+    assert "pipe_ddp: 4 processes" in done.stdout and done.stdout.splitlines()[-2] == "15 of 15 layouts hold"
 
 
 def test_the_page_on_own_models_begins_with_the_readme_s_own_model():

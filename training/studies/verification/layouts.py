@@ -49,7 +49,7 @@ class Compared:
     Attributes:
         name: The layout as it is typed.
         layout: The layout; None for the placeholder before the first run.
-        precision: The precision of its training, if it is not the run's.
+        changed: The keys of ``train`` that are not those of the run.
         optimizer: The name of the user's optimizer.
         holds: Whether it trains as one process does; None if the model cannot be trained in this layout.
         reason: The reason why it was not run or failed, or where it first differs.
@@ -61,7 +61,7 @@ class Compared:
 
     name: str
     layout: Layout | None = None
-    precision: str | None = None
+    changed: dict[str, Any] = field(default_factory=dict)
     optimizer: str = ""
     holds: bool | None = None
     reason: str = ""
@@ -78,8 +78,8 @@ class Compared:
     def record(self) -> dict[str, Any]:
         """Return the entry of the certificate's JSON, with the keys of the section ``parallel`` under "place"."""
         place = {} if self.layout is None else self.layout.into({})
-        place |= {} if self.precision is None else {"precision": self.precision}
-        return {"place": place, **{k: v for k, v in asdict(self).items() if k not in ("layout", "precision")}}
+        kept = {k: v for k, v in asdict(self).items() if k not in ("layout", "changed")}
+        return {"place": place | self.changed, **kept}
 
     def __str__(self) -> str:
         if not self.differences:
@@ -120,14 +120,14 @@ def layouts_of_shared_layers(processes: int, microbatches: int, order: str = "dp
                 yield layout
 
 
-def typed_name(layout: Layout, precision: str | None = None) -> str:
-    """Return a layout as it is typed, with its precision if that is not the run's."""
+def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
+    """Return a layout as it is typed, with the keys of ``train`` that are not those of the run."""
     words = [f"parallel={layout.strategy}"]
     keys = ("dp", "tp", "pp", "shard")
     words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
     words += ["sequence=true"] * layout.sequence
     words += [f"chunks={layout.chunks}"] if layout.strategy == "single" else []
-    words += [f"precision={precision}"] if precision is not None else []
+    words += [f"{key}={str(value).lower()}" for key, value in (changed or {}).items()]
     return " ".join([*words, *[f"schedule={layout.schedule}"] * layout.pipelined])
 
 
@@ -159,10 +159,11 @@ class Runs:
         self.first = self._before = Compared("")
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
-    def compare(self, layout: Layout, precision: str | None = None) -> Compared:
+    def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None) -> Compared:
         """Run a layout, and one more step from the previous layout's checkpoint, and compare the results."""
         optimizer = self.cfg.optim._target_.rpartition(".")[2]
-        began, result = time.monotonic(), Compared(typed_name(layout, precision), layout, precision, optimizer)
+        began = time.monotonic()
+        result = Compared(typed_name(layout, changed), layout, dict(changed or {}), optimizer)
         try:
             if layout.dp > 1 and self.microbatches > 1 and layout.dp * layout.chunks != self.microbatches:
                 raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {layout.dp} replicas")
@@ -182,7 +183,7 @@ class Runs:
             pairs = ((kind, self.results(result, kind), self.results(self.first, kind)) for kind in COMPARED)
             result.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
             result.holds = all(d <= self.limits[kind] for kind, (d, _) in result.differences.items())
-            if precision is None and result.holds:  # the next layout goes on from what is right
+            if not changed and result.holds:  # the next layout goes on from what is right
                 if before not in (self.first, result):
                     shutil.rmtree(self.path(before), ignore_errors=True)
                 self._before = result
@@ -220,12 +221,12 @@ class Runs:
 
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
-        own, train = part == "own", self.cfg.train
+        own = part == "own"
         cfg = in_layout(
             self.cfg, layout_of(result), steps=steps or self.steps, eval_every=None if own else 0,
-            eval_batches=min(train.eval_batches or 2, 2), checkpoint_every=None if own else 1,
+            eval_batches=min(self.cfg.train.eval_batches or 2, 2), checkpoint_every=None if own else 1,
             keep_checkpoints=self.steps + 1, max_skipped=0, resume=before and str(self.path(before) / "plain"),
-            precision=result.precision or train.precision,
+            **result.changed,
         )  # fmt: skip
         cfg.parallel.timeout_s = self.cfg.verify.timeout_s
         cfg.launcher.allow_mixed = True  # weights that come apart are compared tensor by tensor, with causes

@@ -5,28 +5,27 @@ Each layer is built as a separate stage and gets the output of the layer before 
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import PlanError
 from common.machine import available_memory
 from data.dataset import Batch
 from launchers import Interrupted, stopping
-from models.batchnorm import StepBatchNorm
 from models.chain import CPU, LOSS, Chain, as_tuple, converted, is_within
 from models.losses import loss_of
 from parallel.devices import parameter_dtype
-from parallel.examination import Examination, examine
+from parallel.examination import Examination, Facts, examine
 from parallel.shape_inference import trace
 from parallel.stage import Stage
 from training.run.setup import Setup
@@ -36,10 +35,10 @@ _FEW, _PAIR = slice(0, _SAMPLES), slice(0, 2)
 # A layer that flips a coin gives the same in all of these calls, and in two of _FEW, in one of 2,000 verifications.
 _DRAWS = 11
 _PATIENCE_S = 60.0  # what batches above the verified one may take
-_MODES = TRAINING, EVALUATION = "training", "evaluation"
 _FLOOR = 1e-3  # what is below this part of the largest of all tensors may be rounding alone
 Tensors = Mapping[Any, Tensor | None]
-Cut = Mapping[bool, Examination]
+Results = dict[str, dict[Any, Any]]
+Found = Iterator[tuple[str, bool]]  # sentences, and whether that is by a rule of this project
 
 
 @dataclass(frozen=True)
@@ -63,128 +62,91 @@ class Finding:
         return f"{self.probe:18} {layer}{self.text}".rstrip()
 
 
+@dataclass(eq=False)
 class Layer:
-    """A layer, built as a separate stage, with its inputs.
+    """A layer in training or in evaluation, with its inputs.
 
-    What it does is kept by kind and name. What it has "given" are "outputs" or, without a dimension of samples,
-    "numbers"; "sums" are the loss with its count and metrics.
+    Attributes:
+        stage: A stage of this layer alone.
+        dtype: That of its parameters.
+        inputs: Its inputs, computed from ``samples``.
+        samples: The samples.
+        found: The facts of the chain in this mode.
+        training: Whether the mode is training.
+        drawn: Those of Python's and numpy's generators that it has drawn from.
+        sizes: The batches to compute in one go.
+        seen: Its results for the first samples.
+        seconds: The time that it takes for a sample.
     """
 
-    def __init__(self, setup: Setup, name: str, inputs: tuple[Tensor, ...], samples: Batch, cut: Cut) -> None:
-        """Build the layer and run it on the first of ``samples``, from which ``inputs`` were computed.
+    stage: Stage
+    dtype: torch.dtype
+    inputs: tuple[Tensor, ...]
+    samples: Batch
+    found: Examination
+    training: bool
+    drawn: set[str] = field(default_factory=set)
+    sizes: tuple[int, ...] = ()
 
-        ``cut`` is what depends on the micro-batch in training, and in evaluation.
-        """
-        self.chain, self.name, self.inputs, self.samples, self.cut = setup.chain, name, inputs, samples, cut
-        self.seed, self.dtype = setup.cfg.seed, parameter_dtype(setup.plan.precision)
-        self.stage = Stage(self.chain, [name], seed=self.seed, device=CPU, dtype=self.dtype)
-        self.module: nn.Module = self.stage.layers[name]
-        loss = self.module if loss_of(self.module) is not None else self.chain.loss
-        self.loss, self.kind = f"loss {type(loss).__name__}", f"{name} ({type(self.module).__name__})"
-        self.norms = any(isinstance(module, _BatchNorm) for module in self.module.modules())
-        self.sizes: tuple[int, ...] = ()  # of batches to compute in one go
-        self.drawn: dict[bool, set[str]] = {True: set(), False: set()}
-        self.before = {True: self.state()}
-        self.seen = {True: self.run(True)}
-        self.after = {True: self.state()}
+    def __post_init__(self) -> None:
+        """Run it on the first samples."""
+        (self.name,) = self.stage.layers.names
+        self.module, self.mode = self.stage.layers[self.name], "training" if self.training else "evaluation"
+        self.kind = f"{self.name} ({type(self.module).__name__})"
+        self.loss = f"loss {type(self.module if loss_of(self.module) is not None else self.stage.chain.loss).__name__}"
+        unknown = Facts(self.name, "", ())  # of a layer after one that the examination cannot compute
+        self.facts = next((facts for facts in self.found.layers if facts.name == self.name), unknown)
         began = time.process_time()
-        self.seen[False] = self.run(False)
-        self.seconds = (time.process_time() - began) / _SAMPLES  # of a sample's forward
-        self.before[False], self.after[False] = self.after[True], self.state()
+        self.seen = self.run()
+        self.seconds = (time.process_time() - began) / _SAMPLES
 
-    def run(
-        self,
-        training: bool,
-        rows: slice = _FEW,
-        again: bool = False,
-        backward: bool = True,
-        state: int = 0,
-    ) -> dict:
-        """Compute some samples in step 1 or in evaluation; with ``again``, activations are recomputed.
+    def run(self, rows: slice = _FEW, backward: bool = True, state: int = 0) -> Results:
+        """Compute some samples in step 1 or in evaluation.
 
         Python's and numpy's generators are in the state number ``state``: it alone decides what is drawn from them.
+
+        Returns:
+            What the layer gives; of that, what it gives for each sample, with the gradients of inputs for each sample;
+            the loss with its count and metrics; and all gradients.
         """
-        with _generators(state, self.drawn[training]):
-            return self._run(training, rows, again, backward)
-
-    def _run(self, training: bool, rows: slice, again: bool, backward: bool) -> dict:
         first, last, _ = rows.indices(len(self.samples))
-        stage, where = self.stage, (first, last - first)
-        stage.recompute = again
+        stage, where, count = self.stage, (first, last - first), last - first
         stage.zero_grad()
-        stage.begin(training, step=int(training))
+        stage.begin(self.training, step=int(self.training))
         inputs = self.rows(rows)
-        with torch.set_grad_enabled(training):
-            outputs = as_tuple(stage(*inputs, samples=where))
-        if parts := [_weighed(t, last - first) for t in outputs if t.requires_grad and backward]:
-            torch.stack(parts).sum().backward()
-        stage.recompute = False
-        if stage.ends_chain:
-            with torch.no_grad():
-                stage(*self.rows(rows), samples=where, targets=self.samples.targets[rows])
+        with _generators(state, self.drawn):
+            with torch.set_grad_enabled(self.training):
+                outputs = as_tuple(stage(*inputs, samples=where))
+            if parts := [_weighed(t, count) for t in outputs if t.requires_grad and backward]:
+                torch.stack(parts).sum().backward()
+            if stage.ends_chain:
+                with torch.no_grad():
+                    stage(*self.rows(rows), samples=where, targets=self.samples.targets[rows])
         stage.end()
-        seen: dict[str, Tensors] = {"inputs": dict(enumerate(inputs)), "given": dict(enumerate(outputs))}
-        seen["outputs"] = {i: t for i, t in enumerate(outputs) if t.dim() and len(t) % (last - first) == 0}
-        seen["numbers"] = {i: t for i, t in enumerate(outputs) if i not in seen["outputs"]}
-        seen["sums"] = {"sums": stage.take_sums()} if stage.ends_chain else {}
+        given = dict(enumerate(outputs))
         gradients = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
-        gradients |= {n: p.grad for n, p in self.module.named_parameters() if p.requires_grad and p.numel()}
-        return {**seen, "gradients": gradients}
-
-    @cached_property
-    def halves(self) -> dict[bool, list[dict]]:
-        """The results for each half of the samples, in training and in evaluation."""
-        rows = slice(0, _SAMPLES // 2), slice(_SAMPLES // 2, _SAMPLES)
-        return {training: [self.run(training, half) for half in rows] for training in (True, False)}
-
-    def joined(self, training: bool, kind: str) -> tuple[Tensors, Tensors]:
-        """Return the joined results of both halves, and the results of all samples."""
-        (first, second), whole = (half[kind] for half in self.halves[training]), self.seen[training][kind]
-        return {i: first[i] + second[i] if kind == "sums" else torch.cat([first[i], second[i]]) for i in first}, whole
+        every = gradients | {n: p.grad for n, p in self.module.named_parameters() if p.requires_grad and p.numel()}
+        each = {k: t for k, t in (given | gradients).items() if t is not None and t.dim() and len(t) % count == 0}
+        sums = {"sums": stage.take_sums()} if stage.ends_chain else {}
+        return {"given": given, "each": each, "sums": sums, "gradients": every}
 
     def rows(self, rows: slice) -> tuple[Tensor, ...]:
         """Copy what some samples are of the inputs; an input without a dimension of samples is passed on whole."""
         parts = [_of_samples(t, rows, len(self.samples)).detach().clone() for t in self.inputs]
         return tuple(p.requires_grad_(t.requires_grad) for p, t in zip(parts, self.inputs, strict=True))
 
-    def in_batch(self, training: bool, count: int) -> tuple[Tensors, Tensors]:
-        """Return the results of the first samples in a batch of ``count`` and alone, with the whole batch's sums."""
-        batch, few = self.run(training, slice(0, count)), self.seen[training]
-        whole = {**batch["outputs"], **_gradients_by_sample(batch, count)}
-        alone = {**few["outputs"], **_gradients_by_sample(few, _SAMPLES)}
-        ours = {name: _of_samples(whole[name], _FEW, count) for name in whole if name in alone}
-        theirs = {name: alone[name] for name in ours}
-        if batch["sums"]:
-            parts = [slice(first, min(first + _SAMPLES, count)) for first in range(0, count, _SAMPLES)]
-            sums = [self.run(training, part, backward=False)["sums"]["sums"] for part in parts]
-            ours, theirs = ours | batch["sums"], theirs | {"sums": torch.stack(sums).sum(dim=0)}
-        return ours, theirs
-
-    def state(self) -> Tensors:
-        """Return copies of all parameters and of the buffers but BatchNorm's, which are updated once per step."""
-        norms = {id(b) for m in self.module.modules() if isinstance(m, StepBatchNorm) for b in m.buffers()}
-        tensors = {f"parameter {name!r}": t for name, t in self.module.named_parameters()}
-        tensors |= {f"buffer {name!r}": t for name, t in self.module.named_buffers() if id(t) not in norms}
-        return {name: t.detach().clone() for name, t in tensors.items()}
-
-    def parameters(self, *names: str) -> Tensors:
-        """Return the layer's parameters when these layers are built, at another position of torch's random sequence."""
-        torch.rand(7)
-        parameters = self.chain.build(names, self.seed, CPU, self.dtype).named_parameters(remove_duplicate=False)
-        return {name: parameter for name, parameter in parameters if is_within(name, [self.name])}
-
-    def rule(self, training: bool) -> str | None:
-        """Return the rule of this project by which its results depend on the micro-batch in a mode."""
-        if self.norms and training:
+    def rule(self) -> str | None:
+        """Return the rule of this project by which its results depend on the micro-batch."""
+        if self.training and any(isinstance(module, _BatchNorm) for module in self.module.modules()):
             return (
                 "BatchNorm normalizes by the micro-batch: compare with parallel=single in micro-batches of the same "
                 "size, or use parallel.sync_batchnorm=true"
             )
-        drawing, ends = self.cut[training].which("draws"), self.stage.ends_chain
+        drawing, ends = self.found.which("draws"), self.stage.ends_chain
         if self.name in drawing or (ends and LOSS in drawing):
             who = "" if self.name in drawing else f"{self.loss} "
             return f"{who}draws random numbers from torch's generator: seeded for each micro-batch"
-        return "gathers the samples of all replicas" if ends and self.cut[training].which("gathers") else None
+        return "gathers the samples of all replicas" if ends and self.found.which("gathers") else None
 
 
 def _weighed(output: Tensor, count: int) -> Tensor:
@@ -199,12 +161,6 @@ def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
     each = len(tensor) // count if tensor.dim() > 0 and len(tensor) % count == 0 else 0
     first, last, _ = rows.indices(count)
     return tensor[first * each : last * each] if each else tensor
-
-
-def _gradients_by_sample(seen: dict, count: int) -> dict[str, Tensor]:
-    """Return the gradients of the inputs with a sample dimension. Those of other inputs add up over the batch."""
-    gradients = ((name, g) for name, g in seen["gradients"].items() if name.startswith("input ") and g is not None)
-    return {name: g for name, g in gradients if g.dim() and len(g) % count == 0}
 
 
 @contextmanager
@@ -223,13 +179,9 @@ def _generators(state: int, drawn: set[str]) -> Iterator[None]:
         np.random.set_state(kept[1])
 
 
-def _states() -> dict[str, tuple]:
-    numpys = np.random.get_state(legacy=False)
-    key, place = numpys["state"]["key"].tobytes(), numpys["state"]["pos"]
-    return {
-        "Python's generator": random.getstate(),
-        "numpy's generator": (key, place, numpys["has_gauss"], numpys["gauss"]),
-    }
+def _states() -> dict[str, bytes]:
+    states = {"Python's generator": random.getstate(), "numpy's generator": np.random.get_state()}
+    return {name: pickle.dumps(state) for name, state in states.items()}
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:
@@ -262,47 +214,43 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-@dataclass(frozen=True)
-class Same:
-    """A probe: two ways to compute the same result, in training and in evaluation.
-
-    Attributes:
-        text: What a difference means.
-        pair: Computes both results.
-        rule: Returns the rule of this project by which they differ in training, if there is one.
-        modes: The modes in which they are compared.
-    """
-
-    text: str
-    pair: Callable[[Layer, bool], tuple[Tensors, Tensors]]
-    rule: Callable[[Layer, bool], str | None] = lambda layer, training: None
-    modes: Sequence[str] = _MODES
-
-    def __call__(self, layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
-        """Yield the sentence of each mode that differs, and whether that is by a rule."""
-        for mode in self.modes:
-            training = mode == TRAINING
-            try:
-                size, what = largest_difference(*self.pair(layer, training))
-            except RuntimeError as error:
-                yield f"{self.text.format(what='', mode=mode, loss='')}: {_first_line(error)}", False
-                continue
-            if size > tolerance:
-                rule = self.rule(layer, training)
-                text = rule or self.text.format(what=what, mode=mode, loss=layer.loss)
-                yield f"{text} (by {size:.0e})", rule is not None
+def _unchanged(layer: Layer, tolerance: float) -> Found:
+    """Look for a tensor of its state that each forward changes."""
+    if name := layer.facts.changes:
+        kind = "parameter" if name in dict(layer.module.named_parameters()) else "buffer"
+        yield f"its forward changes its {kind} {name!r} in {layer.mode}, each replica and micro-batch its own", False
 
 
-def _outputs(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
-    """Probe dtypes, and which gradients exist."""
-    seen = layer.seen[True]
-    outputs = seen["given"].values()
+def _repeats(layer: Layer, tolerance: float) -> Found:
+    """Compute the same again, with Python's and numpy's generators in other states."""
+    first, *others = (layer.run(_PAIR, backward=False, state=n) for n in range(_DRAWS))
+    pairs = [(layer.run(state=1), layer.seen), *((other, first) for other in others)]
+    size = max(largest_difference(*(seen["given"] | seen["sums"] for seen in pair))[0] for pair in pairs)
+    if layer.drawn:
+        numbers = f"numbers change by {size:.0e}" if size else f"{_DRAWS} draws changed no number"
+        drawn = " and ".join(sorted(layer.drawn))
+        yield f"draws from {drawn} in {layer.mode}, which no seed of a run sets ({numbers})", False
+    elif size > tolerance:
+        text = f"gives other numbers for the same input in {layer.mode}: it draws random numbers that are not torch's"
+        yield f"{text}, or keeps something between calls (by {size:.0e})", False
+
+
+def _leaves_its_input(layer: Layer, tolerance: float) -> Found:
+    if layer.facts.writes:
+        yield f"writes into its input in {layer.mode}, which the layer before may need", False
+
+
+def _outputs(layer: Layer, tolerance: float) -> Found:
+    """Look at dtypes, and which gradients exist."""
+    if not layer.training:
+        return
+    outputs, gradients = layer.seen["given"].values(), layer.seen["gradients"]
     if half := [t.dtype for t in outputs if t.is_floating_point() and t.dtype.itemsize < 4]:
         got, wanted = (str(dtype).removeprefix("torch.") for dtype in (half[0], layer.dtype))
         yield f"returns {got} where its parameters and inputs are {wanted}", False
-    given = [gradient for name, gradient in seen["gradients"].items() if name.startswith("input ")]
-    without = [name for name, g in seen["gradients"].items() if g is None and not name.startswith("input ")]
-    if seen["gradients"] and not any(t.requires_grad for t in outputs):
+    given = [gradient for name, gradient in gradients.items() if name.startswith("input ")]
+    without = [name for name, g in gradients.items() if g is None and not name.startswith("input ")]
+    if gradients and not any(t.requires_grad for t in outputs):
         yield "returns nothing that has a gradient: parameters in it and before it are not trained", False
     elif given and all(gradient is None for gradient in given):
         yield "gives its input no gradient: layers before it are not trained", False
@@ -310,73 +258,52 @@ def _outputs(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
         yield f"parameters without a gradient: {', '.join(without)}", True
 
 
-def _repeats(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
-    """Compute the same again, with Python's and numpy's generators in other states."""
-    for mode in _MODES:
-        training = mode == TRAINING
-        pairs = [(layer.run(training, state=1), layer.seen[training])]
-        first, *others = (layer.run(training, _PAIR, backward=False, state=n) for n in range(_DRAWS))
-        pairs += [(other, first) for other in others]
-        size = max(largest_difference(*(seen["given"] | seen["sums"] for seen in pair))[0] for pair in pairs)
-        if drawn := layer.drawn[training]:
-            numbers = f"numbers change by {size:.0e}" if size else f"{_DRAWS} draws changed no number"
-            yield f"draws from {' and '.join(sorted(drawn))} in {mode}, which no seed of a run sets ({numbers})", False
-        elif size > tolerance:
-            text = f"gives other numbers for the same input in {mode}: it draws random numbers that are not torch's, or"
-            yield f"{text} keeps something between calls (by {size:.0e})", False
+def _halves(layer: Layer, tolerance: float) -> Found:
+    """Compute both halves of the samples by themselves, and the loss of each."""
+    half = _SAMPLES // 2
+    first, second = (layer.run(rows, backward=False) for rows in (slice(0, half), slice(half, _SAMPLES)))
+    joined = {i: torch.cat([t, second["each"][i]]) for i, t in first["each"].items()}
+    sums = {name: t + second["sums"][name] for name, t in first["sums"].items()}
+    others = f"samples see each other in {layer.mode}: half of a batch gives other numbers than the whole"
+    loss = f"{layer.loss} of a batch is not the sum over its halves in {layer.mode}: give the sum of terms and their "
+    for text, ours, kind in ((others, joined, "each"), (f"{loss}number", sums, "sums")):
+        size, _ = largest_difference(ours, {name: layer.seen[kind].get(name) for name in ours})
+        if size > tolerance:
+            rule = layer.rule()
+            yield f"{rule or text} (by {size:.0e})", rule is not None
+    if layer.training and layer.facts.passes:
+        yield "passes on a number of its micro-batch: results depend on its size", True
 
 
-def _sizes(layer: Layer, tolerance: float) -> Iterator[tuple[str, bool]]:
+def _sizes(layer: Layer, tolerance: float) -> Found:
     """Compute samples together with more others than the other probes do."""
-    for mode in _MODES:
-        for count in layer.sizes:
-            size, _ = largest_difference(*layer.in_batch(mode == TRAINING, count))
-            if size > tolerance:
-                text = f"gives a sample other numbers in a batch of {count} than in one of {_SAMPLES} in {mode}"
-                yield f"{text}: what it does depends on how many samples there are (by {size:.0e})", False
+    for count in layer.sizes:
+        batch = layer.run(slice(0, count))
+        ours = {k: _of_samples(t, _FEW, count) for k, t in batch["each"].items() if k in layer.seen["each"]} | batch[
+            "sums"
+        ]
+        theirs = {k: layer.seen["each"].get(k) for k in ours}
+        if batch["sums"]:
+            parts = [slice(first, min(first + _SAMPLES, count)) for first in range(0, count, _SAMPLES)]
+            theirs["sums"] = sum(layer.run(part, backward=False)["sums"]["sums"] for part in parts)
+        size, _ = largest_difference(ours, theirs)
+        if size > tolerance:
+            text = f"gives a sample other numbers in a batch of {count} than in one of {_SAMPLES} in {layer.mode}"
+            yield f"{text}: what it does depends on how many samples there are (by {size:.0e})", False
 
 
-PROBES: dict[str, list[Callable[[Layer, float], Iterator[tuple[str, bool]]]]] = {
-    "unchanged": [
-        Same("its forward changes its {what} in {mode}, each replica and micro-batch its own",
-             lambda layer, training: (layer.after[training], layer.before[training])),
-    ],
-    "repeats": [_repeats],
-    "leaves its input": [
-        Same("writes into its input in {mode}, which the layer before may need",
-             lambda layer, training: (layer.seen[training]["inputs"], dict(enumerate(layer.rows(_FEW))))),
-    ],
-    "halves": [
-        Same("samples see each other in {mode}: half of a batch gives other numbers than the whole",
-             lambda layer, training: layer.joined(training, "outputs"), Layer.rule),
-        Same("", lambda layer, training: (layer.halves[True][0]["numbers"], layer.seen[True]["numbers"]),
-             lambda layer, training: "passes on a number of its micro-batch: results depend on its size", [TRAINING]),
-    ],
-    "recomputation": [
-        Same("gives other gradients under train.activation_checkpointing",
-             lambda layer, training: (layer.run(True, again=True)["gradients"], layer.seen[True]["gradients"]),
-             modes=[TRAINING]),
-    ],
-    "loss": [
-        Same("{loss} of a batch is not the sum over its halves in {mode}: give the sum of terms and their number",
-             lambda layer, training: layer.joined(training, "sums"), Layer.rule),
-    ],
-    "sizes": [_sizes],
-    "outputs": [_outputs],
-    "initial weights": [
-        Same("initial numbers of {what} depend on what was built before: draw them from torch's generator",
-             lambda layer, training: (layer.parameters(*layer.chain.names[:1], layer.name),
-                                      layer.parameters(layer.name)), modes=[TRAINING]),
-    ],
+PROBES: dict[str, Callable[[Layer, float], Found]] = {
+    "unchanged": _unchanged, "repeats": _repeats, "leaves its input": _leaves_its_input, "outputs": _outputs,
+    "halves": _halves, "sizes": _sizes,
 }  # fmt: skip
 
 
 def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
     """Yield the findings of each probe in each layer; for a probe without findings, a finding without text.
 
-    A layer with a finding of "unchanged" or "repeats" is not probed further, because other differences would follow.
-    "sizes" also skips the layers with a finding of "halves" or "loss". ``own`` is the number of samples per
-    micro-batch of the run to verify: "sizes" computes as many at once, and as many as a step has.
+    A layer with a finding of "unchanged", "repeats" or "halves" is not probed further, because other differences would
+    follow. ``own`` is the number of samples per micro-batch of the run to verify: "sizes" computes as many at once, and
+    as many as a step has.
 
     Raises:
         Interrupted: This process was told to stop.
@@ -396,20 +323,16 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
     if shared:  # a layer that is built would change another
         return
     layers, too_large = _layers(setup, own, kept)
-    skipped: list[Layer] = []
-    for name, probes in PROBES.items():
-        found = [*too_large] if name == "sizes" else []
-        by_layer = {}
-        for layer in layers:
+    skipped: set[str] = set()
+    for name, same in PROBES.items():
+        found = {finding.text: finding for finding in too_large if name == "sizes"}
+        for layer in (layer for layer in layers if layer.kind not in skipped):
             _check_stopped()
-            if name != "sizes" or layer not in skipped:
-                by_layer[layer] = [problem for same in probes for problem in _found(same, layer, tolerance)]
-        if name in ("unchanged", "repeats"):
-            layers = [layer for layer in layers if not by_layer[layer]]
-        elif name in ("halves", "loss"):
-            skipped += [layer for layer in layers if by_layer[layer]]
-        found += [Finding(name, layer.kind, *found_here) for layer, some in by_layer.items() for found_here in some]
-        yield from found or [Finding(name, holds=True)]
+            for text, holds in _found(same, layer, tolerance):  # of training and evaluation alike, once
+                found.setdefault(layer.kind + text.partition(" (by ")[0], Finding(name, layer.kind, text, holds))
+        if name in ("unchanged", "repeats", "halves"):
+            skipped |= {finding.layer for finding in found.values()}
+        yield from found.values() or [Finding(name, holds=True)]
 
 
 def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Layer], list[Finding]]:
@@ -418,7 +341,7 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
     ``kept`` lists the bytes that each layer keeps per sample for the backward; None if they are unknown.
     """
     chain, dtype, step = setup.chain, parameter_dtype(setup.plan.precision), setup.plan.microbatch_size
-    cut = {training: examine(chain, setup.sample, training=training) for training in (True, False)}
+    found = [(setup.examination, True), (examine(chain, setup.sample, training=False), False)]
     sizes = sorted({size for size in (step, own) if size > _SAMPLES})
     indices = np.arange(max([_SAMPLES, *sizes]), dtype=np.int64) % len(setup.data.train)
     samples = Batch(*setup.data.train.read(indices, 0)).map(lambda t: converted(t, dtype))
@@ -426,7 +349,8 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
     for i, name in enumerate(chain.names):
         _check_stopped()
         try:
-            layers.append(layer := Layer(setup, name, inputs, samples, cut))
+            stage = Stage(chain, [name], seed=setup.cfg.seed, device=CPU, dtype=dtype)
+            layer, evaluated = (Layer(stage, dtype, inputs, samples, *each) for each in found)
         except Exception as error:  # a user's code
             text = f"{_SAMPLES} samples cannot be computed in {setup.plan.precision}: {_first_line(error)}"
             if "double" in text.lower():
@@ -435,26 +359,28 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
                 )
             too_large.append(Finding("sizes", f"{name} ({type(chain.skeleton([name])[name]).__name__})", text))
             break
-        each = (kept[i] if kept else 0) + 4 * sum(t.nbytes for t in layer.seen[True]["given"].values()) / _SAMPLES
+        each = (kept[i] if kept else 0) + 4 * sum(t.nbytes for t in layer.seen["given"].values()) / _SAMPLES
         while sizes:
-            needed, seconds = sizes[-1] * each, 5 * sizes[-1] * layer.seconds
+            needed, seconds = sizes[-1] * each, 5 * sizes[-1] * evaluated.seconds
             if needed < available_memory() and (sizes[-1] == step or seconds < _PATIENCE_S / len(chain.names)):
                 break
             text = f"no batch of {sizes[-1]} was computed from here on: it takes about {needed / 2**30:.1f} GiB and "
             too_large.append(Finding("sizes", layer.kind, f"{text}{seconds:.0f} s", holds=True))
             sizes.pop()
-        layer.sizes, count = tuple(sizes), max([_SAMPLES, *sizes])
-        seen = layer.run(True, slice(0, count), backward=False) if sizes else layer.seen[True]
+        layer.sizes = evaluated.sizes = tuple(sizes)
+        layers += [layer, evaluated]
+        count = max([_SAMPLES, *sizes])
+        seen = layer.run(slice(0, count), backward=False) if sizes else layer.seen
         inputs = tuple(t.detach().requires_grad_(t.requires_grad) for t in seen["given"].values())
         samples = samples.map(lambda t, count=count: t[:count])
     return layers, too_large
 
 
-def _found(same: Callable, layer: Layer, tolerance: float) -> list[tuple[str, bool]]:
+def _found(same: Callable[[Layer, float], Found], layer: Layer, tolerance: float) -> Found:
     try:
-        return list({text.partition(" (by ")[0]: (text, holds) for text, holds in same(layer, tolerance)}.values())
+        yield from same(layer, tolerance)
     except Exception as error:  # a user's code
-        return [(f"some numbers of samples cannot be computed: {_first_line(error)}", False)]
+        yield f"some numbers of samples cannot be computed: {_first_line(error)}", False
 
 
 def _first_line(error: Exception) -> str:

@@ -225,25 +225,27 @@ def _layouts(
         layout = replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks, balance=balance)
         count, wanted = 1 if gathers else plan.dp * plan.chunks, [layout]
         cfg.verify.processes = plan.processes
-    by_rule = any(finding.probe in ("halves", "loss") and finding.text and finding.holds for finding in report.probes)
+    by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
     others = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
-    ones: list[tuple[Layout, str | None]] = [(_single(cfg, count), None)]  # one process, and its precision
-    in_fp32 = _single(cfg, count), "fp32"
+    one, again = _single(cfg, count), not cfg.train.activation_checkpointing
+    ones: list[tuple[Layout, dict[str, Any]]] = [(one, {})]  # one process, and what it has of its own of ``train``
+    in_fp32 = one, {"precision": "fp32"}
     if half_precision and by_rule:  # other micro-batches would be another training
         ones.append(in_fp32)
     elif not by_rule and (half_precision or not chosen):
         others += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
-        ones += [(_single(cfg, n), None) for n in dict.fromkeys(others) if n != count]
-    shared: list[tuple[Layout, str | None]] = [(layout, None) for layout in wanted if layout.tp > 1]
+        ones += [(_single(cfg, n), {}) for n in dict.fromkeys(others) if n != count]
+    recomputed = [] if chosen and again else [(one, {"activation_checkpointing": again})]
+    shared: list[tuple[Layout, dict[str, Any]]] = [(layout, {}) for layout in wanted if layout.tp > 1]
     if half_precision and shared and in_fp32 not in ones:  # partial sums are rounded, too: more than by micro-batches
         shared.insert(0, in_fp32)
-    planned = [*ones, *((layout, None) for layout in wanted if layout.tp == 1), *shared]
+    planned = [*ones, *recomputed, *((layout, {}) for layout in wanted if layout.tp == 1), *shared]
     report.planned = len(planned)
     runs = Runs(cfg, folder, setup.chain, count)
     report.limits = runs.limits
-    for layout, precision in planned:
-        result = runs.compare(layout, precision)
-        if layout.strategy == "single":
+    for layout, changed in planned:
+        result = runs.compare(layout, changed)
+        if layout.strategy == "single" and "activation_checkpointing" not in changed:
             if half_precision and result.differences:
                 runs.tolerate(result)
             elif result.holds is False:

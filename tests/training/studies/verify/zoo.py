@@ -256,7 +256,7 @@ SMALLER = ("verify.processes=1",)  # one process with twice as many micro-batche
 class Broken:
     """A model, the probe that finds it, the layer that is named, a part of the reason, and a layout that is wrong.
 
-    Without such a layout, all train alike what is not meant.
+    Without such a layout, all train alike what is not meant. Without a probe, only the layout shows it.
     """
 
     name: str
@@ -278,13 +278,13 @@ ZOO = [
     Broken("half above four", partial(chain, partial(RoundsLargeBatches, 4)), "sizes", "b", "in a batch of 8", WHOLE),
     Broken("loss above four", partial(chain, loss=LossRoundsLargeBatches()), "sizes", "c", "in a batch of 8"),
     Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "see each other in evaluation", SMALLER),
-    Broken("contrastive", partial(chain, loss=Contrastive()), "loss", "c", "Contrastive of a batch is not", SMALLER),
-    Broken("mean of some", partial(chain, loss=MeanOfSome()), "loss", "c", "MeanOfSome of a batch is not", SMALLER),
+    Broken("contrastive", partial(chain, loss=Contrastive()), "halves", "c", "Contrastive of a batch is not", SMALLER),
+    Broken("mean of some", partial(chain, loss=MeanOfSome()), "halves", "c", "MeanOfSome of a batch is not", SMALLER),
     # The layer before does not need what it gave; one that does is refused by torch in every layout.
     Broken("in place", partial(chain, InPlace), "leaves its input", "b", "writes into its input"),
     # Whichever layer is built last overwrites the weights of the other, in every layout.
     Broken("tied silently", shared, "shared parameters", "b", "b.weight is a.weight"),
-    Broken("initial numbers", twice, "initial weights", "b", "depend on what was built before", PIPE),
+    Broken("initial numbers", twice, "", "b", "", PIPE),
     Broken("detach", partial(chain, Detach), "outputs", "b", "returns nothing that has a gradient"),
     Broken("half", partial(chain, Half), "outputs", "b", "returns float16"),
     Broken("average in eval", partial(chain, AverageInEvaluation), "unchanged", "b", "'average' in evaluation", DDP),
