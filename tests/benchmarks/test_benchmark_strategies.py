@@ -30,7 +30,7 @@ def test_a_rank_holds_and_sends_what_the_formulas_say(name, ranks, tmp_path):
     (found, *_) = ranks.run(setup.plan.processes, measured, words)
     found = [Found.parse(one) for one in found]
     assert len(found) == setup.plan.processes
-    planned = memory_of_ranks(setup.plan, setup.layers, states=1)
+    planned = memory_of_ranks(setup.plan, setup.work[0], states=1)
     for one, memory in zip(found, planned, strict=True):
         if setup.plan.sequence:
             assert one.activations == pytest.approx(memory.activations, rel=0.05)

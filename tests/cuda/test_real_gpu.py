@@ -174,6 +174,6 @@ def test_peak_memory_is_what_the_plan_said(tmp_path):
     assert ended.code == 0, ended.console
     (peak,) = ended.summary["peak_memory_bytes"]
     setup = prepare(config(*words))
-    (planned,) = memory_of_ranks(setup.plan, setup.layers, states_of(setup.cfg.optim))
+    (planned,) = memory_of_ranks(setup.plan, setup.work[0], states_of(setup.cfg.optim))
     expected = planned.used - (planned.process if DEVICE == "cuda" else 0)
     assert 0.75 < peak / expected < 1.5, f"{peak / 2**20:.0f} MiB, and {expected / 2**20:.0f} MiB were expected"

@@ -40,7 +40,6 @@ from planner.work import LayerWork, Tie, work_of
 from training.reporting.run_directory import release
 from training.run.prepare import model_and_data
 from training.run.setup import Setup
-from training.studies.planning.paper import model_of
 
 PLAIN = Cluster(
     nodes=2, devices=4, device="made up", peak={"bf16": 1e12}, memory=8e9, memory_bandwidth=1e11,
@@ -356,8 +355,8 @@ def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, le
     cfg = plain(compose("model=resnet50", f"data.image_size={size}"))
     chain, data = model_and_data(cfg)
     data.prepare()
-    model = model_of(Setup(cfg, chain, data, SimpleNamespace(precision="fp32")))
-    assert (model.least, model.has_batchnorm) == (least, True)
+    setup = Setup(cfg, chain, data, SimpleNamespace(precision="fp32"))
+    assert (setup.work[1], setup.has_batchnorm) == (least, True)
 
 
 def test_of_several_places_each_has_the_layouts_that_need_all_of_its_devices():

@@ -112,7 +112,7 @@ def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardwar
             costs = seconds_of_layers(setup)
     else:
         states = mean_states(cfg.optim, setup.chain)
-        costs = Rank.of_plan(plan, setup.layers, states, cfg.train.activation_checkpointing).each_layer()
+        costs = Rank.of_plan(plan, setup.work[0], states, cfg.train.activation_checkpointing).each_layer()
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
     setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)

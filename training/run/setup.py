@@ -106,9 +106,10 @@ class Setup:
         return [Batch(split.inputs, split.targets) for split in held] if held and held[0] is self.data.train else []
 
     @cached_property
-    def layers(self) -> Works:
-        """What each layer keeps and computes, for one sample."""
-        return work_of(self.chain, self.sample, self.plan.precision)[0]
+    def work(self) -> tuple[Works, int]:
+        """What each layer keeps and computes for one sample, and the samples of the smallest micro-batch it accepts."""
+        sample = Batch(*self.data.train.read(np.zeros(1, dtype=np.int64), 0))
+        return work_of(self.chain, sample, self.plan.precision)
 
     @cached_property
     def examination(self) -> Examination:

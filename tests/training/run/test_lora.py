@@ -172,7 +172,7 @@ def test_new_tokens_are_refused_as_their_rows_would_not_be_trained(recipe):
 def test_the_plan_counts_gradients_and_optimizer_state_of_what_is_trained(recipe, layout):
     def estimated(*words):
         setup = prepare(config(*recipe, layout, *words))
-        return setup.plan, memory_of_ranks(setup.plan, setup.layers, states=2)
+        return setup.plan, memory_of_ranks(setup.plan, setup.work[0], states=2)
 
     (plan, lora), (whole, full) = estimated("model.lora.rank=4"), estimated()
     assert plan.frozen == whole.parameters and plan.parameters == 2 * 4 * (4 * 32 + 2 * 32 + 5 * 32 + 5 * 32)

@@ -250,7 +250,7 @@ def test_a_plan_counts_the_tensors_that_the_optimizers_keep(ranks, text, tmp_pat
     words = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", *text, f"optim={optim}"]
     words += ["train.epochs=null", "train.steps=1", "train.global_batch_size=4", "train.eval_every=null"]
     setup = prepare(config(*words, "parallel=single"))
-    (planned,) = memory_of_ranks(setup.plan, setup.layers, mean_states(setup.cfg.optim, setup.chain))
+    (planned,) = memory_of_ranks(setup.plan, setup.work[0], mean_states(setup.cfg.optim, setup.chain))
     ranks.run(1, run_on_rank, *for_rank(tmp_path, *words, "parallel=single"))
     (held,) = json.loads((tmp_path / "summary.json").read_text())["optimizer_bytes"]
     assert planned.optimizer == pytest.approx(held, rel=1e-3), "and a number of steps for each parameter of AdamW"

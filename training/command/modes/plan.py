@@ -28,4 +28,4 @@ def run(command: Command) -> None:
 
     print(describe(setup), flush=True)
     states, recompute = mean_states(cfg.optim, setup.chain), cfg.train.activation_checkpointing
-    print("\n" + describe_memory(memory_of_ranks(setup.plan, setup.layers, states, recompute)))
+    print("\n" + describe_memory(memory_of_ranks(setup.plan, setup.work[0], states, recompute)))

@@ -183,7 +183,7 @@ def across_nodes(setup: Setup) -> str | None:
     plan, per_node = setup.plan, setup.plan.processes // setup.nodes
     if plan.tp == 1 or setup.nodes == 1 or per_node % plan.tp == 0:
         return None
-    sent = 4 * plan.microbatch_size * max(work.output for work in setup.layers[:-1])
+    sent = 4 * plan.microbatch_size * max(work.output for work in setup.work[0][:-1])
     mend = f"a parallel.tp that divides {per_node}" if per_node > 1 else "fewer nodes"
     return (
         f"the parallel.tp={plan.tp} ranks that share a layer lie on several of {setup.nodes} nodes with {per_node} "

@@ -34,8 +34,9 @@ from training.optimizer import Optimizer
 from training.optimizer.kinds import mean_states
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.run.prepare import BALANCES, model_and_data, prepare
+from training.run.setup import Setup
 from training.studies.planning import AUTO, is_automatic
-from training.studies.planning.paper import Model, cluster_of, model_of, on_paper, paper_is_off, predict_on_paper
+from training.studies.planning.paper import batchnorm_of, cluster_of, on_paper, paper_is_off, predict_on_paper, tables
 from training.studies.planning.trial import lay_out, try_layout
 from training.studies.planning.typed import check_kept, fixed_of, possible_layouts
 
@@ -107,9 +108,9 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
         )
     if queued and not on_paper(cfg):
         raise PlanError(f"{key} goes by a cluster's description with launcher=slurm: type cluster=NAME of conf/cluster")
-    found, model = predict_on_paper(cfg) if queued else predict_here(cfg)
+    found, setup = predict_on_paper(cfg) if queued else predict_here(cfg)
     off = paper_is_off(cluster_of(cfg)[0], found) if queued else [_HERE_IS_OFF]
-    print("\n".join([*model.tables(found, words), *off]), flush=True)
+    print("\n".join([*tables(found, setup, words), *off]), flush=True)
     best, tried = (found.best[0], {}) if queued or cfg.mode == "plan" else pick(cfg, found.best)
     if cfg.parallel.name == AUTO:
         lay_out(cfg, best.layout)
@@ -119,7 +120,7 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
         predicted = {"seconds": best.seconds.total, "bytes": best.memory.total, "tried": tried}
         write_json(run_dir / CHOICES, {**best.layout.keys(), **predicted})
     print(f"{' '.join(best.layout.words())} is {'the' if tried else 'predicted to be the'} fastest", flush=True)
-    print("\n".join([*model.batchnorm_of(best, cfg), ""]), flush=True)
+    print("\n".join([*batchnorm_of(best, setup), ""]), flush=True)
 
 
 def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
@@ -161,7 +162,7 @@ def compared_with_prediction(run_dir: Path) -> str:
     )
 
 
-def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
+def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
     """Measure this machine, and predict every layout that is not fixed.
 
     Args:
@@ -170,9 +171,8 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     """
     alone = copy.deepcopy(cfg)
     Layout().into(alone.parallel)
-    fixed, setup = _fixed(cfg), prepare(alone)
-    plan, kinds = setup.plan, []
-    model = model_of(setup)
+    fixed, setup = _fixed(cfg), replace(prepare(alone), cfg=cfg)
+    plan, kinds, (layers, least) = setup.plan, [], setup.work
     subject = Subject(
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
         partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,
@@ -180,20 +180,20 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Model]:
     cuda, states = plan.device_type == "cuda", mean_states(cfg.optim, setup.chain)
     devices = torch.cuda.device_count() if cuda else 1
     memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
-    needed = max(work.kept + 2 * work.output for work in model.layers)  # of a layer with its input, for a sample
+    needed = max(work.kept + 2 * work.output for work in layers)  # of a layer with its input, for a sample
     pools = [Pool(n, n, whole=True) for n in counts or _counts(fixed, plan.device_type)]
     sharing = max(pool.devices for pool in pools) if cuda else 1
-    possible = possible_layouts(replace(setup, cfg=cfg), model.layers, model.least, pools, fixed, sharing)
+    possible = possible_layouts(setup, pools, fixed, sharing)
     sizes = " and of ".join(f"{pool.devices}" for pool in possible)
     print(f"this machine is measured, in groups of {sizes} processes", flush=True)
-    for (processes, *_), layouts in possible.items():
+    for (processes, *_), its_layouts in possible.items():
         each = memory / math.ceil(processes / devices)
-        most = max(model.least, min(model.batch, int(each / 2 / needed)))
-        here = measure(subject, processes, model.least, most)
+        most = max(least, min(cfg.train.global_batch_size, int(each / 2 / needed)))
+        here = measure(subject, processes, least, most)
         costs = MeasuredCosts(here, plan.precision, plan.device_type != "cpu")
         allocation = Allocation.here(plan.precision, plan.device_type, here.process + _RUN)
-        kinds.append((Devices(costs, processes, each, allocation, states), layouts))
-    return search(model.layers, kinds), model
+        kinds.append((Devices(costs, processes, each, allocation, states), its_layouts))
+    return search(layers, kinds), setup
 
 
 def _data(tree: dict, given: bytes | None) -> Any:

@@ -85,7 +85,7 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
     if world is not None or cfg.launcher.name != "local":
         raise TrainingError("mode=compare starts its processes itself: launcher=local, without torchrun or srun")
     cfg.parallel.name = AUTO
-    found, model = predict_here(cfg, () if torch.accelerator.is_available() else _PROCESSES)
+    found, _ = predict_here(cfg, () if torch.accelerator.is_available() else _PROCESSES)
     rows, problems, since = [], [], time.monotonic()
     tried = to_try(found)
     for number, best in enumerate(tried, 1):
@@ -102,7 +102,7 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
     rows.sort(key=lambda row: row.trial.seconds)
     text = "\n".join(["", table(rows), "", sentence(rows)])
     commands = [command(words, row.best) for row in rows]
-    write(rows, f"{cfg.model.name}, {model.batch:,} samples a step", commands, problems, run_dir)
+    write(rows, f"{cfg.model.name}, {cfg.train.global_batch_size:,} samples a step", commands, problems, run_dir)
     return f"{text}\n{commands[0]}\n{run_dir / PAGE}"
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.errors import PlanError
 from conf.instantiate import to_dict
-from data.dataset import Batch
 from models.given import given_objects
 from parallel.devices import parameter_dtype
 from parallel.layout import Layout
@@ -26,7 +23,6 @@ from planner.memory import Allocation
 from planner.search import FREE, Candidate, Devices, Found, Pool, search
 from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, slowed, stage_seconds
-from planner.work import Works, work_of
 from training.optimizer.checks import check_others
 from training.optimizer.kinds import mean_states
 from training.reporting.console import call_of, columns
@@ -69,20 +65,21 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
         PlanError: A number of the cluster is impossible, or nothing fits.
     """
     began = time.perf_counter()
-    found, model = predict_on_paper(cfg)
+    found, setup = predict_on_paper(cfg)
     cluster, precision = cluster_of(cfg)
-    twice = " (a tied one counted twice)" if any(work.ties for work in model.layers) else ""
+    (layers, _), tokens = setup.work, setup.data.seq_len
+    twice = " (a tied one counted twice)" if any(work.ties for work in layers) else ""
     about = [
-        f"{cfg.model.name}: {sum(work.parameters for work in model.layers):,} parameters{twice}, {precision}, "
-        f"global batch {model.batch:,}" + (f" x {model.tokens:,} tokens" if model.tokens else ""),
+        f"{cfg.model.name}: {sum(work.parameters for work in layers):,} parameters{twice}, {precision}, "
+        f"global batch {cfg.train.global_batch_size:,}" + (f" x {tokens:,} tokens" if tokens else ""),
         f"cluster={cfg.cluster.name}: {cluster.size:,} x {cluster.device}, {cluster.devices} in a node; efficiencies: "
         f"{cluster.source}",
         f"{found.tried:,} layouts in {time.perf_counter() - began:.1f} s, of which {len(found.best):,} fit",
     ]
     for_job, on_gpus = cluster.nodes > 1 and not on_job(cfg), cfg.device != "cpu"
-    tables = model.tables(found, words, cluster.peak[precision], for_job, on_gpus)
-    told = model.batchnorm_of(found.best[0], cfg)
-    return "\n".join([*about, *tables, *paper_is_off(cluster, found), *told, *_draw(found, cfg, run_dir)])
+    shown = tables(found, setup, words, cluster.peak[precision], for_job, on_gpus)
+    told = batchnorm_of(found.best[0], setup)
+    return "\n".join([*about, *shown, *paper_is_off(cluster, found), *told, *_draw(found, cfg, run_dir)])
 
 
 def paper_is_off(cluster: Cluster, found: Found) -> list[str]:
@@ -98,7 +95,7 @@ def paper_is_off(cluster: Cluster, found: Found) -> list[str]:
     return [f"{off}; {_WHERE}"] + [warning] * bool(tight)
 
 
-def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
+def predict_on_paper(cfg: Any) -> tuple[Found, Setup]:
     """Predict every layout on the configuration's cluster.
 
     Raises:
@@ -112,14 +109,13 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Model]:
     plan = make_plan(alone, chain, global_batch_size=batch, device="cpu", precision=precision)
     setup = Setup(cfg, chain, data, plan)
     check_shapes(setup)
-    model = model_of(setup)
     pool = Pool(cluster.devices, cluster.size, on_job(cfg))
-    possible = possible_layouts(setup, model.layers, model.least, [pool], fixed, cluster.devices)
+    possible = possible_layouts(setup, [pool], fixed, cluster.devices)
     costs, states = PaperCosts(cluster, precision), mean_states(cfg.optim, chain)
     number = parameter_dtype(precision).itemsize
     allocation = Allocation(number, costs.gathered, cluster.reserved, costs.itemsize)
     devices = Devices(costs, cluster.size, cluster.memory, allocation, states)
-    return search(model.layers, [(devices, possible[pool])]), model
+    return search(setup.work[0], [(devices, possible[pool])]), setup
 
 
 def on_paper(cfg: Any) -> bool:
@@ -159,88 +155,68 @@ def check_cluster(cfg: Any) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Model:
-    """The model and the batch to plan for.
+def tables(
+    found: Found, setup: Setup, words: Sequence[str], peak: float | None = None, for_job: bool = False,
+    on_gpus: bool = True,
+) -> Iterator[str]:  # fmt: skip
+    """Yield the best ten layouts, each strategy's best, why others do not fit, and the commands to copy.
 
-    Attributes:
-        layers: The work of its layers for one sample.
-        batch: The number of samples per step.
-        tokens: The number of tokens per sample; None if samples are not tokens.
-        has_batchnorm: Whether the model has BatchNorm.
-        least: The number of samples of the smallest micro-batch that the model accepts.
+    Args:
+        found: The result of a search.
+        setup: The run.
+        words: The command line.
+        peak: FLOP/s of a device, if known.
+        for_job: Whether the commands submit a job of SLURM.
+        on_gpus: Whether such a job asks for a GPU for each process.
     """
-
-    layers: Works
-    batch: int
-    tokens: int | None
-    has_batchnorm: bool
-    least: int
-
-    def tables(
-        self, found: Found, words: Sequence[str], peak: float | None = None, for_job: bool = False, on_gpus: bool = True
-    ) -> Iterator[str]:
-        """Yield the best ten layouts, each strategy's best, why others do not fit, and the commands to copy.
-
-        Args:
-            found: The result of a search.
-            words: The command line.
-            peak: FLOP/s of a device, if known.
-            for_job: Whether the commands submit a job of SLURM.
-            on_gpus: Whether such a job asks for a GPU for each process.
-        """
-        parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
-        best = best_of_each(found)
-        named = [*enumerate(found.best[:_SHOWN], 1), *(("best", candidate) for candidate in best.values())]
-        idle = [candidate.devices.count - candidate.layout.processes for _, candidate in named]
-        head = ["", "layout", *["idle"] * any(idle), "total", *parts, "GiB", "of"]
-        head += ["tokens/s" if self.tokens else "samples/s"]
-        rows = [
-            [str(name), candidate.name, *[str(devices)] * any(idle), *self._row(candidate, parts, peak)]
-            for (name, candidate), devices in zip(named, idle, strict=True)
-        ]
-        yield "seconds of a step:"
-        yield ""
-        yield columns([head + ["MFU"] * (peak is not None), *rows])
-        yield ""
-        if peak is not None and (uncounted := sorted({name for work in self.layers for name in work.uncounted})):
-            yield f"no FLOP formula for {', '.join(uncounted)}: counted as 0"
-        for name, candidate in found.nearest.items():
-            needed, there = (size / 2**30 for size in (candidate.memory.total, candidate.devices.memory))
-            yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({candidate.name})"
-        without = " (without SLURM, start ranks with torchrun: docs/cluster.md)" * for_job
-        yield f"to copy, the best of each strategy, the fastest first{without}:"
-        for candidate in best.values():
-            nodes, processes = candidate.layout.nodes, candidate.layout.processes
-            job = ["launcher=slurm", f"launcher.nodes={nodes}"] * for_job
-            job += [f"launcher.gpus_per_node={processes // nodes}"] * (for_job and on_gpus)  # a job gets none without
-            yield f"  {command(words, candidate, job)}"
-
-    def batchnorm_of(self, candidate: Candidate, cfg: Any) -> list[str]:
-        """Return a line that names the layout of one process with the same micro-batches; none without BatchNorm."""
-        layout, together = candidate.layout, candidate.layout.dp if cfg.parallel.sync_batchnorm else 1
-        samples, chunks = layout.samples * together, layout.chunks * layout.dp // together
-        return [
-            f"BatchNorm normalizes by the micro-batch: {candidate.name} has {samples} samples in each, as "
-            f"parallel=single parallel.chunks={chunks}"
-        ] * self.has_batchnorm
-
-    def _row(self, candidate: Candidate, parts: Sequence[str], peak: float | None) -> list[str]:
-        total, shown = candidate.seconds.total, [f"{getattr(candidate.seconds, part):.3g}" for part in parts]
-        speed = f"{self.batch * (self.tokens or 1) / total:,.0f}"
-        memory = [f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.devices.memory)]
-        row = [f"{total:.3g}", *shown, *memory, speed]
-        if peak is None:
-            return row
-        flops = 3 * self.batch * sum(work.flops + work.attention - work.masked for work in self.layers)
-        return [*row, f"{flops / total / (candidate.layout.processes * peak):.0%}"]
+    parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
+    best = best_of_each(found)
+    named = [*enumerate(found.best[:_SHOWN], 1), *(("best", candidate) for candidate in best.values())]
+    idle = [candidate.devices.count - candidate.layout.processes for _, candidate in named]
+    head = ["", "layout", *["idle"] * any(idle), "total", *parts, "GiB", "of"]
+    head += ["tokens/s" if setup.data.seq_len else "samples/s"]
+    rows = [
+        [str(name), candidate.name, *[str(devices)] * any(idle), *_row(candidate, setup, parts, peak)]
+        for (name, candidate), devices in zip(named, idle, strict=True)
+    ]
+    yield "seconds of a step:"
+    yield ""
+    yield columns([head + ["MFU"] * (peak is not None), *rows])
+    yield ""
+    if peak is not None and (uncounted := sorted({name for work in setup.work[0] for name in work.uncounted})):
+        yield f"no FLOP formula for {', '.join(uncounted)}: counted as 0"
+    for name, candidate in found.nearest.items():
+        needed, there = (size / 2**30 for size in (candidate.memory.total, candidate.devices.memory))
+        yield f"{name} does not fit: {needed:.1f} GiB of {there:.1f} at the least ({candidate.name})"
+    without = " (without SLURM, start ranks with torchrun: docs/cluster.md)" * for_job
+    yield f"to copy, the best of each strategy, the fastest first{without}:"
+    for candidate in best.values():
+        nodes, processes = candidate.layout.nodes, candidate.layout.processes
+        job = ["launcher=slurm", f"launcher.nodes={nodes}"] * for_job
+        job += [f"launcher.gpus_per_node={processes // nodes}"] * (for_job and on_gpus)  # a job gets none without
+        yield f"  {command(words, candidate, job)}"
 
 
-def model_of(setup: Setup) -> Model:
-    """Count the work of a model, in the precision of the plan of one process, without allocating it."""
-    sample = Batch(*setup.data.train.read(np.zeros(1, dtype=np.int64), 0))
-    layers, least = work_of(setup.chain, sample, setup.plan.precision)
-    return Model(layers, setup.cfg.train.global_batch_size, setup.data.seq_len, setup.has_batchnorm, least)
+def batchnorm_of(candidate: Candidate, setup: Setup) -> list[str]:
+    """Return a line that names the layout of one process with the same micro-batches; none without BatchNorm."""
+    layout, together = candidate.layout, candidate.layout.dp if setup.cfg.parallel.sync_batchnorm else 1
+    samples, chunks = layout.samples * together, layout.chunks * layout.dp // together
+    return [
+        f"BatchNorm normalizes by the micro-batch: {candidate.name} has {samples} samples in each, as "
+        f"parallel=single parallel.chunks={chunks}"
+    ] * setup.has_batchnorm
+
+
+def _row(candidate: Candidate, setup: Setup, parts: Sequence[str], peak: float | None) -> list[str]:
+    batch, total = setup.cfg.train.global_batch_size, candidate.seconds.total
+    shown = [f"{getattr(candidate.seconds, part):.3g}" for part in parts]
+    speed = f"{batch * (setup.data.seq_len or 1) / total:,.0f}"
+    memory = [f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.devices.memory)]
+    row = [f"{total:.3g}", *shown, *memory, speed]
+    if peak is None:
+        return row
+    flops = 3 * batch * sum(work.flops + work.attention - work.masked for work in setup.work[0])
+    return [*row, f"{flops / total / (candidate.layout.processes * peak):.0%}"]
 
 
 def best_of_each(found: Found) -> dict[str, Candidate]:

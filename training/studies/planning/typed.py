@@ -18,7 +18,6 @@ from parallel.plan import check_cuts, check_groups, check_numbers, check_shardab
 from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout, cut
 from planner.search import FREE, Pool, layouts
-from planner.work import Works
 from training.optimizer.checks import check_apart
 from training.run.checks.model import check_one_backward, check_sequences
 from training.run.checks.samples import check_layer
@@ -78,7 +77,7 @@ def tensor_sizes(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: in
 
 
 def possible_layouts(
-    setup: Setup, layers: Works, least: int, pools: Sequence[Pool], fixed: Mapping[str, Any], most: int
+    setup: Setup, pools: Sequence[Pool], fixed: Mapping[str, Any], most: int
 ) -> dict[Pool, list[PlannedLayout]]:
     """Return the layouts that a run supports, of each pool that has some. See ``planner.search.layouts``.
 
@@ -87,7 +86,7 @@ def possible_layouts(
     Raises:
         PlanError: There is none. The message says why, or names the nearest. Or the typed stages are not possible.
     """
-    batch, balance = setup.cfg.train.global_batch_size, fixed.get("balance", "time")
+    batch, balance, (layers, least) = setup.cfg.train.global_batch_size, fixed.get("balance", "time"), setup.work
     if balance not in BALANCES:
         partition_layers(setup.chain.names, len(balance) if isinstance(balance, tuple) else 1, balance, [])
     tensor = tensor_sizes(setup.chain, setup.data, fixed, most)
