@@ -27,6 +27,7 @@ def test_a_run_whose_ranks_share_the_weights_and_are_killed_in_a_save_ends_with_
     assert not wrong(kill("fsdp", spaced(faults), tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(tmp_path):
     assert not wrong(interrupt("single", moments("single", 1, seed=1), tmp_path))
 

@@ -15,7 +15,7 @@ from composed import run as train_here
 
 from data import jsonl
 from launchers import stopping
-from launchers.stopping import EXIT_CODE, SAME_REQUEST_S, Stopped
+from launchers.stopping import EXIT_CODE, Stopped
 from training.run import evaluate
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -97,11 +97,16 @@ def test_a_signal_during_start_up_is_not_lost(start):
     assert "stopped before the first step" in ended.stderr
 
 
+def impatient():
+    """In a new process: what comes a second later is another request."""
+    stopping.SAME_REQUEST_S = 1.0
+
+
 def test_a_second_signal_ends_all_processes_at_once(start):
-    run = start("parallel=pipelined", "parallel.timeout_s=60")
+    run = start("parallel=pipelined", "parallel.timeout_s=60", before=impatient)
     os.kill(run.workers()[1].pid, signal.SIGSTOP)  # so that no border comes
     run.process.terminate()
-    time.sleep(SAME_REQUEST_S + 0.5)
+    time.sleep(1.5)
     assert run.process.poll() is None
     run.process.terminate()
     ended = run.wait(30)
