@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -21,9 +20,7 @@ from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object
 from training.reporting.monitor import Monitor
 from training.reporting.page import render
-
-if TYPE_CHECKING:  # numpy: Hydra imports this module before every run
-    from training.studies.sweep.table import Row, Table
+from training.studies.sweep.table import ENOUGH_STEPS, TIME, Row, Table, read_table, score_of, write_csv
 
 CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
@@ -74,8 +71,6 @@ def report(folder: Path, ended: bool = True, objective: str | None = None, direc
     Returns:
         Whether the files are written and no job has failed, been interrupted or, if ``ended``, is unfinished.
     """
-    from training.studies.sweep.table import read_table, write_csv
-
     table = read_table(folder, objective, direction)
     if not table.rows:
         return True
@@ -107,8 +102,6 @@ def describe(table: Table) -> str:
 
 def results(table: Table) -> Iterator[str]:
     """The best job of each model in a sentence, the command that runs it again, and what its loss is compared with."""
-    from training.studies.sweep.table import score_of
-
     for row in table.best:
         whose = f" of {row.summary['model']}" if len(table.best) > 1 else ""
         rivals, equals = table.rivals(row), table.equals(row)
@@ -128,8 +121,6 @@ def results(table: Table) -> Iterator[str]:
 
 def _doubt(table: Table, row: Row) -> str:
     """Why a row with the best speed need not be the fastest: too few steps, or spreads that overlap its own."""
-    from training.studies.sweep.table import ENOUGH_STEPS
-
     times = {other: other.times for other in table.rivals(row) if other.times is not None}
     steps = min(other.timed for other in [row, *times])
     if steps < ENOUGH_STEPS:
@@ -171,7 +162,6 @@ def _figures(table: Table) -> Iterator[tuple[str, str]]:
     """Each figure's caption and its picture as an address, where some job has a score."""
     from training.reporting.plot import embedded
     from training.studies.sweep.figure import loss_figure, score_figure
-    from training.studies.sweep.table import TIME
 
     caption = f"{table.objective.title}: {'larger' if table.objective.sign < 0 else 'smaller'} is better"
     if table.objective.name == TIME:
