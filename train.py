@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from conf import help
 
                 print(help.answer(arguments), end="", flush=True)
-    except SystemExit as leaving:  # Hydra leaves this way after --cfg, a rank other than 0 after its run
+    except SystemExit as leaving:  # Hydra leaves this way after --hydra-help, a rank other than 0 after its run
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
 

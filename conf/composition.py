@@ -44,21 +44,6 @@ _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # g
 
 
 @dataclass(frozen=True)
-class SweepJob:
-    """A job of a sweep.
-
-    Attributes:
-        number: Counts from 0.
-        sweep_dir: The sweep's directory, as it was typed.
-        sweeper: The class of the sweeper that has started it.
-    """
-
-    number: int
-    sweep_dir: str
-    sweeper: str
-
-
-@dataclass(frozen=True)
 class Composed:
     """A configuration and how it was composed: the whole input of a run.
 
@@ -69,7 +54,7 @@ class Composed:
         typed: The typed words. Their references are not resolved, because a value may be secret or missing.
         own_options: The words that name folders of the user's options, ``--config-dir=PATH``.
         files: The folder of the configuration's files; None if none are written.
-        job: The job of a sweep that it belongs to; None for a run.
+        job: Hydra's section, if it is a job of a sweep; None for a run.
         saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig), until ``complete`` uses it.
     """
 
@@ -79,7 +64,7 @@ class Composed:
     typed: Sequence[str] = ()
     own_options: Sequence[str] = ()
     files: Path | None = None
-    job: SweepJob | None = None
+    job: Any = None
     saved: Any = None
 
     @classmethod
@@ -88,13 +73,11 @@ class Composed:
         run_dir, own = Path(hydra.runtime.output_dir), brought(saved)
         overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
         sources = hydra.runtime.config_sources
-        job = None
-        if hydra.mode == RunMode.MULTIRUN:
-            job = SweepJob(hydra.job.num, hydra.sweep.dir, hydra.sweeper._target_)
         return cls(
             cfg, run_dir, dict(hydra.runtime.choices), [word for word in overrides["task"] if word not in own],
             [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"],
-            None if hydra.output_subdir is None else run_dir / hydra.output_subdir, job, saved,
+            None if hydra.output_subdir is None else run_dir / hydra.output_subdir,
+            hydra if hydra.mode is RunMode.MULTIRUN else None, saved,
         )  # fmt: skip
 
     def complete(self) -> Composed:
@@ -183,28 +166,28 @@ def compose_and_run(
     Raises:
         HydraException: The configuration cannot be composed.
         UserError: A word begins with a dash, and is no option.
-        SystemExit: The command was only to be shown (--cfg job).
     """
     masking.named.update(masking.references(arguments))
     # A rank that torchrun starts again finds the directory of the attempt before.
     start = launcher_start() or (time.time(), secrets.token_hex(3))
     _register_resolvers(*start)
     parsed = parse(arguments)
+    job = HydraTask(task, start, code_folders(arguments), saved)
     if saved is not None and parsed.cfg:  # Hydra would show the files' part only
         print(OmegaConf.to_yaml(compose(arguments, saved=saved)))
-        raise SystemExit(0)
-    job = HydraTask(task, start, code_folders(arguments), saved)
+        return None
     if parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion:
         parsed.overrides = expand_lists(parsed.overrides)
         GlobalHydra.instance().clear()
         with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # then Hydra raises its errors instead of printing them
             return _run_hydra(parsed, get_args_parser(), job, str(FOLDER), "train")
-    cfg, loader = _compose(arguments, saved)
+    is_sweep = parsed.multirun or "hydra.mode=MULTIRUN" in parsed.overrides
+    cfg, loader = _compose(arguments, saved, is_sweep)
     before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # recorded as the command
     try:
         with in_directory(cfg):
             context = HydraContext(loader, Callbacks(cfg))
-            if cfg.hydra.mode is RunMode.MULTIRUN:
+            if is_sweep:
                 # Processes of a third-party launcher register the resolvers too late for the directory.
                 cfg.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_word(cfg.hydra.sweep.dir)}")
                 sweeper = Plugins.instance().instantiate_sweeper(config=cfg, hydra_context=context, task_function=job)
@@ -341,7 +324,7 @@ def compose(arguments: Sequence[str], with_hydra: bool = False, saved: Any = Non
     return cfg
 
 
-def _compose(arguments: Sequence[str], saved: Any) -> tuple[DictConfig, ConfigLoader]:
+def _compose(arguments: Sequence[str], saved: Any, is_sweep: bool = False) -> tuple[DictConfig, ConfigLoader]:
     """Return what Hydra composes, with its own section, and its loader; of a sweep, what comes before its jobs."""
     register()
     version.setbase("1.3")
@@ -352,16 +335,13 @@ def _compose(arguments: Sequence[str], saved: Any) -> tuple[DictConfig, ConfigLo
         if not folder.is_dir():
             raise SearchPathException(f"Additional config directory '{folder}' not found")
         search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
-    typed = words = expand_lists(parsed.overrides)
-    mode = RunMode.RUN
-    if parsed.multirun or "hydra.mode=MULTIRUN" in typed:
-        words, mode = _before_jobs(typed), RunMode.MULTIRUN
-    words = [*brought(saved), *words, f"hydra.mode={mode.name}"]
+    typed, mode = expand_lists(parsed.overrides), RunMode.MULTIRUN if is_sweep else RunMode.RUN
+    words = [*brought(saved), *(_before_jobs(typed) if is_sweep else typed), f"hydra.mode={mode.name}"]
     loader = ConfigLoaderImpl(search_path)
     cfg = Hydra("train", loader).compose_config(
-        parsed.config_name or "train", words, mode, with_log_configuration=mode is RunMode.MULTIRUN
+        parsed.config_name or "train", words, mode, with_log_configuration=is_sweep
     )
-    if mode is RunMode.MULTIRUN:  # the sweeper takes all of them
+    if is_sweep:  # the sweeper takes all of them
         cfg.hydra.overrides.task = [*brought(saved), *(word for word in typed if not key_of(word).startswith("hydra"))]
     return cfg, loader
 

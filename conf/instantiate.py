@@ -37,7 +37,7 @@ class Role:
     Attributes:
         what: A description of the object, for messages.
         way_out: How to specify one, for messages.
-        kinds: The classes of which it must be an instance of one, as "module:Class"; empty for any class.
+        kinds: The classes of which it must be an instance of one, by their dotted names; empty for any class.
         methods: Names of methods.
         least: How many of ``methods`` it must have.
     """
@@ -51,8 +51,7 @@ class Role:
     def fits(self, item: Any) -> bool:
         """Return whether an object, or the objects of a class, can play the role."""
         if self.kinds:
-            places = (kind.split(":") for kind in self.kinds)
-            kinds = tuple(getattr(import_module(module), name) for module, name in places)
+            kinds = tuple(map(resolve, self.kinds))
             return issubclass(item, kinds) if inspect.isclass(item) else isinstance(item, kinds)
         return sum(callable(getattr(item, method, None)) for method in self.methods) >= self.least
 
@@ -62,17 +61,17 @@ ROLES = {
     "model": Role(
         "a model (an nn.Module, or a models.chain.Chain)",
         "choose one by model=NAME; from Python, train(model=nn.Sequential(...), loss=nn.CrossEntropyLoss())",
-        kinds=("models.chain:Chain", "torch.nn:Module"),
+        kinds=("models.chain.Chain", "torch.nn.Module"),
     ),
     "data": Role(
         "a data set (data.dataset.DataSet)",
         "choose one by data=NAME; from Python, data=data.tensors.TensorData(inputs, targets) of tensors or arrays",
-        kinds=("data.dataset:DataSet",),
+        kinds=("data.dataset.DataSet",),
     ),
     "optim": Role(
         "an optimizer (torch.optim.Optimizer)",
         "choose one by optim=NAME, or name a class such as torch.optim.RMSprop",
-        kinds=("torch.optim:Optimizer",),
+        kinds=("torch.optim.Optimizer",),
     ),
     "scheduler": Role(
         "a schedule, with a method factor(step, total, per_epoch)", "choose one by scheduler=NAME", methods=("factor",)
@@ -83,7 +82,7 @@ ROLES = {
         methods=("log", "finish"),
         least=2,
     ),
-    "parallel": Role("a strategy", "see docs/extending.md, 'A strategy'", kinds=("parallel.strategy:Strategy",)),
+    "parallel": Role("a strategy", "see docs/extending.md, 'A strategy'", kinds=("parallel.strategy.Strategy",)),
     "callbacks": Role(
         f"a callback: it has none of the methods {', '.join(CALLBACK_METHODS)}",
         "write callbacks=[early_stop] (an option of conf/callback/) or 'callbacks=[{_target_: mypackage.MyCallback}]'",
@@ -259,10 +258,7 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None,
     if not isinstance(node, dict):
         return node
     path = f"{where}." if where else ""
-    built = {key: value for key, value in node.items() if key != "_target_"}
-    for key, value in built.items():
-        if isinstance(value, (dict, list)):
-            built[key] = _build(value, where=f"{path}{key}")
+    built = {key: _build(value, where=f"{path}{key}") for key, value in node.items() if key != "_target_"}
     if "_target_" not in node:
         return built | dict(kwargs or {})
     target = resolve(node["_target_"])

@@ -73,7 +73,7 @@ def run_words(
         replaced: How a Python program changes the composed configuration.
 
     Raises:
-        SystemExit: On ranks other than 0, whose run has ended with that of rank 0; after --cfg.
+        SystemExit: On ranks other than 0, whose run has ended with that of rank 0.
     """
     world = World.detect()
     if world is not None and world.rank > 0:

@@ -228,8 +228,7 @@ def run_job(composed: Composed, world: World | None) -> Any:
     """
     if is_queued(composed.cfg, world):
         return _check(composed)
-    folder, job = composed.run_dir, composed.job
-    assert job is not None
+    folder, hydra = composed.run_dir, composed.job
     hold(folder)
     if multiprocessing.get_start_method(allow_none=True) == "loky":  # of hydra/launcher=joblib; torch does not know it
         multiprocessing.set_start_method(None, force=True)
@@ -244,18 +243,18 @@ def run_job(composed: Composed, world: World | None) -> Any:
         value = value_for_sweeper(composed.cfg, folder)
     except Stopped as stopped:
         end(INTERRUPTED)
-        here = shlex.quote(f"hydra.sweep.dir={hydra_word(job.sweep_dir)}")
-        again = f"\nContinue the sweep with its command and {here}" * (job.sweeper == _OWN_SWEEPER)
-        raise Stopped(f"job {job.number} {stopped}{again}") from None
+        here = shlex.quote(f"hydra.sweep.dir={hydra_word(hydra.sweep.dir)}")
+        again = f"\nContinue the sweep with its command and {here}" * (hydra.sweeper._target_ == _OWN_SWEEPER)
+        raise Stopped(f"job {hydra.job.num} {stopped}{again}") from None
     except KeyboardInterrupt:
         end(INTERRUPTED)
         raise
     except Exception as error:
         text = str(error) if isinstance(error, UserError) else format_exception(error, error.__traceback__)
         end(FAILED, text)
-        print(f"error: job {job.number}: {text}", file=sys.stderr)
-        if job.sweeper != _OWN_SWEEPER:
-            raise TrainingError(f"job {job.number}: {text}") from None
+        print(f"error: job {hydra.job.num}: {text}", file=sys.stderr)
+        if hydra.sweeper._target_ != _OWN_SWEEPER:
+            raise TrainingError(f"job {hydra.job.num}: {text}") from None
         return None
     finally:
         release(folder)
@@ -265,20 +264,19 @@ def run_job(composed: Composed, world: World | None) -> Any:
 
 def _begin(composed: Composed, status: str) -> None:
     """Record a job, and set in its configuration the checkpoint to resume from and its group and name in wandb."""
-    cfg, folder, sweep_job = composed.cfg, composed.run_dir, composed.job
-    assert sweep_job is not None
-    job, earlier = Job(sweep_job.number, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
+    cfg, folder, sweep_dir = composed.cfg, composed.run_dir, Path(composed.job.sweep.dir)
+    job, earlier = Job(composed.job.job.num, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
         after_restart(cfg, folder)
     elif not unfinished:
         check_free(folder, cfg)
     write_job(folder, job)
-    jobs = [record for _, record in read_jobs(Path(sweep_job.sweep_dir))]
+    jobs = [record for _, record in read_jobs(sweep_dir)]
     keys = swept_keys(jobs)
     for section in sections(cfg).values():
         if "group" in section:
-            section.group = section.group or Path(sweep_job.sweep_dir).absolute().name
+            section.group = section.group or sweep_dir.absolute().name
             section.name = section.name or (label(job, keys)[:120] if keys else None)
 
 

@@ -116,7 +116,6 @@ def removed_if_unused(run_dir: Path, files: Path | None) -> Iterator[None]:
         with suppress(OSError):
             if files is not None and set(os.listdir(run_dir)) - {LOCK} == {files.name}:
                 shutil.rmtree(files)
-                release(run_dir)  # and the folders that were made for it
         raise
 
 
@@ -141,11 +140,7 @@ def take(config: DictConfig) -> None:
     _take(folder, "hydra.run.dir", depth=2)
     # Only after locking: otherwise a run that began at the same moment would be overlooked.
     if not started_again():
-        try:
-            check_free(folder, config)
-        except TrainingError:
-            release(folder)
-            raise
+        check_free(folder, config)
 
 
 def check_free(folder: Path, cfg: Any) -> None:

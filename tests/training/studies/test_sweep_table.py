@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from composed import compose, plain
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 from sweep_jobs import chunk_sweep, leave
 
 from common.errors import TrainingError
@@ -197,7 +197,7 @@ def test_a_mended_command_gets_the_folders_of_jobs_that_failed_before_their_firs
 
 def test_a_sweeper_of_someone_else_s_gets_no_folder_of_an_earlier_job(tmp_path):
     leave(tmp_path, 0, "seed=1", times=[1.0] * 6)
-    place = SimpleNamespace(number=0, sweep_dir=str(tmp_path), sweeper="another")
+    place = OmegaConf.create({"job": {"num": 0}, "sweep": {"dir": str(tmp_path)}, "sweeper": {"_target_": "another"}})
     job = SimpleNamespace(cfg=compose("seed=2"), run_dir=tmp_path / "0", job=place, typed=["seed=2"])
     with pytest.raises(TrainingError, match=r"0 holds another run"):
         _begin(job, "running")
