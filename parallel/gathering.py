@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from common.errors import PlanError
 from models.losses import replicas
+from parallel.layout import Layout
 from parallel.mesh import Axis
 from parallel.plan import Plan
 
@@ -27,7 +29,7 @@ def gathering(plan: Plan, axis: Axis | None = None, compiled: bool = False) -> I
     """
     before, replicas.gather = replicas.gather, None
     if plan.chunks > 1 or (len(plan.stages) == 1 and len(plan.devices) > 1):
-        replicas.gather = partial(_refuse, plan)
+        replicas.gather = partial(refuse_to_gather, plan)
     elif axis is not None and axis.size > 1:
         all_rows = partial(_Gather.apply, axis)
         replicas.gather = torch.compiler.disable(all_rows) if compiled else all_rows  # pyright: ignore[reportAttributeAccessIssue]
@@ -37,10 +39,11 @@ def gathering(plan: Plan, axis: Axis | None = None, compiled: bool = False) -> I
         replicas.gather, replicas.filled = before, None
 
 
-def _refuse(plan: Plan, rows: Tensor) -> Tensor:
+def refuse_to_gather(layout: Layout, rows: Tensor | None = None) -> NoReturn:
+    """Raise the error of a layout that divides the samples of a replica."""
     raise PlanError(
-        f"models.losses.gather() compares all samples of a step at once, and parallel={plan.strategy} "
-        f"parallel.chunks={plan.chunks} divides those of a replica; set parallel.chunks=1, with more replicas "
+        f"models.losses.gather() compares all samples of a step at once, and parallel={layout.strategy} "
+        f"parallel.chunks={layout.chunks} divides those of a replica; set parallel.chunks=1, with more replicas "
         "(parallel=ddp, fsdp or hsdp) if the samples do not fit into memory"
     )
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import UserError
 from conf.composition import Composed
 from models.chain import Chain, LayerSpec
+from models.losses import gather
 from models.toy import toy
 from parallel.layout import Layout
 from planner.layout import PlannedLayout
@@ -129,6 +130,18 @@ def test_layouts_that_cut_the_batch_are_left_out_for_a_model_that_changes_its_st
     assert {(one.strategy, one.dp, one.chunks, one.recompute) for one in found} == {
         ("single", 1, 1, "none"), ("pipelined", 1, 1, "none"),
     }  # fmt: skip
+
+
+class Gathering(nn.Linear):
+    """A layer that takes the batch as a whole."""
+
+    def forward(self, x):
+        return super().forward(x) - gather(x).mean(0)
+
+
+def test_micro_batches_are_left_out_for_a_layer_that_gathers_the_batch(monkeypatch):
+    found = found_behind(lambda: Gathering(10, 10), monkeypatch)
+    assert {one.chunks for one in found} == {1} and {"ddp", "fsdp"} <= {one.strategy for one in found}
 
 
 class Reentrant(nn.Linear):

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,7 +170,8 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
     """
     alone = copy.deepcopy(cfg)
     Layout().into(alone.parallel)
-    fixed, setup = _fixed(cfg), replace(prepare(alone), cfg=cfg)
+    fixed, setup = _fixed(cfg), prepare(alone)
+    setup.cfg = cfg
     plan, kinds, (layers, least) = setup.plan, [], setup.work
     subject = Subject(
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,

@@ -12,6 +12,7 @@ from conf import COMMAND
 from conf.instantiate import to_dict
 from data.dataset import DataSet
 from models.chain import Chain
+from parallel.gathering import refuse_to_gather
 from parallel.layout import Layout
 from parallel.partition import partition_layers
 from parallel.plan import check_cuts, check_groups, check_numbers, check_shardable, check_ties, single_numbers
@@ -140,7 +141,8 @@ def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
 
     It returns an empty string for a layout that supports them.
     """
-    cfg, chain = setup.cfg, setup.chain
+    cfg, chain, found = setup.cfg, setup.chain, setup.examination
+    gathers = bool(found.which("gathers"))
     skeleton = chain.skeleton()
     numbers = single_numbers(skeleton)
     optimizer, parallel = to_dict(cfg.optim), to_dict(cfg.parallel)
@@ -160,7 +162,9 @@ def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
                 mesh = Layout(layout.strategy, layout.dp, layout.pp, tp=layout.tp).mesh()
                 section = SimpleNamespace(**parallel | layout.keys())
                 check_groups(section, strategy_info(layout.strategy), mesh, layout.nodes)
-            for facts in setup.examination.layers:
+            if gathers and layout.chunks > 1:
+                refuse_to_gather(layout)
+            for facts in found.layers:
                 check_layer(facts, layout, layout.recompute == "full")
         except UserError as error:
             return str(error)
