@@ -48,7 +48,7 @@ class Compared:
 
     Attributes:
         name: The layout as it is typed.
-        layout: The layout; None for the placeholder before the first run.
+        layout: The layout.
         changed: The keys of ``train`` that are not those of the run.
         optimizer: The name of the user's optimizer.
         holds: Whether it trains as one process does; None if the model cannot be trained in this layout.
@@ -60,7 +60,7 @@ class Compared:
     """
 
     name: str
-    layout: Layout | None = None
+    layout: Layout = field(default_factory=Layout)
     changed: dict[str, Any] = field(default_factory=dict)
     optimizer: str = ""
     holds: bool | None = None
@@ -77,9 +77,8 @@ class Compared:
 
     def record(self) -> dict[str, Any]:
         """Return the entry of the certificate's JSON, with the keys of the section ``parallel`` under "place"."""
-        place = {} if self.layout is None else self.layout.into({})
         kept = {k: v for k, v in asdict(self).items() if k not in ("layout", "changed")}
-        return {"place": place | self.changed, **kept}
+        return {"place": self.layout.into({}) | self.changed, **kept}
 
     def __str__(self) -> str:
         if not self.differences:
@@ -174,8 +173,8 @@ class Runs:
         except UserError as error:
             result.reason = str(error)
             return result
-        self.first = self.first if self.first.layout else result
-        before = self._before if self._before.layout else result
+        self.first = self.first if self.first.name else result
+        before = self._before if self._before.name else result
         jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
         try:
             self.launch(result, self.path(result), jobs)
@@ -216,14 +215,14 @@ class Runs:
             (folder / part).mkdir(parents=True)
             trees.append((to_dict(self._job(result, part, before, steps)), str(folder / part)))
         arguments = trees, pack_given(), record
-        processes, timeout_s = layout_of(result).processes, self.cfg.verify.timeout_s
+        processes, timeout_s = result.layout.processes, self.cfg.verify.timeout_s
         call_in_workers(_run_jobs, arguments, processes, folder / "logs", timeout_s)
 
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
         own = part == "own"
         cfg = in_layout(
-            self.cfg, layout_of(result), steps=steps or self.steps, eval_every=None if own else 0,
+            self.cfg, result.layout, steps=steps or self.steps, eval_every=None if own else 0,
             eval_batches=min(self.cfg.train.eval_batches or 2, 2), checkpoint_every=None if own else 1,
             keep_checkpoints=self.steps + 1, max_skipped=0, resume=before and str(self.path(before) / "plain"),
             **result.changed,
@@ -263,12 +262,6 @@ class Runs:
             if state == "momentum_buffer":
                 found[parameter] = now[name][...] - (MOMENTUM * before[name][...] if name in before else 0.0)
         return found
-
-
-def layout_of(result: Compared) -> Layout:
-    """Return the layout of a result whose layout was run."""
-    assert result.layout is not None
-    return result.layout
 
 
 def _tensors(run: Path, step: int) -> Mapping[str, Any]:

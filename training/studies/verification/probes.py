@@ -279,10 +279,9 @@ def _sizes(layer: Layer, tolerance: float) -> Found:
     """Compute samples together with more others than the other probes do."""
     for count in layer.sizes:
         batch = layer.run(slice(0, count))
-        ours = {k: _of_samples(t, _FEW, count) for k, t in batch["each"].items() if k in layer.seen["each"]} | batch[
-            "sums"
-        ]
-        theirs = {k: layer.seen["each"].get(k) for k in ours}
+        few = layer.seen["each"]
+        ours = {k: _of_samples(t, _FEW, count) for k, t in batch["each"].items() if k in few}
+        ours, theirs = ours | batch["sums"], {k: few[k] for k in ours}
         if batch["sums"]:
             parts = [slice(first, min(first + _SAMPLES, count)) for first in range(0, count, _SAMPLES)]
             theirs["sums"] = sum(layer.run(part, backward=False)["sums"]["sums"] for part in parts)
@@ -328,7 +327,11 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
         found = {finding.text: finding for finding in too_large if name == "sizes"}
         for layer in (layer for layer in layers if layer.kind not in skipped):
             _check_stopped()
-            for text, holds in _found(same, layer, tolerance):  # of training and evaluation alike, once
+            try:
+                texts = [*same(layer, tolerance)]
+            except Exception as error:  # a user's code
+                texts = [(f"some numbers of samples cannot be computed: {_first_line(error)}", False)]
+            for text, holds in texts:  # of training and evaluation alike, once
                 found.setdefault(layer.kind + text.partition(" (by ")[0], Finding(name, layer.kind, text, holds))
         if name in ("unchanged", "repeats", "halves"):
             skipped |= {finding.layer for finding in found.values()}
@@ -374,13 +377,6 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
         inputs = tuple(t.detach().requires_grad_(t.requires_grad) for t in seen["given"].values())
         samples = samples.map(lambda t, count=count: t[:count])
     return layers, too_large
-
-
-def _found(same: Callable[[Layer, float], Found], layer: Layer, tolerance: float) -> Found:
-    try:
-        yield from same(layer, tolerance)
-    except Exception as error:  # a user's code
-        yield f"some numbers of samples cannot be computed: {_first_line(error)}", False
 
 
 def _first_line(error: Exception) -> str:
