@@ -39,11 +39,10 @@ class Skipping:
     def __init__(self, config: Any) -> None:
         """Keep ``config``, the section ``train`` of the configuration."""
         self._config = config
-        self.skipped = self.counted = self.seen = 0
+        self.skipped = self.counted = self.seen = self._skipped_before = 0  # the last one: up to ``counted``
         self.in_a_row = self.spikes_in_a_row = self.empty_in_a_row = 0
         self.mean, self.note = 0.0, ""
         self._located = self._explained = False
-        self._after_counted = self._state()
 
     @property
     def loss_limit(self) -> float:
@@ -80,7 +79,7 @@ class Skipping:
             self.in_a_row = self.spikes_in_a_row = self.empty_in_a_row = 0
             self.seen += 1
             self.mean += max(1 / self.seen, _NEW_WEIGHT) * (result.loss - self.mean)
-            self.counted, self._after_counted = step, self._state()
+            self.counted, self._skipped_before = step, self.skipped
             return ""
         self.skipped += 1
         if not result.terms:
@@ -144,12 +143,9 @@ class Skipping:
 
     def state_dict(self) -> dict[str, float]:
         """Return the state with which a run that is resumed after ``counted`` decides as this one: no row is open."""
-        return self._after_counted
-
-    def _state(self) -> dict[str, float]:
-        return {"skipped": self.skipped, "seen": self.seen, "mean": self.mean}
+        return {"skipped": self._skipped_before, "seen": self.seen, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the ``state_dict`` of the run that is resumed."""
-        self.skipped, self.seen, self.mean = int(state["skipped"]), int(state["seen"]), float(state["mean"])
-        self._after_counted = self._state()
+        self.skipped = self._skipped_before = int(state["skipped"])
+        self.seen, self.mean = int(state["seen"]), float(state["mean"])
