@@ -138,10 +138,10 @@ class SavedConfig:
                 if self._is_new(key, choices.get(key)):
                     file = self._read(key, choices.get(key))
                     cfg.merge_with({name: file[name] for name in (*sections, *_AT_ROOT) if name in file})
-            for key, override in typed.items():
+            for key in typed:
                 section, _, name = key.partition(".")
                 if key in _AT_ROOT or (name and section in sections):
-                    _put_back(cfg, raw, key, override.is_delete())
+                    _put_back(cfg, raw, key)
         for key in config.get("left_out", ()):  # by masking: a secret, or from the environment
             if key.partition(".")[0] in sections and OmegaConf.select(cfg, key) is None:
                 raise TrainingError(f"{self._path} does not keep {key}, whose value was masked: type {key}= again")
@@ -169,15 +169,15 @@ class SavedConfig:
         return {}
 
 
-def _put_back(cfg: DictConfig, raw: Any, key: str, deleted: bool) -> None:
-    """Set the value of a typed key as it was composed, or delete the key."""
+def _put_back(cfg: DictConfig, raw: Any, key: str) -> None:
+    """Set the value of a typed key as it was composed, or delete the key if it was deleted."""
     *parents, name = key.split(".")
     for parent in parents:
         raw = raw.get(parent, {})
-    if deleted:
-        OmegaConf.select(cfg, ".".join(parents)).pop(name, None)
-    else:
+    if name in raw:
         OmegaConf.update(cfg, key, raw[name], merge=False, force_add=True)
+    else:
+        OmegaConf.select(cfg, ".".join(parents)).pop(name, None)
 
 
 def _groups_of(file: Mapping[str, Any]) -> set[str]:
@@ -193,13 +193,9 @@ def _typed(overrides: Any) -> dict[str, Override]:
 def _config_of(path: Path) -> dict[str, Any]:
     """Return the configuration that a checkpoint keeps."""
     checkpoint = Checkpoint.find(path)
-    config: Any = checkpoint.config
-    try:
-        sections = [config.get("choices", {}), *(config[name] for name in TRAINED)]
-        usable = isinstance(config["model"]["name"], str) and all(isinstance(section, dict) for section in sections)
-    except (LookupError, TypeError, AttributeError):
-        usable = False
-    if not usable:
+    config: Any = checkpoint.config if isinstance(checkpoint.config, dict) else {}
+    sections = [config.get("choices", {}), *map(config.get, TRAINED)]
+    if not all(isinstance(one, dict) for one in sections) or not isinstance(config["model"].get("name"), str):
         raise CheckpointError(f"{checkpoint.folder / MANIFEST} is damaged: its config is not a configuration")
     return config
 

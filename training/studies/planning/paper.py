@@ -76,9 +76,8 @@ def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
         f"{cluster.source}",
         f"{found.tried:,} layouts in {time.perf_counter() - began:.1f} s, of which {len(found.best):,} fit",
     ]
-    for_job, on_gpus = cluster.nodes > 1 and not on_job(cfg), cfg.device != "cpu"
-    shown = tables(found, setup, words, cluster.peak[precision], for_job, on_gpus)
     told = batchnorm_of(found.best[0], setup)
+    shown = tables(found, setup, words, cluster)
     return "\n".join([*about, *shown, *paper_is_off(cluster, found), *told, *_draw(found, cfg, run_dir)])
 
 
@@ -155,20 +154,17 @@ def check_cluster(cfg: Any) -> None:
         )
 
 
-def tables(
-    found: Found, setup: Setup, words: Sequence[str], peak: float | None = None, for_job: bool = False,
-    on_gpus: bool = True,
-) -> Iterator[str]:  # fmt: skip
+def tables(found: Found, setup: Setup, words: Sequence[str], cluster: Cluster | None = None) -> Iterator[str]:
     """Yield the best ten layouts, each strategy's best, why others do not fit, and the commands to copy.
 
     Args:
         found: The result of a search.
         setup: The run.
         words: The command line.
-        peak: FLOP/s of a device, if known.
-        for_job: Whether the commands submit a job of SLURM.
-        on_gpus: Whether such a job asks for a GPU for each process.
+        cluster: A described cluster, to show how much of its devices' peak is used, and commands for its queue.
     """
+    peak = cluster and cluster.peak[setup.plan.precision]
+    for_job = cluster is not None and cluster.nodes > 1 and not on_job(setup.cfg)
     parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
     best = best_of_each(found)
     named = [*enumerate(found.best[:_SHOWN], 1), *(("best", candidate) for candidate in best.values())]
@@ -193,7 +189,8 @@ def tables(
     for candidate in best.values():
         nodes, processes = candidate.layout.nodes, candidate.layout.processes
         job = ["launcher=slurm", f"launcher.nodes={nodes}"] * for_job
-        job += [f"launcher.gpus_per_node={processes // nodes}"] * (for_job and on_gpus)  # a job gets none without
+        gpus = for_job and setup.cfg.device != "cpu"  # of which a job gets none without
+        job += [f"launcher.gpus_per_node={processes // nodes}"] * gpus
         yield f"  {command(words, candidate, job)}"
 
 
