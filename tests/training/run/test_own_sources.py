@@ -79,7 +79,7 @@ def test_ranks_that_prepare_other_data_do_not_train_together(tmp_path):
 @pytest.mark.parametrize(
     ("differs", "said"),
     [
-        ({"data": ("a", "b")}, "generator with a fixed seed, .* If they read files, give every machine the same"),
+        ({"data": ("a", "b")}, "generator with a fixed seed, .* if they read files, the same; launcher"),
         ({"data": ("a", "b"), "torch": ("1", "2")}, "Give every machine the same working copy"),
     ],
 )

@@ -55,17 +55,13 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
     if setup.cfg.launcher.allow_mixed:
         return f"{differs} (launcher.allow_mixed=true)"
     if alike or all(problem.startswith("data: ") for problem in problems):
-        files = ". If they read files, give every machine the same; launcher.allow_mixed=true makes this a warning"
-        raise LaunchError(
-            f"{differs}. Each rank prepares the data itself: prepare() and read() must give the same samples in every "
-            "process. If they draw, give them a generator with a fixed seed, such as random.Random(0)"
-            + files
-            * (not alike)
+        how = (
+            "Each rank prepares the data itself: prepare() and read() must give the same samples in every process. If "
+            "they draw, give them a generator with a fixed seed, such as random.Random(0); if they read files, the same"
         )
-    raise LaunchError(
-        f"{differs}. Give every machine the same working copy, packages, data and weights; launcher.allow_mixed=true "
-        "makes this a warning"
-    )
+    else:
+        how = "Give every machine the same working copy, packages, data and weights"
+    raise LaunchError(f"{differs}. {how}; launcher.allow_mixed=true makes this a warning")
 
 
 def check_nodes(mesh: Mesh, plan: Plan, typed: int | None, local_size: int) -> None:
