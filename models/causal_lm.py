@@ -150,16 +150,6 @@ class Decoder:
         return f"{'embedding' if first else 'head'}.{name}"
 
     @property
-    def names(self) -> dict[str, str]:
-        """{the beginning of a name in the chain: its beginning in the model}."""
-        return {"layers.": f"{self.layers}.", "embedding.": "", "head.": ""}
-
-    def model_name(self, name: str) -> str:
-        """Return the model's name of a module or parameter of the chain."""
-        ours, theirs = next(pair for pair in self.names.items() if name.startswith(pair[0]))
-        return theirs + name.removeprefix(ours)
-
-    @property
     def tied(self) -> dict[str, str]:
         """{alias: canonical} names in the chain of what is one parameter in the model."""
         shared = shared_parameters(self.model)
@@ -187,9 +177,9 @@ class Decoder:
         """Return a copy of a module of the model on the current default device, with uninitialised memory."""
         return without_weights(self.model.get_submodule(name)).train()
 
-    def initialise(self, name: str, module: nn.Module) -> None:
+    def initialise(self, form: Published, name: str, module: nn.Module) -> None:
         """Set a module's initial numbers as the model does, which may reach into a module from those around it."""
-        path = self.model_name(name)
+        path = form.their_name(name)
         self.forward.set_numbers(path, module)
         parent, _, key = path.rpartition(".")
         around = self.model.get_submodule(parent)
@@ -347,15 +337,17 @@ def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mappi
     limits = {"vocabulary": text.vocab_size}
     if isinstance(positions := getattr(text, "max_position_embeddings", None), int):
         limits["positions"] = positions
+    names = {"layers.": f"{decoder.layers}.", "embedding.": "", "head.": ""}
     embedding = f"{decoder.chain_name(decoder.name_of(decoder.model.get_input_embeddings()))}.weight"
+    form = Published.of(decoder.model, names, (embedding, *decoder.of_words), settings)
     return Chain(
         layers=decoder.chain_layers(decoder.blank),
         loss=TokenCrossEntropy(),
         tied=decoder.tied,
-        initialise=decoder.initialise,
+        initialise=partial(decoder.initialise, form),
         limits=limits,
         embedding=embedding,
-        hugging_face=Published.of(decoder.model, decoder.names, (embedding, *decoder.of_words), settings),
+        hugging_face=form,
         cut=decoder.cut(),
         prove=decoder.prove,
     )
