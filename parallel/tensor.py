@@ -138,7 +138,7 @@ class Cutting:
         if isinstance(how, Columns):
             self._cut_columns(name, module, how, divided)
         elif isinstance(how, Region):
-            module.register_forward_pre_hook(partial(self._enter_named, divided), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._enter_first, divided), with_kwargs=True)
         elif isinstance(how, Rows):
             assert isinstance(module, nn.Linear)  # as the plan has checked
             self._replace(name, module, "weight", dim=1)
@@ -154,7 +154,7 @@ class Cutting:
             layer.words = Words(self, cuts["weight"], divided)
 
     def _cut_columns(self, name: str, module: nn.Module, how: Columns, divided: bool) -> None:
-        module.register_forward_pre_hook(partial(self._enter_first, divided))
+        module.register_forward_pre_hook(partial(self._enter_first, divided), with_kwargs=True)
         heads = how.heads(module)
         if heads < self.line.size:  # each rank computes all of them and uses one
             start = self.index * heads // self.line.size * how.unit
@@ -180,12 +180,9 @@ class Cutting:
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
-    def _enter_first(self, divided: bool, module: nn.Module, given: tuple) -> tuple:
-        return self.enter(given[0], divided), *given[1:]
-
-    def _enter_named(self, divided: bool, module: nn.Module, given: tuple, named: dict) -> tuple[tuple, dict]:
+    def _enter_first(self, divided: bool, module: nn.Module, given: tuple, named: dict) -> tuple[tuple, dict]:
         if given:
-            return self._enter_first(divided, module, given), named
+            return (self.enter(given[0], divided), *given[1:]), named
         key = next(key for key, value in named.items() if isinstance(value, Tensor))
         return given, {**named, key: self.enter(named[key], divided)}
 

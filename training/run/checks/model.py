@@ -163,19 +163,14 @@ def check_sequence(setup: Setup) -> None:
 
 def check_sequences(data: DataSet, tp: int) -> None:
     """Check that ``tp`` divides each training sequence of data that is prepared. Raises PlanError."""
-    if uneven := uneven_sequences(data, tp):
+    sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
+    widths = {*getattr(data.train, "widths", ()), *(t.shape[1] for t in sample.input_tensors if t.dim() > 1)}
+    if uneven := sorted(width for width in widths if width % tp):
         raise PlanError(
             f"parallel.sequence=true divides each sequence among parallel.tp={tp} ranks, and there are sequences of "
             f"{', '.join(map(str, uneven))} positions; set data.seq_len to a multiple of {tp}, or leave "
             "parallel.sequence out"
         )
-
-
-def uneven_sequences(data: DataSet, tp: int) -> list[int]:
-    """Return the lengths of training sequences that ``tp`` does not divide. The data is prepared."""
-    sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
-    widths = {*getattr(data.train, "widths", ()), *(t.shape[1] for t in sample.input_tensors if t.dim() > 1)}
-    return sorted(width for width in widths if width % tp)
 
 
 def across_nodes(setup: Setup) -> str | None:
