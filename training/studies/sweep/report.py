@@ -32,10 +32,7 @@ def reported(config: DictConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        # With launcher.wait=false the jobs are still queued or running.
-        ended, direction = config.launcher.get("wait", True), config.sweep.direction
-        direction = direction and direction.name
-        done = report(Path(config.hydra.sweep.dir), ended, config.sweep.objective, direction)
+        done = _report(config)
     if not done:
         raise SystemExit(1)
 
@@ -59,19 +56,14 @@ def set_direction(config: DictConfig) -> None:
     section.direction = monitor.direction
 
 
-def report(folder: Path, ended: bool = True, objective: str | None = None, direction: str | None = None) -> bool:
+def _report(config: DictConfig) -> bool:
     """Write sweep.csv, sweep.png (if a job has trained) and report.html, and print the table.
 
-    Args:
-        folder: The sweep's directory.
-        ended: Whether every job should have ended by now.
-        objective: ``sweep.objective``.
-        direction: ``sweep.direction``.
-
-    Returns:
-        Whether the files are written and no job has failed, been interrupted or, if ``ended``, is unfinished.
+    Returns whether the files are written and no job has failed, been interrupted or, if it should have ended by now, is
+    unfinished.
     """
-    table = read_table(folder, objective, direction)
+    folder, direction = Path(config.hydra.sweep.dir), config.sweep.direction
+    table = read_table(folder, config.sweep.objective, direction and direction.name)
     if not table.rows:
         return True
     print("\n".join(["", *results(table), describe(table)]))
@@ -87,7 +79,8 @@ def report(folder: Path, ended: bool = True, objective: str | None = None, direc
     except OSError as error:
         print(f"error: the sweep's report cannot be written ({error})", file=sys.stderr)
         return False
-    expected = (FINISHED,) if ended else (FINISHED, WAITING, RUNNING)
+    # With launcher.wait=false the jobs are still queued or running.
+    expected = (FINISHED,) if config.launcher.get("wait", True) else (FINISHED, WAITING, RUNNING)
     return all(row.job.status in expected for row in table.rows)
 
 
