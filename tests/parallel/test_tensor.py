@@ -19,6 +19,7 @@ from small_models import perceptrons
 from torch import nn
 
 from common.errors import ModelError, PlanError
+from data.dataset import Batch
 from data.tensors import TensorData
 from models import fused_cross_entropy
 from models.chain import Chain, LayerSpec
@@ -30,6 +31,7 @@ from models.resnet50 import resnet50
 from models.seeds import Samples, by_sample, computing
 from models.transformer import transformer
 from parallel import tensor
+from parallel.examination import examine
 from parallel.pieces import Cut, piece_of
 from parallel.plan import make_plan
 from parallel.tensor import Cutting
@@ -356,9 +358,10 @@ def test_automatic_layouts_divide_no_sequence_where_a_run_refuses_that(chain):
     data.prepare()
     keys = vars(parallel_section(Layout("single")))
     cfg = {"optim": {"_target_": "torch.optim.AdamW"}, "parallel": keys, "train": {"compile": False}}
-    problem_of, possible = _problems(OmegaConf.create(cfg), chain), 0
+    found = examine(chain, Batch(tokens[:2], tokens[:2]))
+    problem_of, possible = _problems(SimpleNamespace(cfg=OmegaConf.create(cfg), chain=chain, examination=found)), 0
     for tp, sequence in tensor_sizes(chain, data, {}, 2).items():
-        for layout in layouts(weights_of(chain), 2, 2, 2, {tp: sequence}, {}):
+        for layout in layouts(weights_of(chain), 2, (2, 2, True), {tp: sequence}, {}):
             if not problem_of(layout):
                 planned(chain, **layout.into({}))
                 possible += layout.tp > 1
