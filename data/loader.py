@@ -114,55 +114,99 @@ class VariableLength(Source):
         """Return samples as Source.read does, padded to [b, width]; None for the last of ``widths``."""
 
 
-class Buckets:
-    """The samples and the width of each global batch.
+class Steps:
+    """The samples of the steps that have one size of the global batch, and do not vary in length.
 
-    An epoch permutes the samples as it does without buckets. Every WINDOW global batches of that order are sorted by
-    length, cut into batches again, and used in a random order. This is a pure function of (seed, epoch, step) that does
-    not depend on replicas: all of them get equally many batches, of the same shape at each step.
+    An epoch permutes the samples, unless the source is ordered, and its steps use them in turn. This is a pure function
+    of (seed, epoch, step) that does not depend on replicas.
+
+    Attributes:
+        source: The samples.
+        size: The samples of a step, over all replicas.
+        done: The last step that had another size; 0 if there is none.
+        epoch: The epoch of the next step.
+        row: The number of samples of that epoch that are used already.
     """
 
-    def __init__(
-        self, source: VariableLength, global_batch_size: int, seed: int, before: Buckets | None = None, row: int = 0
-    ):
-        """Group the samples of an epoch; those from ``row`` on, in the order of ``before``, if that has used others."""
-        self.source, self.global_batch_size, self.seed = source, global_batch_size, seed
-        self._before, self._row = before, row
-        self.steps_per_epoch = (len(source) - row) // global_batch_size
-        self._latest: tuple[tuple[int, int], np.ndarray] | None = None
+    def __init__(self, source: Source, size: int, seed: int, before: Steps | None = None, done: int = 0):
+        """Begin with the step and the sample after those of ``before``, which ends with the step ``done``."""
+        self.source, self.size, self.seed, self.done, self._before = source, size, seed, done, before
+        self.epoch = self.row = 0
+        if before is not None:
+            self.epoch, number = before.place(done)
+            self.row = before.first(self.epoch) + (number + 1) * before.size
 
-    def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
-        """Return the indices int64 [global_batch_size] and the width of a step, counted from 0 within the epoch."""
-        window, number = divmod(step, WINDOW)
+    def first(self, epoch: int) -> int:
+        """Return the position in an epoch at which its steps of this size begin."""
+        return self.row if epoch == self.epoch else 0
+
+    def count(self, epoch: int) -> int:
+        """Return the number of an epoch's steps of this size."""
+        return (len(self.source) - self.first(epoch)) // self.size
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step, and its number among the epoch's steps of this size, from 0 on."""
+        number = step - 1 - self.done
+        if (later := number - self.count(self.epoch)) < 0:
+            return self.epoch, number
+        epochs, number = divmod(later, self.count(self.epoch + 1))
+        return self.epoch + 1 + epochs, number
+
+    def batch(self, epoch: int, number: int, mine: np.ndarray) -> tuple:
+        """Return the samples at some places of a step's batch, and the width of the batch if samples vary in length."""
+        return (self.order(epoch, self.first(epoch) + number * self.size + mine),)
+
+    def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at these positions of an epoch."""
+        return positions if self.source.ordered else permute(positions, len(self.source), key=(self.seed, epoch))
+
+
+class Buckets(Steps):
+    """Steps of samples of variable length.
+
+    An epoch permutes the samples as it does without buckets. Every WINDOW global batches of that order are sorted by
+    length, cut into batches again, and used in a random order. All replicas get equally many batches, of the same shape
+    at each step.
+    """
+
+    source: VariableLength
+    _latest: tuple[tuple[int, int], np.ndarray] | None = None
+
+    def batch(self, epoch: int, number: int, mine: np.ndarray) -> tuple:
+        """See Steps."""
+        indices = self._batch(epoch, number)
+        longest = int(self.source.lengths(indices).max())
+        return indices[mine], next(width for width in self.source.widths if width >= longest)
+
+    def _batch(self, epoch: int, number: int) -> np.ndarray:
+        window, number = divmod(number, WINDOW)
         # The next step mostly needs another batch of the same window.
         latest = self._latest
         if latest is None or latest[0] != (epoch, window):
             latest = self._latest = ((epoch, window), self._batches(epoch, window))
-        indices = latest[1][number]
-        longest = int(self.source.lengths(indices).max())
-        return indices, next(width for width in self.source.widths if width >= longest)
+        return latest[1][number]
 
     def _batches(self, epoch: int, window: int) -> np.ndarray:
-        """Return the batches of a window in their order, int64 [batches, global_batch_size]."""
-        count = min(WINDOW, self.steps_per_epoch - window * WINDOW)
-        first = self._row + window * WINDOW * self.global_batch_size
-        positions = np.arange(first, first + count * self.global_batch_size, dtype=np.int64)
-        indices = self._permuted(epoch, positions) if self._before is None else self._before.order(epoch, positions)
+        """Return the batches of a window in their order, int64 [batches, size]."""
+        count = min(WINDOW, self.count(epoch) - window * WINDOW)
+        first = self.first(epoch) + window * WINDOW * self.size
+        indices = self._left(epoch, np.arange(first, first + count * self.size, dtype=np.int64))
         by_length = np.argsort(self.source.lengths(indices), kind="stable").reshape(count, -1)
         # A batch is not sorted by length, so that the last replica does not always get the longest samples.
         order = permute(np.arange(count), count, key=(self.seed, epoch, window))
         return indices[np.sort(by_length[order], axis=1)]
 
-    def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions of an epoch as these batches use them; then those that they leave."""
-        steps, places = np.divmod(positions - self._row, self.global_batch_size)
-        used = {step: self.batch(epoch, step)[0] for step in np.unique(steps).tolist() if step < self.steps_per_epoch}
-        left = self._permuted(epoch, positions) if self._before is None else self._before.order(epoch, positions)
-        pairs = zip(steps.tolist(), places.tolist(), left.tolist(), strict=True)
-        return np.array([used[step][place] if step in used else rest for step, place, rest in pairs], dtype=np.int64)
+    def _left(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at these positions in the order from which these steps take them."""
+        before = self._before if self.first(epoch) else None
+        return super().order(epoch, positions) if before is None else before.order(epoch, positions)
 
-    def _permuted(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        return permute(positions, len(self.source), key=(self.seed, epoch))
+    def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at these positions of an epoch as these steps use them; then those that they leave."""
+        numbers, places = np.divmod(positions - self.first(epoch), self.size)
+        used = {n: self._batch(epoch, n) for n in np.unique(numbers).tolist() if n < self.count(epoch)}
+        places = zip(numbers.tolist(), places.tolist(), self._left(epoch, positions).tolist(), strict=True)
+        return np.array([used[n][place] if n in used else left for n, place, left in places], dtype=np.int64)
 
 
 class TrainBatches(Dataset):
@@ -210,56 +254,29 @@ class TrainBatches(Dataset):
                 f"the training data has {len(source)} samples, fewer than one global batch of "
                 f"train.global_batch_size={global_batch_size}. {way_out}"
             )
-        self.source, self.global_batch_size, self.seed = source, global_batch_size, seed
         self.steps_per_epoch = len(source) // global_batch_size
-        self._begin(earlier)
-
-    def _begin(self, earlier: Sequence[tuple[int, int]]) -> None:
-        """Find the epoch and the sample at which this size of the global batch begins, after ``earlier`` ones."""
-        samples = len(self.source)
-        self._epoch = self._done = self._row = 0
-        before = None
+        kind, before, done = Buckets if isinstance(source, VariableLength) else Steps, None, 0
         for last_step, size in earlier:
-            steps, left = last_step - self._done, (samples - self._row) // size
-            if steps <= left:
-                before, self._row = self._buckets(size, before, self._row), self._row + steps * size
-            else:
-                epochs, steps = divmod(steps - left - 1, samples // size)
-                self._epoch += epochs + 1
-                before, self._row = self._buckets(size), (steps + 1) * size
-            self._done = last_step
-        self._left = (samples - self._row) // self.global_batch_size
-        self.buckets = self._buckets(self.global_batch_size)
-        self._rest = self._buckets(self.global_batch_size, before, self._row) if self._row else None
-
-    def _buckets(self, size: int, before: Buckets | None = None, row: int = 0) -> Buckets | None:
-        source = self.source
-        return Buckets(source, size, self.seed, before, row) if isinstance(source, VariableLength) else None
+            before, done = kind(source, size, seed, before, done), last_step
+        self._steps = kind(source, global_batch_size, seed, before, done)
 
     def steps_until(self, epochs: float) -> int:
         """Return the last step of that many epochs."""
-        size, later = self.global_batch_size, epochs - self._epoch
-        if later >= 1:
-            steps = self._left + (later - 1) * self.steps_per_epoch
+        now = self._steps
+        later = (epochs - now.epoch) * self.steps_per_epoch
+        if epochs - now.epoch >= 1:
+            steps = now.count(now.epoch) + later - self.steps_per_epoch
         else:
-            steps = max(0, later * self.steps_per_epoch - self._row / size)
-        return self._done + math.ceil(round(steps, 6))
+            steps = max(0, later - now.row / now.size)
+        return now.done + math.ceil(round(steps, 6))
 
     def __getitem__(self, step: int) -> Batch:
         """Return this replica's slice, global_batch_size / dp_size samples, of a step's batch. Steps count from 1."""
-        if step <= self._done:
-            raise ValueError(f"step {step}: training steps count from {self._done + 1}")
-        epoch, step_of_epoch, row, buckets = self._epoch, step - 1 - self._done, self._row, self._rest or self.buckets
-        if step_of_epoch >= self._left:  # a later epoch
-            epochs, step_of_epoch = divmod(step_of_epoch - self._left, self.steps_per_epoch)
-            epoch, row, buckets = epoch + 1 + epochs, 0, self.buckets
-        if buckets is not None:
-            indices, width = buckets.batch(epoch, step_of_epoch)
-            return _read(buckets.source, indices[self._mine], epoch, width)
-        positions = row + step_of_epoch * self.global_batch_size + self._mine
-        ordered = self.source.ordered
-        indices = positions if ordered else permute(positions, len(self.source), key=(self.seed, epoch))
-        return _read(self.source, indices, epoch)
+        if step <= self._steps.done:
+            raise ValueError(f"step {step}: training steps count from {self._steps.done + 1}")
+        epoch, number = self._steps.place(step)
+        indices, *width = self._steps.batch(epoch, number, self._mine)
+        return _read(self._steps.source, indices, epoch, *width)
 
 
 class EvalBatches:

@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from common.errors import DataError
 from data.dataset import InMemory, Source
-from data.loader import WINDOW, EvalBatches, TrainBatches, VariableLength, bucket_widths, train_loader
+from data.loader import WINDOW, EvalBatches, Steps, TrainBatches, VariableLength, bucket_widths, train_loader
 
 
 def numbered(n: int) -> InMemory:
@@ -316,7 +316,7 @@ def test_a_batch_has_the_narrowest_width_that_holds_its_longest_sample():
 
 def test_the_samples_of_a_window_are_those_without_buckets_with_less_than_half_of_the_padding():
     bucketed, plain = TrainBatches(LENGTHS, 8, 1), TrainBatches(LENGTHS, 8, 1)
-    plain.buckets = None
+    plain._steps = Steps(LENGTHS, 8, 1)
     padding = {}
     for name, batches in (("bucketed", bucketed), ("plain", plain)):
         read = [batches[step] for step in range(1, 2 * WINDOW + 1)]
