@@ -466,23 +466,16 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
     return tokens
 
 
-def has_gpt2_tokens(folder: Path) -> bool:
-    """Return whether a folder's Hugging Face tokenizer has GPT-2's own tokens; True if no tokenizer can be read."""
-    try:
-        known = parse_json((folder / TOKENIZER).read_bytes())["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return True
-    return isinstance(known, dict) and _encoder().items() <= known.items()
-
-
-def added_tokens(folder: Path) -> dict[str, int]:
+def tokens_after_gpt2(folder: Path) -> tuple[str, ...] | None:
     """Return the tokens that a folder's Hugging Face tokenizer has after GPT-2's own, in the order of their numbers.
 
-    There are none if no tokenizer can be read.
+    None if it has other tokens than GPT-2's. There are none after them if no tokenizer can be read.
     """
     try:
-        entries = parse_json((folder / TOKENIZER).read_bytes())["added_tokens"]
-        numbers = sorted((entry["id"], entry["content"]) for entry in entries if entry["id"] >= GPT2_VOCAB_SIZE)
+        content = parse_json((folder / TOKENIZER).read_bytes())
+        known = content["model"]["vocab"]
+        added = sorted((entry["id"], entry["content"]) for entry in content.get("added_tokens", ()))
     except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return {token: number for number, token in numbers}
+        return ()
+    has_own = isinstance(known, dict) and _encoder().items() <= known.items()
+    return tuple(token for number, token in added if number >= GPT2_VOCAB_SIZE) if has_own else None

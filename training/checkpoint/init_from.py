@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.files import download_hint, find_weights, folder_of, parse_json
-from data.vocabulary import GPT2_VOCAB_SIZE, added_tokens, gpt2, has_gpt2_tokens, parse_extra_tokens
+from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens, tokens_after_gpt2
 from models.chain import Chain
 from models.sequential import prefix_of
 from parallel.pieces import Box, Boxes, fill
@@ -197,8 +197,9 @@ class Weights(dict):
         self._prefix = prefix_of(chain.names)
         self._opened = stored if form is None else form.read(stored)
         self.added: tuple[str, ...] = ()
-        if form is not None and "extra_tokens" in model and has_gpt2_tokens(files[0].parent):
-            self.added = _known_tokens(model, files[0].parent)
+        if form is not None and "extra_tokens" in model and (theirs := tokens_after_gpt2(files[0].parent)):
+            self.added = theirs
+            _check_begins_with(theirs, model)
         self._words = chain.limits.get("vocabulary")
         skeleton = (chain.base or chain).skeleton()
         self.expected = {name: t for name, t in skeleton.state_dict().items() if name not in chain.tied}
@@ -340,9 +341,9 @@ def _open(path: Path) -> Any:
         raise TrainingError(f"model.init_from: {path} cannot be read as safetensors: {error}") from error
 
 
-def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
-    """Return the extra tokens that the file's vocabulary has already; ``model.extra_tokens`` must begin with them."""
-    theirs, ours = added_tokens(folder), parse_extra_tokens(model.get("extra_tokens"))
+def _check_begins_with(theirs: tuple[str, ...], model: Any) -> None:
+    """Check that ``model.extra_tokens`` begins with those that the file's vocabulary has already."""
+    ours = parse_extra_tokens(model.get("extra_tokens"))
     if list(theirs) != list(ours)[: len(theirs)]:
         wanted = json.dumps({**dict.fromkeys(theirs), **{k: v for k, v in ours.items() if k not in theirs}})
         raise TrainingError(
@@ -350,7 +351,6 @@ def _known_tokens(model: Any, folder: Path) -> tuple[str, ...]:
             f"model.extra_tokens does not begin with them: {', '.join(ours) or 'empty'}. Their order determines their "
             f"ids; set {shlex.quote(f'model.extra_tokens={wanted}')}"
         )
-    return tuple(theirs)
 
 
 # -- new tokens ------------------------------------------------------------------------------------------------------

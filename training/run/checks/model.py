@@ -13,7 +13,7 @@ from common.files import folder_of
 from conf.instantiate import to_dict
 from data.arrays import Arrays
 from data.dataset import Batch, DataSet
-from data.vocabulary import GPT2Vocabulary, has_gpt2_tokens
+from data.vocabulary import GPT2Vocabulary, tokens_after_gpt2
 from models.chain import Chain
 from parallel.devices import check_compiler
 from parallel.layout import Layout
@@ -101,7 +101,7 @@ def check_saved_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
         check_copies(cfg.model, weights)
         check_new_words(cfg.model, chain, weights, data.vocab_size)
         folder = folder_of(cfg.model.init_from)
-        if isinstance(data.vocabulary, GPT2Vocabulary) and not has_gpt2_tokens(folder):
+        if isinstance(data.vocabulary, GPT2Vocabulary) and tokens_after_gpt2(folder) is None:
             raise TrainingError(
                 f"{folder / 'tokenizer.json'} has other tokens than GPT-2's, which the data has; type "
                 f"data.tokenizer={cfg.model.init_from}"
