@@ -52,7 +52,7 @@ class Allocation:
         """Return the allocation of a run on a kind of device: cpu, cuda or mps."""
         number = parameter_dtype(precision).itemsize
         kept = (_HEAP, _COPIES) if device_type == "cpu" else (0.0, (0, 0, 0))
-        return cls(number, number, process, BYTES[precision], *kept)
+        return cls(number, number, process, BYTES.get(precision, number), *kept)  # what a job's auto is cannot be known
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,13 @@ def test_the_plan_of_gpt2_shows_the_layout_the_batch_cut_the_bubble_and_the_memo
     assert together == pytest.approx(sum(row["total"] for row in rows) / 1024, abs=0.1)
 
 
+def test_the_plan_of_a_job_counts_a_precision_that_is_not_known_as_fp32(plan):
+    job = [*TINY, "launcher=slurm", "launcher.nodes=2", "launcher.gpus_per_node=1", "parallel=ddp"]
+    said = plan(*job)
+    assert "ddp: 2 processes on cpu, auto" in said
+    assert table(said) == table(plan(*job, "train.precision=fp32"))
+
+
 def test_the_plan_of_one_process_has_no_bubble_and_says_how_much_a_limited_evaluation_covers(plan):
     said = plan()
     assert "toy: 165 parameters   single: 1 process" in said
