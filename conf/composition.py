@@ -186,13 +186,19 @@ def compose_and_run(
     before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # recorded as the command
     try:
         with in_directory(cfg):
-            context = HydraContext(loader, Callbacks(cfg))
-            if is_sweep:
-                # Processes of a third-party launcher register the resolvers too late for the directory.
-                cfg.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_word(cfg.hydra.sweep.dir)}")
-                sweeper = Plugins.instance().instantiate_sweeper(config=cfg, hydra_context=context, task_function=job)
-                return sweeper.sweep([*cfg.hydra.overrides.task])
-            done = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
+            context = HydraContext(loader, users := Callbacks(cfg))
+            of, kind = {"config": cfg, "config_name": parsed.config_name or "train"}, cfg.hydra.mode.name.lower()
+            getattr(users, f"on_{kind}_start")(**of)
+            try:
+                if is_sweep:
+                    # Processes of a third-party launcher register the resolvers too late for the directory.
+                    cfg.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_word(cfg.hydra.sweep.dir)}")
+                    plugins = Plugins.instance()
+                    sweeper = plugins.instantiate_sweeper(config=cfg, hydra_context=context, task_function=job)
+                    return sweeper.sweep([*cfg.hydra.overrides.task])
+                done = run_job(job, cfg, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
+            finally:
+                getattr(users, f"on_{kind}_end")(**of)
     finally:
         sys.argv = before
     if done.status is JobStatus.FAILED:  # ``return_value`` would print Hydra's own message

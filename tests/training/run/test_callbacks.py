@@ -4,18 +4,21 @@ import json
 import math
 import re
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 from commandline import ROOT
 from composed import config, records, run_layout, saved
 from composed import run as train
+from hydra.experimental.callback import Callback
 
 from common.errors import TrainingError
 from conf.instantiate import add_to_path
 from launchers.stopping import Stopped
 from training.callbacks.early_stop import EarlyStop
 from training.callbacks.gradient_histogram import GradientHistogram
+from training.command.app import run_words
 from training.run import loop
 from training.run.rank import run as run_config
 
@@ -250,3 +253,23 @@ def test_the_norm_of_the_weights_is_the_same_in_every_layout(folders, tmp_path):
     assert found["single"][-1] == pytest.approx(sum(w.double().square().sum().item() for w in weights.values()) ** 0.5)
     for layout, norms in found.items():
         assert norms == pytest.approx(found["single"], rel=1e-6), layout
+
+
+class OfHydra(Callback):
+    told = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            OfHydra.told.append(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("words, kind", [((), "run"), (("-m",), "multirun")])
+def test_a_callback_of_hydra_is_told_of_the_start_and_the_end(words, kind, tmp_path):
+    OfHydra.told.clear()
+    where = [f"hydra.{key}.dir={tmp_path}/{key}" for key in ("run", "sweep")]
+    callback = f"+hydra.callbacks.own._target_={__name__}.OfHydra"
+    with suppress(SystemExit):  # a sweep's, as its job has no record
+        run_words([*words, *SHORT, "logger=none", *where, callback], lambda composed, world: OfHydra.told.append("run"))
+    told = [name for name in OfHydra.told if name.startswith(("run", "on_run", "on_multirun"))]
+    assert told == [f"on_{kind}_start", "run", f"on_{kind}_end"]
