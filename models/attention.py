@@ -79,8 +79,8 @@ class UsesCache:
 
 
 @contextmanager
-def caching(layers: nn.Module, cache: KeyValueCache) -> Iterator[None]:
-    """Let all layers that can use ``cache`` do so inside the block."""
+def caching(layers: nn.Module, cache: KeyValueCache | None) -> Iterator[None]:
+    """Let all layers that can use ``cache`` do so inside the block. None: they compute whole texts."""
     users = [module for module in layers.modules() if isinstance(module, UsesCache)]
     for module in users:
         module.cache = cache

@@ -65,10 +65,14 @@ def generate(
     cache = KeyValueCache(min(longest, limit)) if cached else None
     generators = [torch.Generator().manual_seed(derive_seed(draws.seed, i)) for i in range(len(texts))]
     for _ in range(count):
-        if cache is None or max(map(len, texts)) > limit:
-            logits = _logits(layers, [text[-limit:] for text in texts], device)
-        else:
-            logits = _cached_logits(layers, texts, device, cache)
+        if max(map(len, texts)) > limit:
+            cache = None
+        seen = limit
+        if cache is not None and not cache.empty:
+            cache.advance([len(text) - 1 for text in texts], device)
+            seen = 1
+        with caching(layers, cache):
+            logits = _logits(layers, [text[-seen:] for text in texts], device)
         logits = logits[:, :vocab_size].float().cpu()
         for text, row, generator in zip(texts, logits, generators, strict=True):
             text.append(draw(row, draws, generator))
@@ -91,16 +95,6 @@ def _logits(layers: Layers, texts: Sequence[Sequence[int]], device: torch.device
     last = [len(text) - 1 for text in texts]
     x = torch.tensor([[*text, *[0] * (max(last) + 1 - len(text))] for text in texts], device=device)
     return logits_at(layers, x, torch.arange(len(texts)), last)
-
-
-def _cached_logits(
-    layers: Layers, texts: Sequence[Sequence[int]], device: torch.device, cache: KeyValueCache
-) -> Tensor:
-    with caching(layers, cache):
-        if cache.empty:
-            return _logits(layers, texts, device)
-        cache.advance([len(text) - 1 for text in texts], device)
-        return _logits(layers, [text[-1:] for text in texts], device)
 
 
 def draw(logits: Tensor, draws: Draws, generator: torch.Generator) -> int:
