@@ -45,14 +45,14 @@ def group(monkeypatch):
         ("gpu-0", MemoryError, ["nccl"]),  # a rank that fails does not wait for the others
     ],
 )
-def test_a_rank_that_is_done_leaves_its_group_with_the_others(group, gpu_of_rank_0, error, calls):
+def test_a_rank_that_is_done_leaves_its_group_with_the_others(group, gpu_of_rank_0, error, calls, monkeypatch):
     store = dist.HashStore()
     store.set("gpu-0", gpu_of_rank_0)
     setup = SimpleNamespace(
         cfg=SimpleNamespace(parallel=SimpleNamespace(timeout_s=5.0)), plan=SimpleNamespace(device_type="cuda")
     )
-    met = SimpleNamespace(store=store)
-    with pytest.raises(error) if error else nullcontext(), training_run._process_group(TWO, setup, met):
+    monkeypatch.setattr(training_run, "current_meeting", lambda: SimpleNamespace(store=store))
+    with pytest.raises(error) if error else nullcontext(), training_run._process_group(TWO, setup):
         if error:
             raise error
     assert group == calls

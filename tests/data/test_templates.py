@@ -29,7 +29,8 @@ ENDLESS = {
     "a text in the middle": ("{{ messages[0].content.center(10**10) }}", LARGER),
     "a filter": ("{{ messages[0].content | center(300000000) }}", f"{LARGER}|{LONG}"),
     "a text that is doubled": (
-        "{% set n = namespace(x='x') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}", LARGER,
+        "{% set n = namespace(x='x') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+        f"{LARGER}|{LONGER}",
     ),
     "a text": ("{{ 'x' * 2 * 10**6 }}", LONG),
     "a power": ("{{ (8 + messages | length) ** (10 ** 9) }}", f"{LONGER}|{LARGER}"),

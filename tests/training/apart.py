@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 from composed import run_on_rank
@@ -17,7 +18,9 @@ def run_with_own(tree: dict, folder: str, meeting: str, key: str, paths: list[st
     *sections, name = key.split(".")
     section = tree[sections[0]] if sections else tree
     section[name] = paths[dist.get_rank()]
-    if not unseen:
-        return run_on_rank(tree, folder, meeting)
-    with patch("training.run.checks.ranks.digest_read", lambda cfg, chain: None):
+    from training.run.checks import ranks
+
+    apart = patch("training.run.rank.check_ranks", lambda mesh, setup, alike: ranks.check_ranks(mesh, setup))
+    hidden = patch.object(ranks, "digest_read", lambda cfg, chain: None) if unseen else nullcontext()
+    with apart, hidden:
         return run_on_rank(tree, folder, meeting)
