@@ -266,23 +266,23 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
-def without_weights(layer: nn.Module, usual: torch.dtype | None = None) -> nn.Module:
+def without_weights(layer: nn.Module, usual: torch.dtype | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of ``layer`` on the current default device, with uninitialised memory.
 
-    Parameters, and buffers of the ``usual`` dtype, by default that of the parameters, have the default dtype.
+    Parameters, and buffers of the ``usual`` dtype, by default that of the parameters, get ``dtype``, by default torch's.
     """
     empty: dict[int, Any] = {}
     usual = usual or dtype_of(layer)
     for parameter in layer.parameters():
-        empty[id(parameter)] = nn.Parameter(_empty_like(parameter, parameter.dtype), parameter.requires_grad)
+        empty[id(parameter)] = nn.Parameter(_empty_like(parameter, parameter.dtype, dtype), parameter.requires_grad)
     for buffer in layer.buffers():
-        empty[id(buffer)] = _empty_like(buffer, usual)
+        empty[id(buffer)] = _empty_like(buffer, usual, dtype)
     return copy.deepcopy(layer, empty)  # which treats these as copies that it has made already
 
 
-def _empty_like(tensor: Tensor, usual: torch.dtype) -> Tensor:
+def _empty_like(tensor: Tensor, usual: torch.dtype, dtype: torch.dtype | None) -> Tensor:
     follows = tensor.is_floating_point() and tensor.dtype in (usual, torch.float32)
-    return torch.empty(tensor.shape, dtype=None if follows else tensor.dtype)
+    return torch.empty(tensor.shape, dtype=dtype if follows else tensor.dtype)
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:

@@ -212,11 +212,12 @@ class _Examiner:
         dims = _sample_dims(*given) if len(given) == 2 else []
         replicas.called, runs = False, []
         for tensors, batch in zip(given, batches, strict=False):
-            accesses, error = Accesses(module), None
-            draws = Draws(len(batch), [tensor for tensor, of in zip(tensors, dims, strict=False) if of])
+            accesses, error, notes = Accesses(module), None, []
+            draws = Draws([tensor for tensor, of in zip(tensors, dims, strict=False) if of])
+            dropout = computing(Samples(len(batch), notes=notes))  # dropout by sample draws nothing, and is noted
             try:
                 with torch.set_grad_enabled(self.training), ExitStack() as modes:
-                    for mode in (self.kinds, draws, accesses) if watched else ():
+                    for mode in (self.kinds, dropout, draws, accesses) if watched else ():
                         modes.enter_context(mode)
                     output = call(module, tensors, batch)
             except Exception as failure:  # a user's code
@@ -231,7 +232,7 @@ class _Examiner:
             if error is not None:
                 break
             if not runs and self.training and accesses.wrote_others():
-                with Draws(len(batch)):
+                with computing(Samples(len(batch), notes=[])):
                     again = call(module, tuple(tensor.clone() for tensor in tensors), batch)
                 facts.spoils = _is_spoilt(again, [*tensors, *module.parameters()])
             if not runs and accesses.changed() is not None:  # or has a cache been filled?
@@ -241,16 +242,16 @@ class _Examiner:
             facts.outputs.append(output)
             facts.reentrant |= _is_reentrant(tree_leaves(output), tensors)
             facts.draws |= draws.seen
-            facts.random |= draws.seen or bool(draws.notes)
-            runs.append(draws)
+            facts.random |= draws.seen or bool(notes)
+            runs.append((draws, notes))
         facts.gathers = replicas.called
         if len(runs) == 2:
-            once, twice = (draws.notes for draws in runs)
+            (_, once), (draws, twice) = runs
             facts.draws |= [(path, (2 * shape[0], *shape[1:])) for path, shape in once] != twice
             if not isinstance(facts.outputs[0], Sums) and not facts.gathers:
                 outputs = [as_tuple(output) for output in facts.outputs]
                 each = zip(outputs[1], _sample_dims(*outputs), strict=False)
-                facts.passes = any(len(of) != 1 and runs[1].computes(tensor) for tensor, of in each)
+                facts.passes = any(len(of) != 1 and draws.computes(tensor) for tensor, of in each)
         return facts
 
     def _is_stale(self, parameter: nn.Parameter) -> bool:
@@ -486,24 +487,12 @@ def _tensors_of(module: nn.Module) -> dict[str, int]:
 
 
 class Draws(Watch):
-    """Detects operators that draw random numbers, and what is computed from ``inputs``.
+    """Detects operators that draw random numbers, and what is computed from ``inputs``."""
 
-    Dropout by sample draws none here and is added to ``notes``, with the shape of its input.
-    """
-
-    def __init__(self, samples: int, inputs: Sequence[Tensor] = ()) -> None:
+    def __init__(self, inputs: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.seen, self.notes = False, []
+        self.seen = False
         self._computed = {id(tensor): tensor for tensor in inputs}  # which keeps them, and thus their ids
-        self._computing = computing(Samples(samples, notes=self.notes))
-
-    def __enter__(self):
-        self._computing.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception) -> None:
-        super().__exit__(*exception)
-        self._computing.__exit__(*exception)
 
     def note(self, operator: Any, args: tuple, kwargs: dict) -> None:
         """See ``Watch``."""

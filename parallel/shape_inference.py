@@ -6,8 +6,8 @@ not cast, and a stage border declared float32 corrupts data silently if the run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from common.errors import PlanError
 from data.dataset import Batch
 from models.chain import CPU, Chain, as_tuple, checked, converted, without_weights
 from models.losses import Loss, copy_to_try, loss_of
-from models.seeds import seeded
+from models.seeds import Samples, computing, seeded
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.examination import Draws, Watch, reads_numbers
 from parallel.plan import Plan
@@ -116,7 +116,8 @@ def _trace(
         if layer.build not in blank:
             blank[layer.build] = layer.made()
     traces, loss = [], copy_to_try(chain.loss)
-    with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True), autocast(precision, device_type):
+    fakes = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes, autocast(precision, device_type), computing(Samples(len(sample), notes=[])):
 
         def fake(given: Tensor) -> Tensor:
             kind = dtype if given.is_floating_point() else given.dtype
@@ -131,8 +132,8 @@ def _trace(
                 traced, tensors = alike[key]
                 traces.append(replace(traced, name=layer.name))
                 continue
-            with torch.device(device_type), _default_dtype(dtype):
-                made = without_weights(blank[layer.build])
+            with torch.device(device_type):  # fake parameters cannot be converted later
+                made = without_weights(blank[layer.build], dtype=dtype)
             module = chain.build([layer.name], 0, CPU, dtype)[layer.name] if real else made
             if hasattr(module, "step_cache"):
                 # As in the middle of a step.
@@ -154,12 +155,12 @@ def _trace(
 
             try:
                 saved = saved_tensors_hooks(kept.hold, lambda tensor: tensor)
-                output, sizes, counted = run(saved, *[_Workspace(kept)] * (not real), Draws(len(sample)))
+                output, sizes, counted = run(saved, Draws() if real else _Workspace(kept))
             except (DataDependentOutputException, DynamicOutputShapeException):
                 raise reads_numbers(layer.name, type(module).__name__) from None
             except Exception as error:  # a user's code
                 if "saved tensor hooks" in str(error):
-                    output, sizes, counted = run(kept, Draws(len(sample)))
+                    output, sizes, counted = run(kept)
                 elif real:
                     output, sizes, counted = run()
                     counted.uncounted = {f"layer {layer.name!r}"}
@@ -182,17 +183,6 @@ def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorS
     if plan.sequence:  # each rank has a part of dimension 1
         sent = [tuple(spec.divided(plan.tp) for spec in specs) for specs in sent]
     return [received, *sent, loss]
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    # Module.to() cannot convert fake parameters, so they are made in the right dtype.
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _loss(loss: Loss, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
