@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -60,11 +61,6 @@ class PipeStage(PipelineStage):
         self._leaving: dict[int, list[Tensor]] = {}
         self._microbatch = 0
 
-    @staticmethod
-    def wrapped(strategy: Strategy, stage: Stage) -> nn.Module:
-        """Wrap a stage so that its gradients are averaged over replicas. All shapes share the result, ``module``."""
-        return strategy.replicate(stage)
-
     def wait(self) -> None:
         """Wait until the step's gradients are averaged. DistributedDataParallel has done so in the last backward."""
 
@@ -101,16 +97,22 @@ class PipeStage(PipelineStage):
 
     # -- computation -----------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _recorded(self, kind: str, microbatch: int, receive: str = "") -> Iterator[None]:
+        """Record when the block ran, and that a received tensor, if it needs one, has arrived."""
+        self.strategy.computing = FORWARD if kind == FORWARD else BACKWARD, microbatch
+        start = self.timeline.begin(receive, self.stage_index, microbatch)
+        yield
+        self.timeline.note(kind, self.stage_index, microbatch, start)
+        self.strategy.computing = None
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         """Compute a micro-batch's forward, and record when it ran."""
-        self.strategy.computing = FORWARD, fwd_chunk_id
-        start = self.timeline.begin(RECEIVE_ACTIVATION, self.stage_index, fwd_chunk_id)
         self._microbatch = fwd_chunk_id
-        output = _unwrapped(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
-        if self._stage.training:
-            self._statistics.add(self._stage)
-        self.timeline.note(FORWARD, self.stage_index, fwd_chunk_id, start)
-        self.strategy.computing = None
+        with self._recorded(FORWARD, fwd_chunk_id, RECEIVE_ACTIVATION):
+            output = _unwrapped(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+            if self._stage.training:
+                self._statistics.add(self._stage)
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs):
@@ -133,11 +135,8 @@ class PipeStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
         """Compute a micro-batch's backward, or its first part, and record when it ran."""
-        self.strategy.computing = BACKWARD, bwd_chunk_id
-        start = self.timeline.begin(RECEIVE_GRADIENT, self.stage_index, bwd_chunk_id)
-        _unwrapped(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
-        self.timeline.note(BACKWARD if full_backward else BACKWARD_INPUT, self.stage_index, bwd_chunk_id, start)
-        self.strategy.computing = None
+        with self._recorded(BACKWARD if full_backward else BACKWARD_INPUT, bwd_chunk_id, RECEIVE_GRADIENT):
+            _unwrapped(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False):
         """Compute gradients: "full" for all of them, or "input" and later "weight" for those of inputs and weights."""

@@ -57,7 +57,7 @@ class Pipeline(Strategy):
         assert plan.schedule is not None  # a pipeline has one
         self._info = SCHEDULES[plan.schedule]
         self._stage_class, self._schedule_class = map(resolve_name, (self._info.stage_class, self._info.class_name))
-        self._modules = [self._stage_class.wrapped(self, stage) for stage in self.stages]
+        self._modules = [self.replicate(stage) for stage in self.stages]  # of all shapes
         self._by_shape: dict[tuple[torch.Size, ...], tuple[list[PipeStage], Any]] = {}
         self.prepared(sample)
 

@@ -435,8 +435,11 @@ class Strategy(ABC):
     # -- for subclasses --------------------------------------------------------------------------------------------
 
     def replicate(self, stage: Stage) -> nn.Module:
-        """Wrap a stage in DistributedDataParallel, if replicas have parameters of their own."""
-        if self.sharding is not None:
+        """Wrap a stage in DistributedDataParallel, if replicas have parameters of their own and it sees all gradients.
+
+        Those of a split backward it does not (``parallel.zero_bubble.schedule.SplitStage``).
+        """
+        if self.sharding is not None or self.plan.splits_backward:
             return stage
         return replicate(stage, self.mesh, self.options.bucket_mb, self.options.comm_hook)
 

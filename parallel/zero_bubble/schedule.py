@@ -45,11 +45,6 @@ class SplitStage(PipeStage):
             average = averaging(strategy.mesh, strategy.options.comm_hook)
             self._buckets = Buckets(stage.parameters(), average, strategy.options.bucket_mb)
 
-    @staticmethod
-    def wrapped(strategy: Strategy, stage: Stage) -> nn.Module:
-        """See ``PipeStage.wrapped``."""
-        return stage
-
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients over replicas; called once per step after the stage's last backward, or evaluation."""
         super().perform_reduce_grad(grad_scale_factor)
@@ -63,11 +58,8 @@ class SplitStage(PipeStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
         """Compute the second part of a split backward, and record when it ran."""
-        self.strategy.computing = BACKWARD, bwd_chunk_id
-        start = self.timeline.now()
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.timeline.note(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
-        self.strategy.computing = None
+        with self._recorded(BACKWARD_WEIGHT, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
         """See ``PipeStage.backward``.
