@@ -231,14 +231,12 @@ class _Examiner:
                 facts.fills, facts.norms = accesses.fills, dict(calls)
             if error is not None:
                 break
-            if not runs and self.training and accesses.wrote_others():
-                with computing(Samples(len(batch), notes=[])):
-                    again = call(module, tuple(tensor.clone() for tensor in tensors), batch)
-                facts.spoils = _is_spoilt(again, [*tensors, *module.parameters()])
-            if not runs and accesses.changed() is not None:  # or has a cache been filled?
-                with Accesses(module) as again:
-                    call(module, tensors, batch)
-                facts.changes = again.changed()
+            others, changed = self.training and accesses.wrote_others(), accesses.changed()
+            if not runs and (others or changed is not None):
+                with computing(Samples(len(batch), notes=[])), Accesses(module) as again:
+                    following = call(module, tuple(tensor.clone() for tensor in tensors), batch)
+                facts.changes = changed and again.changed()  # or has a cache been filled?
+                facts.spoils = others and _is_spoilt(following, [*tensors, *module.parameters()])
             facts.outputs.append(output)
             facts.reentrant |= _is_reentrant(tree_leaves(output), tensors)
             facts.draws |= draws.seen
