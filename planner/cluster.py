@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from common.errors import PlanError
@@ -13,13 +13,11 @@ from common.errors import PlanError
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16_residual": 2, "fp16": 2}
 # The least and the most that each number can be, generously: beyond them it is a slip of the keyboard or of the unit.
 _RANGES = {
-    "nodes": (1, 100_000), "devices": (1, 1_000), "peak": (1e6, 1e18), "memory": (1e6, 1e15),
-    "memory_bandwidth": (1e6, 1e17), "bandwidth": (1e3, 1e16), "latency": (0, 10), "product": (1e-4, 1),
-    "attention": (1e-4, 1), "attention_half": (0, 1e6), "traffic": (1e-4, 1), "launch": (0, 10), "message": (1e-4, 1),
-    "step": (0, 3600), "reserved": (0, 1e15),
+    "nodes": (1, 100_000), "devices": (1, 1_000), "memory": (1e6, 1e15), "memory_bandwidth": (1e6, 1e17),
+    "bandwidth": (1e3, 1e16), "latency": (0, 10), "product": (1e-4, 1), "attention": (1e-4, 1),
+    "attention_half": (0, 1e6), "traffic": (1e-4, 1), "launch": (0, 10), "message": (1e-4, 1), "step": (0, 3600),
+    "reserved": (0, 1e15), **dict.fromkeys(BYTES, (1e6, 1e18)),
 }  # fmt: skip
-_OPTIONAL = "attention_half", "guess"
-_IN_WORDS = "device", "source", "guess", "peak", "inside", "between"  # what is not one number
 _MOST = 1_000_000  # devices in all nodes: a search goes through what divides their number
 
 
@@ -94,10 +92,10 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
     """
     given, name = {**section}, section.get("name")
     named = "the cluster's file" if name is None else f"cluster={name} (cluster/{name}.yaml)"
-    known = ["name", *(one.name for one in fields(Cluster))]
-    if unknown := sorted({*given} - {*known}):
-        raise PlanError(f"{named} does not know {', '.join(unknown)}; its keys are {', '.join(known)}")
-    if lacking := sorted({*known} - {*given, *_OPTIONAL}):
+    needed = {"name": True} | {one.name: one.default is MISSING for one in fields(Cluster)}
+    if unknown := sorted({*given} - {*needed}):
+        raise PlanError(f"{named} does not know {', '.join(unknown)}; its keys are {', '.join(needed)}")
+    if lacking := sorted(key for key in needed if needed[key] and key not in given):
         raise PlanError(
             f"{named} lacks {', '.join(lacking)}; a file of conf/cluster/device has all but nodes and devices: "
             "name it as conf/cluster/a100x64.yaml does"
@@ -105,7 +103,7 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
     if type(given.get("guess", False)) is not bool:
         raise PlanError(f"{named}: guess={reprlib.repr(given['guess'])} must be true or false")
     del given["name"]
-    flat = {key: value for key, value in given.items() if key not in _IN_WORDS}
+    flat = {key: value for key, value in given.items() if key in _RANGES}
     for key in ("peak", "inside", "between"):
         if not hasattr(given[key], "items"):
             raise PlanError(f"{named}: {key}={reprlib.repr(given[key])} must be numbers by name")
@@ -113,14 +111,14 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
     for link in ("inside", "between"):
         if {*given[link]} != {"bandwidth", "latency"}:
             raise PlanError(f"{named}: {link} must have bandwidth and latency, and has {', '.join(given[link])}")
+    if wrong := sorted({*given["peak"]} - {*BYTES}):
+        raise PlanError(f"{named}: peak has {', '.join(wrong)}; the precisions are {', '.join(BYTES)}")
     for key, number in flat.items():
-        least, most = _RANGES[key if key in _RANGES else "peak" if key.startswith("peak.") else key.rpartition(".")[2]]
+        least, most = _RANGES[key.rpartition(".")[2]]
         whole = key in ("nodes", "devices")
         if type(number) not in ((int,) if whole else (int, float)) or not least <= number <= most:
             kind = "whole number" if whole else "number"
             raise PlanError(f"{named}: {key}={reprlib.repr(number)} must be a {kind} from {least:,g} to {most:,g}")
-    if wrong := sorted({*given["peak"]} - {*BYTES}):
-        raise PlanError(f"{named}: peak has {', '.join(wrong)}; the precisions are {', '.join(BYTES)}")
     if given["reserved"] >= given["memory"]:
         raise PlanError(f"{named}: reserved={given['reserved']:g} must be less than memory={given['memory']:g}")
     if (size := given["nodes"] * given["devices"]) > _MOST:
