@@ -19,7 +19,7 @@ from parallel.devices import Hardware
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.partition import partition_layers
-from parallel.schedules import SCHEDULES, check_chunks, ideal_bubble, stages_per_rank
+from parallel.schedules import SCHEDULES, check_schedule, ideal_bubble
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 
 HIERARCHICAL = ("hierarchical", "hierarchical_bf16")  # values of parallel.comm_hook
@@ -148,10 +148,8 @@ def make_plan(
         raise PlanError("parallel.chunks=auto needs mode=train or mode=plan; set parallel.chunks to a number")
     _check_cut(global_batch_size, dp, chunks)
 
-    per_rank = 1
     if wanted.pipelined:
-        per_rank = stages_per_rank(parallel.schedule, parallel.stages_per_rank)
-        check_chunks(parallel.schedule, chunks, parallel.pp)
+        check_schedule(parallel.schedule, wanted.pp, wanted.per_rank, chunks)
     skeleton = chain.skeleton()
     group, reshard = check_groups(parallel, info, replace(wanted, dp=dp, shard=None).mesh(), nodes)
     if info.sharded:
@@ -159,7 +157,7 @@ def make_plan(
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     if wanted.tp > 1:
         check_cuts(chain, skeleton, wanted.tp, wanted.sequence)
-    runs = partition_layers(chain.names, parallel.pp * per_rank, parallel.balance, costs)
+    runs = partition_layers(chain.names, wanted.pp * wanted.per_rank, parallel.balance, costs)
     if wanted.sequence:
         check_ties(chain, skeleton, runs)
     parameters, frozen = _count([skeleton])
@@ -167,7 +165,7 @@ def make_plan(
         wanted,
         dp=dp,
         schedule=parallel.schedule if wanted.pipelined else None,
-        stages_per_rank=per_rank,
+        stages_per_rank=wanted.per_rank,
         balance=tuple(map(len, runs)),
         shard=parallel.shard if info.shards == "all" else group if group > 1 else None,
         reshard=reshard,

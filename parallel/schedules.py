@@ -79,35 +79,23 @@ def borders(stages: int) -> list[int]:
     return [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
 
 
-def stages_per_rank(schedule: str, wanted: int | None) -> int:
-    """Return the number of stages of each rank: ``wanted``, or the schedule's default if it is None.
-
-    Raises PlanError if the schedule does not support that number.
-    """
-    looped = SCHEDULES[schedule].looped
-    if wanted is None:
-        return 2 if looped else 1
-    if wanted > 1 and not looped:
-        raise PlanError(
-            f"parallel.schedule={schedule} runs one stage per rank, but parallel.stages_per_rank={wanted}; "
-            "parallel.schedule=interleaved_1f1b runs several"
-        )
-    return wanted
-
-
 def has_equal_rounds(schedule: str, ranks: int, chunks: int) -> bool:
     """Return whether a schedule can run so many micro-batches: in chunks // ranks equal rounds, or without rounds."""
     return not SCHEDULES[schedule].rounds or chunks % max(1, chunks // ranks) == 0
 
 
-def check_chunks(schedule: str, chunks: int, ranks: int) -> None:
-    """Raise PlanError, with the nearest possible numbers, if a schedule cannot run ``chunks`` on so many ranks."""
+def check_schedule(schedule: str, ranks: int, per_rank: int, chunks: int) -> None:
+    """Raise PlanError, with the nearest possible numbers, if a schedule cannot run so many stages and micro-batches."""
+    if per_rank > 1 and not SCHEDULES[schedule].looped:
+        raise PlanError(
+            f"parallel.schedule={schedule} runs one stage per rank, but parallel.stages_per_rank={per_rank}; "
+            "parallel.schedule=interleaved_1f1b runs several"
+        )
     if schedule == "1f1b" and chunks < ranks:
         raise PlanError(
             f"parallel.schedule=1f1b needs at least as many chunks as stages: parallel.chunks={chunks} is below "
             f"parallel.pp={ranks}; set parallel.chunks={ranks} or more, or parallel.schedule=gpipe"
         )
-
     fits = partial(has_equal_rounds, schedule, ranks)
     if not fits(chunks):
         below, above = next(filter(fits, range(chunks, 0, -1))), next(filter(fits, count(chunks)))

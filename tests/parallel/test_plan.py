@@ -24,7 +24,7 @@ from models.toy import toy
 from parallel.devices import Hardware, gpus_in_common
 from parallel.host_group import choose_backend
 from parallel.plan import Plan, make_plan
-from parallel.schedules import SCHEDULES, ideal_bubble, in_flight, stages_per_rank
+from parallel.schedules import SCHEDULES, ideal_bubble, in_flight
 from parallel.strategies import STRATEGIES
 from parallel.strategy import Strategy
 from training.optimizer.kinds import states_of
@@ -230,7 +230,7 @@ def test_1f1b_holds_fewer_micro_batches_than_gpipe_and_fewest_at_the_end_and_non
     assert [in_flight("gpipe", 4, 8, 1, rank) for rank in range(4)] == [8, 8, 8, 8]
     assert [in_flight("1f1b", 4, 8, 1, rank) for rank in range(4)] == [4, 3, 2, 1]
     for schedule, chunks, rank in itertools.product(SCHEDULES, (2, 3, 4, 8), range(2)):
-        assert 1 <= in_flight(schedule, 2, chunks, stages_per_rank(schedule, None), rank) <= chunks
+        assert 1 <= in_flight(schedule, 2, chunks, 1 + SCHEDULES[schedule].looped, rank) <= chunks
 
 
 # -- groups of replicas ------------------------------------------------------------------------------------------------
