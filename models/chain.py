@@ -269,7 +269,8 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 def without_weights(layer: nn.Module, usual: torch.dtype | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of ``layer`` on the current default device, with uninitialised memory.
 
-    Parameters, and buffers of the ``usual`` dtype, by default that of the parameters, get ``dtype``, by default torch's.
+    Parameters, and buffers of the ``usual`` dtype, by default that of the parameters, get ``dtype``, by default the
+    default dtype.
     """
     empty: dict[int, Any] = {}
     usual = usual or dtype_of(layer)
