@@ -11,7 +11,7 @@ from common.errors import ModelError
 from common.files import expand_home, folder_of, parse_json
 from common.packages import load_transformers
 from models import causal_lm_experts
-from models.causal_lm_files import Opened, from_file, to_file
+from models.causal_lm_files import Opened, from_file
 from models.config_json import Family
 from models.huggingface import HuggingFace
 
@@ -118,8 +118,10 @@ class Published(HuggingFace):
 
     def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See ``HuggingFace.export``."""
+        from transformers.core_model_loading import revert_weight_conversion
+
         tensors, config = super().export(state, words)
-        return to_file(self.model, tensors), config
+        return revert_weight_conversion(self.model, tensors), config
 
     def difference(self, path: Path) -> str | None:
         """Return a message about the first key in which the model differs from a config.json; None if there is none."""

@@ -57,13 +57,6 @@ def from_file(model: Any, opened: Mapping[str, Opened]) -> dict[str, Opened]:
     return given
 
 
-def to_file(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return {name in the file: tensor} from {name in the model: tensor}."""
-    from transformers import core_model_loading as loading
-
-    return loading.revert_weight_conversion(model, dict(state))
-
-
 def _read(convert: Callable[..., dict[str, Tensor]], name: str) -> Tensor:
     return convert(lambda tensor: tensor[...])[name]
 

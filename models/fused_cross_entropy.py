@@ -109,11 +109,6 @@ def _gradient(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -
         _gradient_by_blocks(logits, columns, largest, total, _rows(logits))
 
 
-@_gradient.register_fake
-def _(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -> None:
-    return None
-
-
 # One operator, so that torch.compile, and code that counts operators, need not know how it is computed.
 @torch.library.custom_op("one_word_parallel::cross_entropy_", mutates_args={"logits"})
 def _row_wise(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:

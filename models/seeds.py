@@ -167,7 +167,7 @@ class BySample(nn.modules.dropout._DropoutNd):
 
     full_name = ""
     part: Callable[[Sequence[int], int], Part | None] | None = None
-    spread: int | None = None
+    spread: int | None = 2
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, ...] -> same."""
@@ -192,23 +192,19 @@ class BySample(nn.modules.dropout._DropoutNd):
 class Dropout(BySample, nn.Dropout):
     """``nn.Dropout`` by sample."""
 
+    spread = None
+
 
 class Dropout1d(BySample, nn.Dropout1d):
     """``nn.Dropout1d`` by sample: [b, c, l], whole channels."""
-
-    spread = 2
 
 
 class Dropout2d(BySample, nn.Dropout2d):
     """``nn.Dropout2d`` by sample: [b, c, h, w], whole channels."""
 
-    spread = 2
-
 
 class Dropout3d(BySample, nn.Dropout3d):
     """``nn.Dropout3d`` by sample: [b, c, d, h, w], whole channels."""
-
-    spread = 2
 
 
 class CausalAttentionDropout(Dropout):
@@ -283,19 +279,15 @@ def _mixed(z: Tensor) -> Tensor:
     return z.bitwise_xor_(shifted).mul_(FACTOR_2)
 
 
-def _in_kernel(x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
-    from models.dropout_kernel import drop_out
-
-    return drop_out(x, seed, first, count, p, _threshold(p), HASH)
-
-
 class _InKernel(torch.autograd.Function):
     """Dropout in one kernel, which draws the mask again in the backward, so that nothing is kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
+        from models.dropout_kernel import drop_out
+
         ctx.drawn = seed, first, count, p
-        return _in_kernel(x, *ctx.drawn)
+        return drop_out(x, *ctx.drawn, _threshold(p), HASH)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -308,7 +300,8 @@ def _kernel_works(device: torch.device) -> bool:
 
     def check() -> None:
         ones = torch.ones(4, 5003, device=device)
-        torch.testing.assert_close(_in_kernel(ones, 2**62 + 1, 7, 4, 0.25), _mask(ones.clone(), 2**62 + 1, 7, 4, 0.25))
+        drawn = 2**62 + 1, 7, 4, 0.25
+        torch.testing.assert_close(_InKernel.apply(ones, *drawn), _mask(ones.clone(), *drawn))
 
     return passes("dropout", check)
 

@@ -149,7 +149,7 @@ def test_attention_drops_out_its_probabilities_by_sample():
 def kernel():
     """``drop_out``, interpreted."""
     interpreted("dropout_kernel")
-    return seeds._in_kernel
+    return seeds._InKernel.apply
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=lambda dtype: str(dtype)[6:])
