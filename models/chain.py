@@ -18,11 +18,11 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ ONE_LAYER = (
 LOSS = ""  # the name of the chain's loss among the names of layers; no layer has this name
 
 Tensors = Tensor | tuple[Tensor, ...]  # the output of a layer
+T = TypeVar("T")
 
 
 def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
@@ -442,6 +443,22 @@ class Chain:
             built(layer_name, layer)
         layers.tie(self.tied)  # the owners have memory now, which their aliases share
         return layers
+
+    def walk(self, tensors: tuple[Tensor, ...], compute: Callable[[LayerSpec, tuple], tuple[T, tuple]]) -> Iterator[T]:
+        """Yield what ``compute`` finds of each layer, from the first one's inputs to the loss.
+
+        ``compute(layer, tensors)`` returns it with the tensors that the layer passes on. It is called once for layers
+        with the same ``build`` that get tensors of the same kind, such as a transformer's blocks, except for the last
+        layer, which computes the loss.
+        """
+        alike: dict[tuple, tuple[T, tuple]] = {}
+        for layer in self.layers:
+            kinds = ((t.shape, t.dtype, t.requires_grad, t.stride()) for t in tensors)
+            key = layer.build, layer is self.layers[-1], *kinds
+            if key not in alike:
+                alike[key] = compute(layer, tensors)
+            found, tensors = alike[key]
+            yield found
 
     def tied_within(self, names: Sequence[str]) -> list[str]:
         """Return the names of the parameters that several of these layers share, aliases and originals."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import PlanError
 from data.dataset import Batch
-from models.chain import CPU, Chain, as_tuple, checked, converted, without_weights
+from models.chain import CPU, Chain, LayerSpec, as_tuple, checked, converted, without_weights
 from models.losses import Loss, copy_to_try, loss_of
 from models.seeds import Samples, computing, seeded
 from parallel.devices import autocast, between_layers, parameter_dtype
@@ -65,7 +65,6 @@ class LayerTrace:
         work: The context that ``trace`` made by ``counting`` and that has seen the operators of one micro-batch.
     """
 
-    name: str
     outputs: tuple[TensorSpec, ...]
     kept: int
     cast: int
@@ -115,69 +114,63 @@ def _trace(
     for layer in chain.layers:
         if layer.build not in blank:
             blank[layer.build] = layer.made()
-    traces, loss = [], copy_to_try(chain.loss)
+    loss = copy_to_try(chain.loss)
+
+    def fake(given: Tensor) -> Tensor:
+        kind = dtype if given.is_floating_point() else given.dtype
+        return given.to(kind) if real else torch.empty(given.shape, dtype=kind, device=device_type)
+
+    def traced(layer: LayerSpec, tensors: tuple[Tensor, ...]) -> tuple[LayerTrace, tuple[Tensor, ...]]:
+        with torch.device(device_type):  # fake parameters cannot be converted later
+            made = without_weights(blank[layer.build], dtype=dtype)
+        module = chain.build([layer.name], 0, CPU, dtype)[layer.name] if real else made
+        if hasattr(module, "step_cache"):
+            # As in the middle of a step.
+            module.step_cache = {}  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
+        kept, last = _Kept(module), layer is chain.layers[-1]
+
+        def run(*watching):
+            # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
+            sizes = []
+            with ExitStack() as stack:
+                for watch in watching:
+                    stack.enter_context(watch)
+                for inputs in (tensors, tuple(t.clone() for t in tensors)):  # each micro-batch has its own
+                    before, counted = kept.bytes, counting()
+                    with counted if watching else nullcontext():
+                        output = _loss(loss, module, inputs, targets.clone()) if last else module(*inputs)
+                    sizes.append(kept.bytes - before)
+            return output, sizes, counted
+
+        try:
+            saved = saved_tensors_hooks(kept.hold, lambda tensor: tensor)
+            output, sizes, counted = run(saved, Draws() if real else _Workspace(kept))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise reads_numbers(layer.name, type(module).__name__) from None
+        except Exception as error:  # a user's code
+            if "saved tensor hooks" in str(error):
+                output, sizes, counted = run(kept)
+            elif real:
+                output, sizes, counted = run()
+                counted.uncounted = {f"layer {layer.name!r}"}
+            else:
+                raise
+        outputs = checked(layer.name, module, output)
+        if not last:
+            outputs = as_tuple(converted(outputs, between_layers(precision)))
+        specs = tuple(map(TensorSpec.of, outputs))
+        return LayerTrace(specs, sizes[1], max(0, sizes[0] - sizes[1]), counted), outputs
+
     fakes = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
     with fakes, autocast(precision, device_type), computing(Samples(len(sample), notes=[])):
-
-        def fake(given: Tensor) -> Tensor:
-            kind = dtype if given.is_floating_point() else given.dtype
-            return given.to(kind) if real else torch.empty(given.shape, dtype=kind, device=device_type)
-
-        tensors, targets = tuple(map(fake, sample.input_tensors)), fake(sample.targets)
-        # A transformer's blocks are alike, except for the last layer of a chain, which computes the loss.
-        alike: dict[tuple, tuple[LayerTrace, tuple[Tensor, ...]]] = {}
-        for layer in chain.layers:
-            key = layer.build, layer is chain.layers[-1], *((TensorSpec.of(t), t.stride()) for t in tensors)
-            if key in alike:
-                traced, tensors = alike[key]
-                traces.append(replace(traced, name=layer.name))
-                continue
-            with torch.device(device_type):  # fake parameters cannot be converted later
-                made = without_weights(blank[layer.build], dtype=dtype)
-            module = chain.build([layer.name], 0, CPU, dtype)[layer.name] if real else made
-            if hasattr(module, "step_cache"):
-                # As in the middle of a step.
-                module.step_cache = {}  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
-            kept, last = _Kept(module), layer is chain.layers[-1]
-
-            def run(*watching, module=module, given=tensors, kept=kept, last=last):
-                # Twice: the second micro-batch finds the weights cast already, so it keeps activations only.
-                sizes = []
-                with ExitStack() as stack:
-                    for watch in watching:
-                        stack.enter_context(watch)
-                    for inputs in (given, tuple(t.clone() for t in given)):  # each micro-batch has its own
-                        before, counted = kept.bytes, counting()
-                        with counted if watching else nullcontext():
-                            output = _loss(loss, module, inputs, targets.clone()) if last else module(*inputs)
-                        sizes.append(kept.bytes - before)
-                return output, sizes, counted
-
-            try:
-                saved = saved_tensors_hooks(kept.hold, lambda tensor: tensor)
-                output, sizes, counted = run(saved, Draws() if real else _Workspace(kept))
-            except (DataDependentOutputException, DynamicOutputShapeException):
-                raise reads_numbers(layer.name, type(module).__name__) from None
-            except Exception as error:  # a user's code
-                if "saved tensor hooks" in str(error):
-                    output, sizes, counted = run(kept)
-                elif real:
-                    output, sizes, counted = run()
-                    counted.uncounted = {f"layer {layer.name!r}"}
-                else:
-                    raise
-            tensors = checked(layer.name, module, output)
-            if layer is not chain.layers[-1]:
-                tensors = as_tuple(converted(tensors, between_layers(precision)))
-            specs = tuple(map(TensorSpec.of, tensors))
-            traces.append(LayerTrace(layer.name, specs, sizes[1], max(0, sizes[0] - sizes[1]), counted))
-            alike[key] = traces[-1], tensors
-    return traces
+        inputs, targets = tuple(map(fake, sample.input_tensors)), fake(sample.targets)
+        return list(chain.walk(inputs, traced))
 
 
 def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:
     """Infer the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss."""
-    outputs = {t.name: t.outputs for t in trace(chain, sample, plan.precision, plan.device_type)}
+    traces = trace(chain, sample, plan.precision, plan.device_type)
+    outputs = {name: traced.outputs for name, traced in zip(chain.names, traces, strict=True)}
     received = tuple(map(TensorSpec.of, sample.input_tensors))
     *sent, loss = (outputs[stage.layers[-1]] for stage in plan.stages)
     if plan.sequence:  # each rank has a part of dimension 1

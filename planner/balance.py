@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import Batch
-from models.chain import Chain, as_tuple
+from models.chain import Chain, LayerSpec, as_tuple
 from parallel.devices import (
     autocast,
     between_layers,
@@ -25,7 +25,6 @@ from parallel.devices import (
 from parallel.partition import block_partition, even_split
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
-from parallel.shape_inference import TensorSpec
 from parallel.stage import Stage
 
 ROUNDS = 5
@@ -75,23 +74,19 @@ def time_layers(
     """
     dtype = parameter_dtype(precision)
     tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample.input_tensors)
-    found: list[Times] = []
-    alike: dict[tuple, tuple[Times, tuple[Tensor, ...]]] = {}
+
+    def timed(layer: LayerSpec, tensors: tuple[Tensor, ...]) -> tuple[Times, tuple[Tensor, ...]]:
+        device, passed = sample.targets.device, between_layers(precision)
+        stage = Stage(chain, [layer.name], seed=seed, device=device, dtype=dtype, between_layers=passed)
+        with autocast(precision, stage.device.type):
+            _time_stage(stage, tensors, sample, 1)  # kernels are chosen and memory is taken
+        stage.zero_grad()
+        wait()
+        with autocast(precision, stage.device.type):
+            return _time_stage(stage, tensors, sample, 2, least_s)
+
     with torch.random.fork_rng(devices=[]):
-        for layer in chain.layers:
-            key = layer.build, layer is chain.layers[-1], *((TensorSpec.of(x), x.stride()) for x in tensors)
-            if key not in alike:
-                device, passed = sample.targets.device, between_layers(precision)
-                stage = Stage(chain, [layer.name], seed=seed, device=device, dtype=dtype, between_layers=passed)
-                with autocast(precision, stage.device.type):
-                    _time_stage(stage, tensors, sample, 1)  # kernels are chosen and memory is taken
-                stage.zero_grad()
-                wait()
-                with autocast(precision, stage.device.type):
-                    alike[key] = _time_stage(stage, tensors, sample, 2, least_s)
-            times, tensors = alike[key]
-            found.append(times)
-    return found
+        return list(chain.walk(tensors, timed))
 
 
 def _time_stage(
