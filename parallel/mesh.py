@@ -157,10 +157,6 @@ class Mesh:
         """Return the ranks of one pipeline, first stage to last; of ranks that share layers, the first ones."""
         return self.lines(PIPELINE)[replica * self.axis(TENSOR).size]
 
-    def replicas(self, position: int) -> list[int]:
-        """Return the ranks that hold the same stages; of ranks that share layers, the first ones."""
-        return self.lines(*REPLICAS)[position * self.axis(TENSOR).size]
-
     def holders(self, position: int) -> list[int]:
         """Return the ranks that hold the stages of a position, or a part of each of their layers."""
         return self.lines(*REPLICAS, TENSOR)[position]

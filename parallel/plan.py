@@ -17,7 +17,7 @@ from models.cut import Columns, CutOf, Region, Rows, Vocabulary, check_pairs, ch
 from models.losses import loss_of
 from parallel.devices import Hardware
 from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh import REPLICAS, Mesh
 from parallel.partition import partition_layers
 from parallel.schedules import SCHEDULES, check_schedule, ideal_bubble
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
@@ -360,8 +360,8 @@ def _check_unused(parallel, hierarchical: bool) -> None:
 def _replicas_per_node(parallel, mesh: Mesh, nodes: int) -> int:
     per_node = mesh.size // nodes
     sizes = set()
-    for position in range(mesh.pp):
-        on = [rank // max(per_node, 1) for rank in mesh.replicas(position)]
+    for ranks in mesh.lines(*REPLICAS):
+        on = [rank // max(per_node, 1) for rank in ranks]
         sizes |= {on.count(node) for node in on}
     if mesh.size % nodes or len(sizes) != 1:
         raise PlanError(
