@@ -69,7 +69,6 @@ def run_workers(
     max_restarts: int = 0,
     stoppable: bool = False,
     timeout_s: float | None = None,
-    on_restart: Callable[[WorkerFailed], None] | None = None,
 ) -> None:
     """Run ``entry(world, *args)`` in ``processes`` processes of this machine; return when all have finished.
 
@@ -83,11 +82,10 @@ def run_workers(
         log_dir: A folder, created if it is missing. Ranks other than 0 write stdout and stderr to rank_0001.log, ...
             there; files that stay empty are removed. Rank 0 keeps this process's console.
         max_restarts: How often all workers are restarted after a failure, unless it is an exception whose attribute
-            `repeats` is true. See `launchers.world.restarts`.
+            `repeats` is true. The failure is printed. See `launchers.world.restarts`.
         stoppable: Whether entry checks launchers.stopping and raises Stopped. If so, and if this process handles the
             signals of launchers.stopping, the first one is passed on to the workers and not raised.
         timeout_s: How long workers wait for each other, in seconds, for the message about a worker that does not move.
-        on_restart: Called in this process with each failure after which the workers are restarted.
 
     Raises:
         LaunchError: If the workers cannot be forked.
@@ -121,8 +119,8 @@ def run_workers(
                 return
             if restarts == max_restarts or not may_restart:
                 raise failure
-            if on_restart is not None:
-                on_restart(failure)
+            again = f"restart {restarts + 1} of {max_restarts} (launcher.max_restarts)"
+            print(f"{failure}\n{again}", file=sys.stderr, flush=True)
 
 
 def call_in_workers(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from conf.composition import Composed
 from conf.instantiate import environment, to_dict
 from conf.masking import mask_secrets
 from conf.words import hydra_word
-from launchers import Interrupted, WorkerFailed, World, run_workers, start_fork_server, stopping
+from launchers import Interrupted, World, run_workers, start_fork_server, stopping
 from launchers.stopping import Stopped
 from training.command.app import Command
 from training.command.ranks import lead
@@ -156,15 +155,8 @@ def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
     from models.given import pack_given
     from training.studies.short_run import run_on_rank
 
-    timeout_s = cfg.parallel.timeout_s
     args = to_dict(cfg), str(run_dir), pack_given()
-    most, failures = _restarts(cfg), []
-
-    def tell(failure: WorkerFailed) -> None:
-        failures.append(failure)
-        print(f"{failure}\nrestart {len(failures)} of {most} (launcher.max_restarts)", file=sys.stderr, flush=True)
-
-    run_workers(run_on_rank, args, processes, run_dir / "logs", most, True, timeout_s, on_restart=tell)
+    run_workers(run_on_rank, args, processes, run_dir / "logs", _restarts(cfg), True, cfg.parallel.timeout_s)
 
 
 def is_queued(cfg: Any, world: World | None) -> bool:
