@@ -62,32 +62,22 @@ class Death:
     Attributes:
         rank: Its global rank.
         exitcode: Its exit code; -N if signal N ended it.
-        report: The report from `write_report` or `write_stop`; None if there is none.
+        report: The report from `write_report` or `write_stop`; empty if there is none.
     """
 
     rank: int
     exitcode: int
-    report: dict | None
+    report: dict
 
     @property
     def lost_a_peer(self) -> bool:
         """Whether the worker only reports that another worker was lost or did not answer."""
-        return self.exitcode >= 0 and self.report is not None and self.report.get("peer", False)
+        return self.exitcode >= 0 and self.report.get("peer", False)
 
     @property
     def aborted(self) -> bool:
         """Whether the worker aborted without a report, as it does if NCCL's watchdog finds that it waited too long."""
-        return self.exitcode == -signal.SIGABRT and self.report is None
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the worker's error would occur again after a restart."""
-        return self.report is not None and self.report.get("repeats", False)
-
-    @property
-    def stopped(self) -> str | None:
-        """The message of a worker that stopped on request; None for other workers."""
-        return self.report["message"] if self.report is not None and "stopped" in self.report else None
+        return self.exitcode == -signal.SIGABRT and not self.report
 
 
 def log_path(log_dir: str | os.PathLike, rank: int) -> Path:
@@ -168,7 +158,7 @@ def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
     death = min(deaths, key=_severity)
     if death.exitcode < 0:
         return WorkerFailed(death.rank, "signal", _signal_text(death) + _log_tail(death.rank, log_dir))
-    if death.report is not None:
+    if death.report:
         words = death.report.get("for_user")
         return WorkerFailed(death.rank, *(("message", words) if words else ("exception", death.report["message"])))
     text = f"rank {death.rank} ended with exit code {death.exitcode} before its work was done, without an error"
@@ -183,7 +173,7 @@ def _severity(death: Death) -> tuple[int, float]:
     """Return the key to sort deaths: the kind, then the time of the report, or the rank if there is no report."""
     if death.exitcode < 0 and not death.aborted:
         return _KILLED, death.rank
-    if death.report is None:
+    if not death.report:
         return _LEFT_SILENTLY, death.rank
     return _LOST_A_PEER if death.lost_a_peer else _RAISED, death.report["timestamp"]
 

@@ -195,12 +195,11 @@ class _Workers:
                 for process in self._processes:
                     process.terminate()
         deaths = [self._death(rank) for rank in early]
-        stopped = next((death.stopped for death in deaths if death.stopped is not None), None)
-        if stopped is not None:
+        if stopped := [death.report["message"] for death in deaths if "stopped" in death.report]:
             deadline = time.monotonic() + _LEAVE_S
             while len(self.exitcodes) < self._job.processes and time.monotonic() < deadline:
                 self._poll()
-            raise Stopped(stopped)
+            raise Stopped(stopped[0])
         signum = next((-death.exitcode for death in deaths if -death.exitcode in SIGNALS), None)
         if signum is not None and not self._job.stoppable:
             raise Interrupted(signum)
@@ -209,7 +208,7 @@ class _Workers:
         if all(death.aborted for death in deaths):
             stall = self._stall()
             deaths = [self._death(rank) for rank in self._ended_early()]
-        may_restart = not self._stop.wanted and not any(death.repeats for death in deaths)
+        may_restart = not self._stop.wanted and not any(death.report.get("repeats") for death in deaths)
         return stall or root_cause(deaths, self._job.log_dir), may_restart
 
     def end(self) -> None:
@@ -258,7 +257,7 @@ class _Workers:
         return [rank for rank in self.exitcodes if not self._job.finished_path(rank).exists()]
 
     def _death(self, rank: int) -> Death:
-        return Death(rank, self.exitcodes[rank], read_report(self._job.report_path(rank)))
+        return Death(rank, self.exitcodes[rank], read_report(self._job.report_path(rank)) or {})
 
     def _poll(self) -> None:
         self._stop.check()

@@ -149,7 +149,7 @@ def _deaths(text: str) -> Iterator[Death]:
     numbers = {signal.strsignal(number): number for number in signal.valid_signals()}
     for task, code, words in re.findall(_ENDED_TASK, text, re.MULTILINE):
         if code or words in numbers:
-            yield Death(int(task), int(code) if code else -numbers[words], None)
+            yield Death(int(task), int(code) if code else -numbers[words], {})
 
 
 def _cancel(jobs: Sequence[Job]) -> str:
