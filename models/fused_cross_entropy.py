@@ -12,6 +12,7 @@ The forward therefore already does the element-wise half of the backward; withou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -329,3 +330,22 @@ class FusedHead(nn.Module):
         if key not in self.step_cache:
             self.step_cache[key] = weight.to(dtype)
         return self.step_cache[key]
+
+
+class Head(FusedHead):
+    """Final norm and projection onto the vocabulary, [b, t, c] -> logits [b, t, vocab_size]."""
+
+    def __init__(self, norm: str, kind: Callable[[int], nn.Module], width: int, vocab_size: int) -> None:
+        """The norm, of this ``kind``, has the name ``norm``; the projection is ``lm_head``, as transformers has it."""
+        super().__init__()
+        self.add_module(norm, kind(width))
+        self.lm_head, self._norm = nn.Linear(width, vocab_size, bias=False), norm
+
+    @property
+    def projection(self) -> nn.Linear:
+        """The projection, which may be tied to the embedding."""
+        return self.lm_head
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Apply the norm, [b, t, c] -> same."""
+        return getattr(self, self._norm)(x)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.attention import CausalAttention, UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, check_width, draw_normal
 from models.cut import Columns, Rows, Vocabulary
-from models.fused_cross_entropy import FusedHead
+from models.fused_cross_entropy import Head
 from models.gpt2_sizes import DEFAULT, GPT2, Size, sizes_of, with_defaults
 from models.huggingface import HuggingFace
 from models.losses import TokenCrossEntropy
@@ -80,24 +80,6 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
-class Head(FusedHead):
-    """Final norm and projection onto the vocabulary, [b, t, n_embd] -> logits [b, t, vocab_size]."""
-
-    def __init__(self, size: Size, vocab_size: int) -> None:
-        super().__init__()
-        self.ln_f = nn.LayerNorm(size.n_embd)
-        self.lm_head = nn.Linear(size.n_embd, vocab_size, bias=False)
-
-    @property
-    def projection(self) -> nn.Linear:
-        """The head, tied to the embedding."""
-        return self.lm_head
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Apply the final norm, [b, t, n_embd] -> same."""
-        return self.ln_f(x)
-
-
 def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
     """Set a module's initial weights: Normal(0, 0.02), 0.01 for positions as OpenAI's code has it, zero biases.
 
@@ -132,7 +114,7 @@ def gpt2(
         layers=[
             LayerSpec("embedding", partial(Embedding, chosen, vocab_size, dropout)),
             *(LayerSpec(f"h.{i}", block) for i in range(chosen.n_layer)),
-            LayerSpec("head", partial(Head, chosen, vocab_size)),
+            LayerSpec("head", partial(Head, "ln_f", nn.LayerNorm, chosen.n_embd, vocab_size)),
         ],
         loss=TokenCrossEntropy(),
         tied={"head.lm_head.weight": EMBEDDING},
@@ -154,15 +136,12 @@ def gpt2(
 
 def _hugging_face(size: Size, vocab_size: int, dropout: float) -> HuggingFace:
     """Return how ``GPT2LMHeadModel`` stores it. Projections are ``Conv1D``, a Linear with its weight transposed."""
+    sizes = {**vars(size), "vocab_size": vocab_size}
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_positions": size.block_size,
+        **{theirs: sizes[key] for key, theirs in GPT2.sizes.items()},
         "n_ctx": size.block_size,
-        "n_embd": size.n_embd,
-        "n_layer": size.n_layer,
-        "n_head": size.n_head,
-        "vocab_size": vocab_size,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,

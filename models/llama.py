@@ -20,7 +20,7 @@ from common.errors import ModelError
 from models.attention import UsesCache
 from models.chain import Chain, LayerSpec, check_sizes, draw_normal
 from models.cut import Columns, Rows, Vocabulary
-from models.fused_cross_entropy import FusedHead
+from models.fused_cross_entropy import Head
 from models.huggingface import HuggingFace
 from models.llama_sizes import LLAMA, LLAMA3, Size, chosen_size, sizes_of, to_config
 from models.losses import TokenCrossEntropy
@@ -133,24 +133,6 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Head(FusedHead):
-    """Final norm and projection onto the vocabulary, [b, t, n_embd] -> logits [b, t, vocab_size]."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.norm = Norm(size.n_embd, eps=size.norm_eps)
-        self.lm_head = nn.Linear(size.n_embd, size.vocab_size, bias=False)
-
-    @property
-    def projection(self) -> nn.Linear:
-        """The head, which may be tied to the embedding."""
-        return self.lm_head
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Apply the final norm, [b, t, n_embd] -> same."""
-        return self.norm(x)
-
-
 def llama(
     size: SizeName | None = "tiny",
     n_layer: int | None = None,
@@ -185,11 +167,12 @@ def llama(
     if chosen.rope_scaling is not None and set(chosen.rope_scaling) != set(LLAMA3):
         raise ModelError(f"model.rope_scaling={dict(chosen.rope_scaling)} must have {', '.join(LLAMA3)}, or be null")
     block, config = partial(Block, chosen), to_config(chosen)
+    norm = partial(Norm, eps=chosen.norm_eps)
     return Chain(
         layers=[
             LayerSpec("embedding", partial(Embedding, chosen)),
             *(LayerSpec(f"layers.{i}", block) for i in range(chosen.n_layer)),
-            LayerSpec("head", partial(Head, chosen)),
+            LayerSpec("head", partial(Head, "norm", norm, chosen.n_embd, chosen.vocab_size)),
         ],
         loss=TokenCrossEntropy(),
         tied={"head.lm_head.weight": _EMBEDDING} if chosen.tied else {},
