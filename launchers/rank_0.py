@@ -106,7 +106,7 @@ def _host_lives(meeting: Meeting) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_peer_error(error):
+        if isinstance(error, EndedTogether) or not is_peer_error(error):
             raise
         raise LaunchError(
             f"{meeting.names[0]}, or the launcher there, has ended before the first step, and with it the store where "
