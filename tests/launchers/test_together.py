@@ -87,6 +87,7 @@ def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_pat
     assert [ended[rank].code for rank in (0, 1)] == [1, 1]
     assert said in ended[0].stderr and ended[0].stderr.count("error:") == 1
     assert "rank 0 (" in ended[1].stderr and said in ended[1].stderr and ended[1].stderr.count("error:") == 1
+    assert "the store where" not in ended[1].stderr
 
 
 @pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.slow), 1])
