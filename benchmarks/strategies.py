@@ -382,10 +382,10 @@ def held_by_formula(setup: Setup, strategy: Strategy) -> dict[str, int]:
 
 def _numbers(setup: Setup, strategy: Strategy) -> int:
     """Return how many numbers of the model a rank holds: the parameters of its stages, or its part of them."""
-    plan, mesh = setup.plan, strategy.mesh
+    plan = setup.plan
     parameters = sum(plan.stages[index].parameters for index in strategy.indices)
     whole = _whole_beside_cut(setup) if plan.tp > 1 else 0
-    return (parameters - whole) // plan.tp // mesh.shards + whole
+    return (parameters - whole) // plan.tp // plan.shards + whole
 
 
 def _whole_beside_cut(setup: Setup) -> int:
@@ -404,7 +404,7 @@ def sent_by_formula(setup: Setup, strategy: Strategy) -> dict[str, int]:
     The names are those of docs/understand/: P parameters of the rank's stages, m micro-batches, A bytes of what layers
     pass on for one of them, L blocks.
     """
-    plan, mesh, model = setup.plan, strategy.mesh, setup.cfg.model
+    plan, model = setup.plan, setup.cfg.model
     m, sample = plan.chunks, setup.sample
     assert sample is not None
     tokens = sample.inputs.numel()
@@ -414,7 +414,7 @@ def sent_by_formula(setup: Setup, strategy: Strategy) -> dict[str, int]:
     if plan.pipelined:
         beside = borders(len(plan.stages))
         sent["stages"] = m * hidden * sum(beside[index] for index in strategy.indices)
-        sent["tied"] = _ring(tied // mesh.shards, 2, 2)
+        sent["tied"] = _ring(tied // plan.shards, 2, 2)
     if plan.tp > 1:
         both = 4 * model.n_layer + 2
         if plan.sequence:
@@ -423,15 +423,15 @@ def sent_by_formula(setup: Setup, strategy: Strategy) -> dict[str, int]:
         else:
             layers = _ring(both * hidden + 12 * tokens, plan.tp, 2)
         sent["layers"] = m * layers
-    if mesh.shards == 1:
+    if plan.shards == 1:
         sent["replicas"] = _ring(each, plan.dp, 2)
     elif plan.reshard:  # what is tied, and what lies beside it in its layers, stays whole until the backward
         stay = tied + 4 * (model.block_size + 2) * model.n_embd
-        sent["shards"] = m * _ring(3 * each - stay, mesh.shards, 1)
+        sent["shards"] = m * _ring(3 * each - stay, plan.shards, 1)
     else:
-        sent["shards"] = _ring(2 * each, mesh.shards, 1)
-    if mesh.shards > 1:
-        sent["copies"] = _ring(each // mesh.shards, plan.dp // mesh.shards, 2)
+        sent["shards"] = _ring(2 * each, plan.shards, 1)
+    if plan.shards > 1:
+        sent["copies"] = _ring(each // plan.shards, plan.dp // plan.shards, 2)
     return sent
 
 

@@ -69,7 +69,7 @@ class Gradients:
                 if name not in chain.tied:
                     piece = piece_of(parameter) if cutting is None else cutting.piece(name, parameter)
                     self._counted[piece.counts(mesh)].append(parameter)
-        self._in_buckets = mesh.dp_group is not None and mesh.shards == 1 and not plan.splits_backward
+        self._in_buckets = mesh.dp_group is not None and plan.shards == 1 and not plan.splits_backward
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 
     def clear(self) -> None:
@@ -192,8 +192,8 @@ def _copies(
         holders = [s.index for s in plan.stages if any(is_within(name, s.layers) for name in names)]
         if len(holders) < 2:
             continue
-        positions = sorted({index % mesh.pp for index in holders})
         pipelines = mesh.lines(PIPELINE)
+        positions = sorted({index % len(pipelines[0]) for index in holders})
         group = mesh.new_group([[ranks[position] for position in positions] for ranks in pipelines], timeout_s)
         held = [
             stage.layers.get_parameter(name)

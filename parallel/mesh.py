@@ -124,16 +124,6 @@ class Mesh:
         return self.axis(*REPLICAS).size
 
     @property
-    def pp(self) -> int:
-        """The number of ranks of each pipeline."""
-        return self.axis(PIPELINE).size
-
-    @property
-    def shards(self) -> int:
-        """The number of ranks that share one copy of the parameters; 1 if each rank has its own."""
-        return self.axis(SHARDS).size
-
-    @property
     def replica(self) -> int:
         """The replica that this rank belongs to, from 0."""
         return self.axis(*REPLICAS).index
@@ -147,11 +137,6 @@ class Mesh:
     def dp_group(self) -> dist.ProcessGroup | None:
         """The ranks that average their gradients."""
         return self.axis(*REPLICAS).group
-
-    @property
-    def pp_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this pipeline."""
-        return self.axis(PIPELINE).group
 
     def pipeline(self, replica: int) -> list[int]:
         """Return the ranks of one pipeline, first stage to last; of ranks that share layers, the first ones."""

@@ -35,9 +35,9 @@ class PipeStage(PipelineStage):
         received: Sequence[TensorSpec],
         sent: Sequence[TensorSpec],
     ) -> None:
-        plan, mesh = strategy.plan, strategy.mesh
+        plan, pipeline = strategy.plan, strategy.mesh.axis(PIPELINE)
         assert strategy.timeline is not None  # a pipeline has one
-        stages, ranks = len(plan.stages), mesh.axis(PIPELINE).ranks
+        stages, ranks = len(plan.stages), pipeline.ranks
         # The positions of tensors that need no gradient, among the tensors received and the tensors sent.
         self._constants_in = [i for i, spec in enumerate(received) if index > 0 and not spec.gradient]
         self._constants_out = [i for i, spec in enumerate(sent) if index < stages - 1 and not spec.gradient]
@@ -49,7 +49,7 @@ class PipeStage(PipelineStage):
             strategy.device,
             input_args=_without(incoming, self._constants_in),
             output_args=_without([_example(stage, spec, sent=True) for spec in sent], self._constants_out),
-            group=mesh.pp_group,
+            group=pipeline.group,
         )
         self.strategy = strategy
         self._stage, self._statistics, self.timeline = stage, strategy.statistics, strategy.timeline

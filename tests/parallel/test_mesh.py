@@ -43,7 +43,7 @@ def test_groups_of_replicas_are_neighbours(order, together, between, sharded, ax
     assert mesh.replica == 3 and mesh.position == 0
     assert mesh.axis(axis).ranks == together and mesh.axis(COPIES).ranks == between
     assert mesh.index == {COPIES: 1, axis: 1, other: 0, PIPELINE: 0, TENSOR: 0} and mesh.dp == 4
-    assert mesh.shards == (2 if sharded else 1)
+    assert mesh.axis(SHARDS).size == (2 if sharded else 1)
 
 
 def test_another_axis_is_one_more_name():

@@ -110,7 +110,7 @@ def summarise(
         "device": plan.device_type,
         "world_size": plan.processes,
         "dp": plan.dp,
-        "shards": strategy.mesh.shards,
+        "shards": plan.shards,
         "tp": plan.tp,
         "pp": plan.pp,
         "chunks": plan.chunks,
