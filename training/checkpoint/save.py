@@ -68,7 +68,7 @@ Files = dict[str, dict[str, Piece]]  # this rank's piece of each tensor, by its 
 
 
 class Checkpointer:
-    """Saves the checkpoints of one run directory when they are due. All ranks call each method together."""
+    """Saves the checkpoints of one run directory. All ranks call each method together."""
 
     def __init__(
         self,
@@ -76,7 +76,6 @@ class Checkpointer:
         strategy: Strategy,
         optimizer: Optimizer,
         *,
-        every: int | None = None,
         keep: int = 3,
         timeout_s: float = 300.0,
         config: dict | None = None,
@@ -89,7 +88,6 @@ class Checkpointer:
             folder: The ``checkpoints`` folder, which may not exist yet.
             strategy: The model.
             optimizer: Its optimizer.
-            every: N to save every N steps and after the last one, 0 after the last one only, None never.
             keep: How many of the newest checkpoints are kept.
             timeout_s: The longest wait for another rank, in seconds, in addition to the time to write its files.
             config: The run's configuration, which each checkpoint keeps.
@@ -98,7 +96,7 @@ class Checkpointer:
         """
         self.folder, self.strategy, self.optimizer = Path(folder), strategy, optimizer
         self.check, self.warn = check, warn
-        self._every, self.keep, self._timeout_s = every, keep, timeout_s
+        self.keep, self._timeout_s = keep, timeout_s
         self._mesh, plan = strategy.mesh, strategy.plan
         self.rank = self._mesh.rank
         self._writers = 1  # on this machine
@@ -116,45 +114,30 @@ class Checkpointer:
         self.group: dist.ProcessGroup | None = None
         self._buffers: dict[str, Tensor] = {}
         self._pending: _Save | None = None
-        self._newest: int | None = 0  # the step whose weights need no saving: saved, being saved, or the initial ones
-        self._saved: int | None = None  # the step of the newest checkpoint in this folder
+        self._newest: int | None = None  # the step of the newest checkpoint in this folder, saved or being saved
         self.origin = self.folder  # where the checkpoints of the resumed run are
 
-    def after_step(
-        self, step: int, counted: int, progress: Callable[[], dict], last: bool = False, best: bool = False
-    ) -> Path | None:
-        """Save a checkpoint if one is due after a step: every N steps, after the last one, or if it is the best so far.
+    def ensure_saved(self, counted: int, progress: dict, wait: bool = True) -> Path | None:
+        """Save the weights, unless they are saved already or are the initial ones.
 
         Args:
-            step: The step.
             counted: The last step whose update was applied. It names the checkpoint; steps skipped since are repeated.
-            progress: Returns the state of the training loop, as plain values. If its "best_step" is ``counted``,
-                the link ``best`` will point to this checkpoint.
-            last: Whether the run ends with this step.
-            best: Whether these weights have just been evaluated as the best so far.
+            progress: The state of the training loop, as plain values. If its "best_step" is ``counted``, the link
+                ``best`` will point to this checkpoint.
+            wait: Whether to wait until the weights are on disk.
 
         Returns:
-            The checkpoint that is being written; None if none is due, or if these weights are saved already.
+            The checkpoint that is being written; None if none is.
 
         Raises:
-            CheckpointError: On every rank: the last checkpoint could not be written. Older ones are untouched.
+            CheckpointError: With ``wait``, on every rank: it could not be written. Older ones are untouched.
+            TrainingError: On every rank: the error of ``check``, after the checkpoint is written.
         """
-        self._connect()  # now: at the last save the store may be gone, for instance if torchrun was killed
-        if self._every is not None and best:
-            return self.save(counted, progress(), wait=last)
-        if not is_due(self._every, step, last):
-            return None
-        if last:
-            return self.ensure_saved(counted, progress)
-        return None if counted == self._newest else self.save(counted, progress())
+        if wait:
+            self.wait_pending()
+        return None if counted in (0, self._newest) else self.save(counted, progress, wait)
 
-    def ensure_saved(self, counted: int, progress: Callable[[], dict]) -> Path | None:
-        """Save the weights and wait until they are on disk. Arguments, result and errors: see ``after_step``."""
-        self.wait_pending()
-        # A checkpoint that was resumed from may be in another run's directory, where train.resume=auto does not look.
-        return None if counted in (0, self._saved) else self.save(counted, progress(), wait=True)
-
-    def save(self, step: int, progress: dict | None = None, wait: bool = False) -> Path:
+    def save(self, step: int, progress: dict, wait: bool = False) -> Path:
         """Start to write the checkpoint of a step. If it is written already, only its progress is updated.
 
         Raises:
@@ -162,15 +145,15 @@ class Checkpointer:
             TrainingError: On every rank: the error of ``check``, after the checkpoint is written.
         """
         self.wait_pending()
-        self._newest = step
-        final, progress = self.folder / step_name(step), progress or {}
-        if step == self._saved:
+        final = self.folder / step_name(step)
+        if step == self._newest:
             if self.rank == 0:
                 self._amend(final, progress)
             return final
+        self._newest = step
         scale = self.strategy.loss_scale.state_dict()
         manifest = {"step": step, **self._about, "loss_scale": scale, "progress": progress}
-        self._connect()
+        self.connect()
         files = files_of(self.strategy, self.optimizer)
         copies = None if wait else copy_tensors(files, self._writers, self._buffers)
         self._pending = _Save(self, manifest, copies or files, awaited=wait)
@@ -202,22 +185,19 @@ class Checkpointer:
             if self.rank == 0:  # a rank that was late may have written to it again
                 shutil.rmtree(save.draft, ignore_errors=True)
         failure = next((error for error, _ in answers if error is not None), None)
-        if failure is None:
-            self._saved = save.step
-        else:
+        if failure is not None:
             self._newest = None
         return failure
 
     def resumed_from(self, checkpoint: Checkpoint) -> bool:
-        """Note that the run has loaded a checkpoint, so that it is not saved again.
+        """Note that the run has loaded a checkpoint. One of this run's directory is not saved again.
 
         Returns whether the checkpoint is in this run's directory.
         """
         own = self._mesh.gather(checkpoint.folder.parent == self.folder.resolve())[0]
-        self._newest = checkpoint.step
         if own:
-            self._saved = checkpoint.step
-        else:
+            self._newest = checkpoint.step
+        else:  # where train.resume=auto of this run does not look
             self.origin = checkpoint.folder.parent
         return own
 
@@ -241,7 +221,7 @@ class Checkpointer:
         except (OSError, CheckpointError) as error:
             self.warn(f"{final} could not be brought up to date: {error}; {free_space(final)}")
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         """Make the group of the saving threads, unless there is one."""
         if self._mesh.size == 1 or self.group is not None:
             return
@@ -362,11 +342,6 @@ class _Save(threading.Thread):
         except OSError as error:
             self._checkpoints.warn(f"the best checkpoint, {source}, could not be copied: {error}; {free_space(folder)}")
         return (folder / best).exists()
-
-
-def is_due(every: int | None, step: int, last: bool) -> bool:
-    """Return whether a save or evaluation is due: every N steps and after the last one; with N=0 after that only."""
-    return every is not None and (last or (every > 0 and step % every == 0))
 
 
 # -- what is saved ---------------------------------------------------------------------------------------------------

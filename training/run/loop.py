@@ -23,7 +23,7 @@ from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
 from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint.files import Checkpoint
-from training.checkpoint.save import Checkpointer, check_savable, files_of, is_due
+from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import numbers
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor
@@ -128,7 +128,7 @@ class Loop:
         """Save the state after ``step``, unless it is saved already, and raise Stopped."""
         heartbeat.note(step, "saving a checkpoint")
         with self.optimizer.evaluating():
-            self._note_saved(self.checkpoints.ensure_saved(self.skipping.counted, self.progress))
+            self._note_saved(self.checkpoints.ensure_saved(self.skipping.counted, self.progress()))
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
         words = f"stopped after step {step} of {self.setup.total_steps}, {where}"
         raise Stopped(words, steps=max(0, self.skipping.counted - self._begun))
@@ -282,9 +282,12 @@ class Loop:
     def _save(self, step: int, last: bool = False, best: bool = False) -> None:
         """Save a checkpoint if one is due after a step. It has the number of the last step that counted."""
         heartbeat.note(step, "saving a checkpoint")
-        due = best or is_due(self.config.checkpoint_every, step, last)
-        with self.optimizer.evaluating() if due else nullcontext():
-            self._note_saved(self.checkpoints.after_step(step, self.skipping.counted, self.progress, last, best))
+        self.checkpoints.connect()  # now: at the last save the store may be gone, for instance if torchrun was killed
+        if best or is_due(self.config.checkpoint_every, step, last):
+            with self.optimizer.evaluating():
+                if self.config.checkpoint_every is not None:
+                    save = self.checkpoints.save if best else self.checkpoints.ensure_saved
+                    self._note_saved(save(self.skipping.counted, self.progress(), wait=last))
 
     def _note_saved(self, path: Path | None) -> None:
         if path is not None:
@@ -306,6 +309,11 @@ class Loop:
             pin_memory=self.strategy.device.type == "cuda",
             timeout_s=setup.cfg.parallel.timeout_s,
         )
+
+
+def is_due(every: int | None, step: int, last: bool) -> bool:
+    """Return whether a save or evaluation is due: every N steps and after the last one; with N=0 after that only."""
+    return every is not None and (last or (every > 0 and step % every == 0))
 
 
 @contextmanager

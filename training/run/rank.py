@@ -96,7 +96,6 @@ def run(
             run_dir / "checkpoints",
             strategy,
             optimizer,
-            every=cfg.train.checkpoint_every,
             keep=cfg.train.keep_checkpoints,
             timeout_s=cfg.parallel.timeout_s,
             config=kept(cfg),
