@@ -128,7 +128,9 @@ class _Part:
         )
         if exact and type(self.optimizer) is torch.optim.Muon:
             self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
-        self._at_first = [_own_values(group) for group in self.optimizer.param_groups]
+        groups = [(group, _own_values(group)) for group in self.optimizer.param_groups]
+        # The group of a parameter, and the group's values when it was made.
+        self._groups = {own: pair for pair in groups for own in pair[0]["params"]}
         self._resumed = self._warned = False
         if gathers:
             self._scatter()
@@ -191,7 +193,7 @@ class _Part:
         if own is None:
             return {}
         state = dict(self.optimizer.state.get(own, {}))
-        group, at_first = self._group_of(own)
+        group, at_first = self._groups[own]
         now = _own_values(group).items()
         changed = {f"{_GROUP}{key}": value for key, value in now if not _equal(value, at_first.get(key))}
         numbers = {key: value for key, value in (state | changed).items() if type(value) in _KINDS.values()}
@@ -215,7 +217,7 @@ class _Part:
         if own is None:
             return
         self._resumed = True
-        group, _ = self._group_of(own)
+        group, _ = self._groups[own]
         loaded = self.optimizer.state[own] = {}
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
@@ -228,11 +230,6 @@ class _Part:
                 continue
             placed = _placed_as(self._strategy.piece(self._names[parameter], parameter), parameter, key, value, group)
             loaded[key] = placed if self._gathers else local(placed)
-
-    def _group_of(self, own: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the group of a parameter, and the group's values when it was made."""
-        groups = zip(self.optimizer.param_groups, self._at_first, strict=True)
-        return next(pair for pair in groups if any(own is one for one in pair[0]["params"]))
 
 
 # Names in a checkpoint of numbers that are not tensors: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
