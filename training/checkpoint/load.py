@@ -205,24 +205,22 @@ def _differences(config: Mapping[str, Any] | None, cfg: Any) -> str:
 # -- resuming --------------------------------------------------------------------------------------------------------
 
 
-def resume(wanted: str, folder: Path, strategy: Strategy, optimizer: Optimizer) -> Checkpoint | None:
-    """Load the checkpoint that ``train.resume`` names. All ranks call this; rank 0 chooses and prints.
+def load_chosen(choose: Callable[[], Checkpoint | None], strategy: Strategy, optimizer: Optimizer) -> Checkpoint | None:
+    """Load the checkpoint that rank 0 chooses: other ranks may see an older state of a shared folder.
 
     Args:
-        wanted: A path; or "auto" for the newest checkpoint of this run directory whose checksums match. A warning
-            names the damaged ones.
-        folder: The ``checkpoints`` folder of this run directory.
+        choose: Returns the checkpoint, after comparing its checksums; None if there is none. Only rank 0 calls it.
         strategy: The model to load into.
         optimizer: Its optimizer.
 
     Returns:
-        The loaded checkpoint; None for a run that starts from the beginning.
+        The loaded checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: On every rank: the named checkpoint is damaged, or does not fit.
+        CheckpointError: On every rank: the checkpoint is damaged, or does not fit.
     """
     first = strategy.mesh.rank == 0
-    chosen = _together(strategy.mesh, lambda: _choose(wanted, folder) if first else None)
+    chosen = _together(strategy.mesh, lambda: choose() if first else None)
     path = strategy.mesh.gather(chosen and str(chosen.folder))[0]
     if path is None:
         return None
@@ -256,7 +254,17 @@ def _finish(result: Future[T], work: Callable[[], T]) -> None:
         result.set_exception(error)
 
 
-def _choose(wanted: str, folder: Path) -> Checkpoint | None:
+def find_resumed(wanted: str, folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that ``train.resume`` names, and print it; None for a run that starts from the beginning.
+
+    Args:
+        wanted: A path; or "auto" for the newest checkpoint of this run directory whose checksums match. A warning
+            names the damaged ones.
+        folder: The ``checkpoints`` folder of this run directory.
+
+    Raises:
+        CheckpointError: The named checkpoint is damaged.
+    """
     if wanted == AUTO:
         chosen = Checkpoint.newest(folder, True, lambda why: _warn(f"{why}; it is not used, and kept as {UNUSED}…"))
     else:
@@ -269,7 +277,7 @@ def _choose(wanted: str, folder: Path) -> Checkpoint | None:
 
 
 def make_newest(wanted: str, folder: Path, loaded: Checkpoint | None) -> None:
-    """Make the checkpoint that ``resume`` has loaded the newest one of this run directory, if it is there.
+    """Make the checkpoint that a run has resumed from the newest one of this run directory, if it is there.
 
     Newer ones, which are damaged or were skipped, are renamed. Rank 0 calls this, once nothing refuses the run.
     """

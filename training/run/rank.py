@@ -34,7 +34,7 @@ from parallel.timeline import busy_seconds
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.init_from import not_drawn, read_base, start
-from training.checkpoint.load import load, make_newest, resume
+from training.checkpoint.load import find_resumed, load, load_chosen, make_newest
 from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
@@ -103,7 +103,8 @@ def run(
         )
         resumed, done, ended = None, 0, False
         if cfg.train.resume is not None:
-            resumed = resume(cfg.train.resume, checkpoints.folder, strategy, optimizer)
+            choose = partial(find_resumed, cfg.train.resume, checkpoints.folder)
+            resumed = load_chosen(choose, strategy, optimizer)
         if resumed is not None:
             done, own = resumed.step, checkpoints.resumed_from(resumed)
             setup.continue_after(earlier_batches(resumed, setup))
@@ -113,8 +114,7 @@ def run(
                 done = max(done, resumed.progress.get("ended_at") or 0)
         if cfg.train.resume is not None and world.rank == 0:
             make_newest(cfg.train.resume, checkpoints.folder, resumed)
-        starts = cfg.model.init_from is not None or cfg.model.get("extra_tokens")
-        if resumed is None and starts and setup.chain.base is None:
+        if resumed is None and setup.chain.base is None:
             start(cfg.model, setup.chain, strategy)
         _warn(strategy.mesh, checkpoints.check())
         summary = _summary_of(strategy, run_dir, done) if ended else None

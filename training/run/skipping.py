@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import TrainingError
 from parallel.strategy import StepResult, Strategy
 from training.checkpoint.files import Checkpoint
-from training.checkpoint.load import load
+from training.checkpoint.load import load_chosen
 from training.optimizer import Optimizer
 from training.reporting.summary import Outcome
 from training.run.evaluate import IGNORED_TARGETS
@@ -133,12 +133,10 @@ class Skipping:
             A description of what was done.
         """
         self.spikes_in_a_row = 0
-        # Rank 0 looks for the checkpoint: other ranks may see an older state of a shared folder.
-        found = Checkpoint.newest(folder) if strategy.mesh.rank == 0 else None
-        newest = strategy.mesh.gather(found and str(found.folder))[0]
+        newest = load_chosen(lambda: Checkpoint.newest(folder, verify=True), strategy, optimizer)
         if newest is None:
             return "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
-        self.counted = load(Path(newest), strategy, optimizer).step
+        self.counted = newest.step
         return f"the loss keeps jumping: back to the weights of step {self.counted}, and on with the next batches"
 
     def state_dict(self) -> dict[str, float]:
