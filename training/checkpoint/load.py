@@ -281,28 +281,23 @@ def make_newest(wanted: str, folder: Path, loaded: Checkpoint | None) -> None:
 
     Newer ones, which are damaged or were skipped, are renamed. Rank 0 calls this, once nothing refuses the run.
     """
-    if folder.is_dir() and (loaded is None or loaded.folder.parent == folder.resolve()):
-        try:
-            _set_newer_aside(folder, loaded, quiet=wanted == AUTO)
-        except OSError as error:
-            _warn(f"{folder} cannot be changed: {error}")
-
-
-def _set_newer_aside(folder: Path, loaded: Checkpoint | None, quiet: bool) -> None:
-    step = 0
-    if loaded is not None:
-        step = loaded.step
-        for name, number in ((LATEST, step), (BEST, loaded.best_step)):
+    if not folder.is_dir() or (loaded is not None and loaded.folder.parent != folder.resolve()):
+        return
+    step, best = (0, None) if loaded is None else (loaded.step, loaded.best_step)
+    try:
+        for name, number in ((LATEST, step), (BEST, best)):
             if number is not None and (folder / step_name(number)).is_dir():
                 update_link(folder, name, step_name(number))
-    for newer in step_folders(folder):
-        if step_of(newer) > step:
-            renamed = set_aside(newer)
-            if not quiet:  # the damaged ones have been named already
-                _warn(f"{newer} is kept as {renamed.name}: this run continues from step {step}")
-    for name in (LATEST, BEST):
-        if (folder / name).is_symlink() and not (folder / name).exists():
-            (folder / name).unlink()
+        for newer in step_folders(folder):
+            if step_of(newer) > step:
+                renamed = set_aside(newer)
+                if wanted != AUTO:  # the damaged ones have been named already
+                    _warn(f"{newer} is kept as {renamed.name}: this run continues from step {step}")
+        for name in (LATEST, BEST):
+            if (folder / name).is_symlink() and not (folder / name).exists():
+                (folder / name).unlink()
+    except OSError as error:
+        _warn(f"{folder} cannot be changed: {error}")
 
 
 def after_restart(cfg: Any, run_dir: Path) -> None:
