@@ -47,7 +47,8 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
     path = config_file(config)
     transformers = load_transformers()
     try:
-        content = _content(path)
+        parse_json(path.read_bytes())
+        content = transformers.PreTrainedConfig.get_config_dict(path)[0]  # with infinity, which JSON does not have
         kind = content["model_type"]
         known = transformers.AutoConfig.for_model(kind)
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -130,12 +131,6 @@ class Published(HuggingFace):
             if key not in _FREE and self.config.get(key) != value:
                 return f"{path} says {key}={value}, the model has {self.config.get(key)}; leave model.config out"
         return None
-
-
-def _content(path: Path) -> dict[str, Any]:
-    """Return what a config.json says, with the numbers that JSON does not have, as infinity. Raises ValueError."""
-    parse_json(path.read_bytes())
-    return load_transformers().PreTrainedConfig.get_config_dict(path)[0]
 
 
 def _plain(config: Any) -> dict[str, Any]:
