@@ -34,7 +34,6 @@ class Job:
         folder: The folder with its output and the reports of its ranks.
         log_dir: The folder with the logs of the ranks other than 0.
         ranks: The number of its processes.
-        time_min: Its time limit in minutes.
         done: Whether it has ended. ``follow.wait`` sets this and the attributes below.
         error: The error with which it has failed; None if it has not failed.
         shown: The last line about it that was shown to the user.
@@ -45,7 +44,6 @@ class Job:
     folder: Path
     log_dir: Path
     ranks: int
-    time_min: int
     done: bool = False
     error: Exception | None = None
     shown: str = ""
@@ -124,7 +122,7 @@ def submit(
         raise LaunchError(f"the queue does not accept the job: {done.stderr.strip().replace('sbatch: error: ', '')}")
     number = done.stdout.strip().partition(";")[0]
     ids = [number] if count == 1 else [f"{number}_{index}" for index in range(count)]
-    return [Job(id, folder, Path(logs), processes, options.time_min) for id, logs in zip(ids, log_dirs, strict=True)]
+    return [Job(id, folder, Path(logs), processes) for id, logs in zip(ids, log_dirs, strict=True)]
 
 
 def check_options(options: Any) -> None:

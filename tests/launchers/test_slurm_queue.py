@@ -125,7 +125,7 @@ def time_passes(monkeypatch):
 
 def test_a_report_that_a_shared_file_system_shows_late_is_waited_for(time_passes, tmp_path):
     for id, late in (("7", True), ("8", False)):
-        job = Job(id, tmp_path, tmp_path, 2, time_min=1)
+        job = Job(id, tmp_path, tmp_path, 2)
         (tmp_path / f"{id}_0.json").write_text("{}")
         for _ in range(3):
             update(job, State("COMPLETED", "None", "n1"), print)
@@ -142,7 +142,7 @@ def test_a_report_that_a_shared_file_system_shows_late_is_waited_for(time_passes
 
 
 def test_why_a_job_waits_is_shown_whenever_it_changes(tmp_path):
-    job, said = Job("7", tmp_path, tmp_path, 2, time_min=1), []
+    job, said = Job("7", tmp_path, tmp_path, 2), []
     waits = [("PENDING", reason) for reason in ("Priority", "Priority", "ReqNodeNotAvail", "Resources")]
     for name, reason in [*waits, ("RUNNING", "None"), ("RUNNING", "None"), ("REQUEUED", "BeginTime")]:
         update(job, State(name, reason, "n1"), said.append)
@@ -176,7 +176,7 @@ def test_why_a_job_ended_is_its_first_failure_or_what_the_queue_says(tmp_path, s
         if report is not None:
             (tmp_path / f"7_{rank}.json").write_text(json.dumps(report))
     (tmp_path / "7.err").write_text(said)
-    assert words.format(folder=tmp_path) in str(explain(Job("7", tmp_path, tmp_path, 2, time_min=1), state))
+    assert words.format(folder=tmp_path) in str(explain(Job("7", tmp_path, tmp_path, 2), state))
 
 
 @pytest.mark.parametrize(
