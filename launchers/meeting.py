@@ -64,7 +64,6 @@ def connect(world: World, timeout_s: float) -> Store | None:
 
     number = next(_connections)
     if world.origin == "local":
-        use_loopback()
         store = local_store(where := os.environ[STORE_FILE], world.size, timeout_s, number)
     else:
         host, port = master_address()
@@ -256,6 +255,8 @@ def rendezvous(
             of ranks that do not move. The message names the ranks.
     """
     global _meeting
+    if world.origin == "torchrun":
+        stopping.stop_without_parent()
     store = connect(world, timeout_s)
     if store is None:
         yield None

@@ -36,8 +36,6 @@ def leading(world: World | None, arguments: Sequence[str]) -> Iterator[None]:
         return
     from launchers.meeting import rendezvous
 
-    if world.origin == "torchrun":
-        stopping.stop_without_parent()
     with rendezvous(world, _typed_timeout(arguments), ended):
         note(0, "reading the command line and preparing the data")
         yield
@@ -85,8 +83,6 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
     from training.run.rank import run
 
     console = os.dup(2)
-    if world.origin == "torchrun":
-        stopping.stop_without_parent()
     with rendezvous(world, _typed_timeout(arguments)) as meeting:
         assert meeting is not None  # as there are several ranks
         try:  # meanwhile, rank 0 composes and prepares
