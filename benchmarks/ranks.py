@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common.machine import changed_environment
-from launchers import use_loopback
+from launchers.meeting import use_loopback
 from parallel.devices import keep_freed_memory, local_device
 from parallel.host_group import init_process_group
 

@@ -3,7 +3,7 @@
 Nothing else in the project reads ranks from the environment.
 
     world = World.detect() or World.alone()          # the rank of this process
-    store = connect(world, timeout_s=60)             # wait for the other ranks; None for a single rank
+    with rendezvous(world, timeout_s=60) as meeting: # wait for the other ranks (launchers/meeting.py)
     run_workers(entry, args, 4, "logs")              # or start ranks, each of which calls entry(world, *args)
     results = call_in_workers(function, args, 4)     # the same without output; returns the result of each rank
     jobs = submit(arguments, log_dirs, …)            # or queue jobs on a cluster (launchers/slurm)
@@ -11,21 +11,16 @@ Nothing else in the project reads ranks from the environment.
 Importing this package does not import torch.
 """
 
-from common.errors import LaunchError
 from launchers.failure import WorkerFailed
 from launchers.local import call_in_workers, run_workers, start_fork_server
-from launchers.meeting import connect, use_loopback
 from launchers.stopping import Interrupted
 from launchers.world import World
 
 __all__ = [
     "Interrupted",
-    "LaunchError",
     "WorkerFailed",
     "World",
     "call_in_workers",
-    "connect",
     "run_workers",
     "start_fork_server",
-    "use_loopback",
 ]

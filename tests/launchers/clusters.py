@@ -10,7 +10,7 @@ import pytest
 from afterwards import afterwards
 from local_cluster import LocalCluster, missing
 
-from launchers import LaunchError
+from common.errors import LaunchError
 
 
 @contextmanager

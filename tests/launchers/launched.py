@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from launchers import World, connect
+from launchers import World
+from launchers.meeting import connect
 
 
 def join_group(world):

@@ -14,8 +14,9 @@ import launched
 import psutil
 import pytest
 
+from common.errors import LaunchError
 from common.machine import changed_environment
-from launchers import LaunchError, WorkerFailed, run_workers, start_fork_server
+from launchers import WorkerFailed, run_workers, start_fork_server
 from launchers.world import is_loopback
 
 

@@ -11,9 +11,10 @@ import pytest
 from commandline import Forked
 from torch.distributed import HashStore
 
-from launchers import LaunchError, World, connect, meeting, stopping, use_loopback
+from common.errors import LaunchError
+from launchers import World, meeting, stopping
 from launchers.heartbeat import poll_s
-from launchers.meeting import listen
+from launchers.meeting import connect, listen, use_loopback
 from launchers.world import is_loopback
 
 

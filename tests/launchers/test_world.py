@@ -2,7 +2,8 @@
 
 import pytest
 
-from launchers import LaunchError, World, world
+from common.errors import LaunchError
+from launchers import World, world
 from launchers.world import master_address
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,6 @@ class Command:
     def run_dir(self) -> Path:
         """The run directory, which exists."""
         return self.composed.run_dir
-
-    @cached_property
-    def words(self) -> list[str]:
-        """The command line, for commands to copy."""
-        return self.composed.words()
 
     def check_alone(self) -> None:
         """Check that no other processes were started. Raises TrainingError."""

@@ -39,7 +39,7 @@ def launch(command: Command) -> float | None:
     """
     cfg, run_dir, world = command.cfg, command.run_dir, command.world
     preload(command, is_automatic(cfg) or _has_workers(command))
-    setup = prepared(cfg, run_dir, world, command.words)
+    setup = prepared(cfg, run_dir, world, command.composed.words())
 
     from training.run.checks.memory import check_memory_of
     from training.run.prepare import describe

@@ -174,15 +174,8 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
 
 def strategy_options(cfg: Any) -> Options:
     """Return the strategy's options of a configuration."""
-    return Options(
-        seed=cfg.seed,
-        timeout_s=cfg.parallel.timeout_s,
-        bucket_mb=cfg.parallel.bucket_mb,
-        comm_hook=cfg.parallel.comm_hook,
-        sync_batchnorm=cfg.parallel.sync_batchnorm,
-        recompute=cfg.train.activation_checkpointing,
-        compile=cfg.train.compile,
-    )
+    alike = {key: cfg.parallel[key] for key in ("timeout_s", "bucket_mb", "comm_hook", "sync_batchnorm")}
+    return Options(cfg.seed, recompute=cfg.train.activation_checkpointing, compile=cfg.train.compile, **alike)
 
 
 # -- before the training ---------------------------------------------------------------------------------------------

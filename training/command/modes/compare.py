@@ -15,4 +15,4 @@ def run(command: Command) -> None:
     from training.studies.planning.comparison import compare
 
     with nothing_begun():
-        print(compare(command.cfg, command.run_dir, command.world, command.words))
+        print(compare(command.cfg, command.run_dir, command.world, command.composed.words()))

@@ -16,10 +16,10 @@ def run(command: Command) -> None:
         from training.studies.planning.paper import on_paper, plan_on_paper
 
         if on_paper(cfg):
-            print(plan_on_paper(cfg, command.run_dir, command.words))
+            print(plan_on_paper(cfg, command.run_dir, command.composed.words()))
             return
     preload(command, is_automatic(cfg))
-    setup = prepared(cfg, command.run_dir, command.world, command.words)
+    setup = prepared(cfg, command.run_dir, command.world, command.composed.words())
 
     from planner.memory import memory_of_ranks
     from training.optimizer.kinds import mean_states
