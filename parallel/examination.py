@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -238,7 +238,9 @@ class _Examiner:
                 facts.changes = changed and again.changed()  # or has a cache been filled?
                 facts.spoils = others and _is_spoilt(following, [*tensors, *module.parameters()])
             facts.outputs.append(output)
-            facts.reentrant |= _is_reentrant(tree_leaves(output), tensors)
+            starts = {tensor.grad_fn for tensor in tensors}
+            own = (n for n in backward_nodes(tree_leaves(output), starts.__contains__) if n not in starts)
+            facts.reentrant |= any(node.name() == "CheckpointFunctionBackward" for node in own)
             facts.draws |= draws.seen
             facts.random |= draws.seen or bool(notes)
             runs.append((draws, notes))
@@ -263,15 +265,14 @@ def _output(name: str, module: nn.Module, tensors: tuple[Tensor, ...], _: Batch)
     return output
 
 
-def _is_reentrant(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
-    seen, nodes = {t.grad_fn for t in inputs}, [getattr(output, "grad_fn", None) for output in outputs]
+def backward_nodes(outputs: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the nodes of the backward from some tensors, each once, and none behind those of which ``ends`` is true."""
+    seen, nodes = set(), [getattr(output, "grad_fn", None) for output in outputs]
     while nodes:
         if (node := nodes.pop()) is not None and node not in seen:
-            if node.name() == "CheckpointFunctionBackward":
-                return True
             seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-    return False
+            yield node
+            nodes += [] if ends(node) else [following for following, _ in node.next_functions]
 
 
 def _is_spoilt(output: Any, inputs: Sequence[Tensor]) -> bool:
@@ -433,11 +434,8 @@ class Accesses(Watch):
         A tensor that is neither saved nor read is ignored, because it carries nothing from step to step.
         """
         saved, now = self._module.state_dict().keys(), _tensors_of(self._module)
-        for name, storage in self._before.items():
-            if storage in self._written or now.get(name) != storage:
-                if name in saved or storage in self._read:
-                    return name
-        return None
+        changed = ((n, s) for n, s in self._before.items() if s in self._written or now.get(n) != s)
+        return next((name for name, storage in changed if name in saved or storage in self._read), None)
 
     def note(self, operator: Any, args: tuple, kwargs: dict) -> None:
         """See ``Watch``."""
@@ -468,9 +466,8 @@ class Accesses(Watch):
 
 def _indexed_by_numbers(operator: Any, args: tuple) -> bool:
     """Return whether an operator is ``x[indices]``, whose shape is that of the indices, and not ``x[mask]``."""
-    if operator is not torch.ops.aten.index.Tensor:
-        return False
-    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+    masks = (torch.bool, torch.uint8)
+    return operator is _aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
 
 
 def _storage_of(tensor: Tensor) -> int:

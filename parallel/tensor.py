@@ -40,6 +40,7 @@ from models.cut import Columns, CutOf, Region, Rows, cut_of, is_divided
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
+from parallel.examination import backward_nodes
 from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
 from parallel.pieces import Cut, Piece, piece_of
 
@@ -335,18 +336,8 @@ class _Sent(torch.autograd.Function):
 
 def _follows_enter(x: Tensor) -> bool:
     """Return whether a tensor was computed from what a region was entered with, and not from its result alone."""
-    seen, nodes = set(), [x.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        back = getattr(node, "back", None)  # of ``_Sent``
-        if back in (_all_reduce, _reduce_scatter):
-            return True
-        if back is None:
-            nodes += [function for function, _ in node.next_functions]
-    return False
+    sent = backward_nodes([x], lambda node: hasattr(node, "back"))  # down to ``_Sent``
+    return any(getattr(node, "back", None) in (_all_reduce, _reduce_scatter) for node in sent)
 
 
 # What enters a region, forward and backward, by whether it is divided; what leaves it, the other way round.
