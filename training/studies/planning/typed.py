@@ -96,15 +96,15 @@ def possible_layouts(
         return {pool: [*layouts(layers, batch, pool, tensor, given, least)] for pool in pools}
 
     problem_of, every = _problems(setup), having(fixed)
-    found = {pool: [one for one in some if not problem_of(one)] for pool, some in every.items()}
+    found = {pool: [layout for layout in each if not problem_of(layout)] for pool, each in every.items()}
     if any(found.values()):
-        return {pool: some for pool, some in found.items() if some}
-    if refused := [one for some in every.values() for one in some]:
+        return {pool: supported for pool, supported in found.items() if supported}
+    if refused := [layout for each in every.values() for layout in each]:
         # What a strategy that shares parameters has to say is nearer to what was meant.
-        raise PlanError(problem_of(max(refused, key=lambda one: one.shards)))
+        raise PlanError(problem_of(max(refused, key=lambda layout: layout.shards)))
     typed = [key for key in FREE if key in fixed]
-    others = [having({other: value for other, value in fixed.items() if other != key}) for key in typed]
-    near = [one for with_other in others for some in with_other.values() for one in some]
+    without_one = [having({other: value for other, value in fixed.items() if other != key}) for key in typed]
+    near = [layout for by_pool in without_one for each in by_pool.values() for layout in each]
     nearest = min(near, key=partial(_distance, fixed), default=None)
     said = " ".join(f"parallel.{key}={fixed[key]}" for key in typed)
     raise PlanError(
