@@ -18,19 +18,39 @@ _NEEDS = {
     "model.lora": "model.lora.rank!=null", "optim.dampening": "optim.momentum!=0",
     "optim.decay_vectors": "optim.weight_decay!=0 or optim.others!=null", "verify": "mode=verify",
     "scheduler.warmup_ratio": "scheduler.warmup_steps=null", "train.keep_checkpoints": "train.checkpoint_every!=null",
+    "sample": "mode=train or mode=sample or mode=export or mode=plan",
+    "train.eval_batches": "train.eval_every!=null or mode=eval", "train.monitor_direction": "train.eval_every!=null",
+}  # fmt: skip
+# The same for a run. A sweep may have them for those of its jobs that use them.
+_PIPELINES = "parallel=pipelined or parallel=pipe_ddp or parallel=pipe_fsdp"
+_CHOSEN = "parallel=auto or parallel.strategy!=null"  # then any layout is possible
+_NEEDS_OF_RUN = {
+    "launcher.max_parallel": "-m", "sample": "model.vocab_size", "sample.tokens": "mode=sample or mode=export",
+    "parallel.balance": f"{_PIPELINES} or parallel=model_parallel or {_CHOSEN}", "sweep": "-m",
+    "parallel.bucket_mb": f"parallel=ddp or parallel=pipe_ddp or {_CHOSEN} or mode=verify",
+    "parallel.comm_hook": "parallel.dp!=1 or mode=verify", "parallel.sync_batchnorm": "parallel.dp!=1 or mode=verify",
+    "parallel.order": f"parallel=pipe_ddp or parallel=pipe_fsdp or {_CHOSEN} or mode=verify",
+    **dict.fromkeys(("parallel.schedule", "parallel.stages_per_rank", "train.trace"), f"{_PIPELINES} or {_CHOSEN}"),
 }  # fmt: skip
 # Keys, or whole sections, that have an effect only if the files of data, optimizer or schedule refer to them.
 _REFERRED = ("model.vocabulary.", "model.tokenizer.", "recipes.")
 
 
-def check_effects(cfg: Any, typed: Sequence[str]) -> None:
+def check_effects(cfg: Any, typed: Sequence[str], of_sweep: bool) -> None:
     """Check the typed words of a composed configuration, whose references are not resolved.
+
+    Args:
+        cfg: The configuration.
+        typed: The words.
+        of_sweep: Whether it is that of a job of a sweep.
 
     Raises:
         HydraException: A key has no effect. The message names it, and what it needs.
     """
+    rows = [*_NEEDS.items(), *([] if of_sweep else _NEEDS_OF_RUN.items())]
     for key in [key_of(word) for word in typed if not word.startswith(("~", "hydra"))]:
-        why = [needs for start, needs in _NEEDS.items() if f"{key}.".startswith(f"{start}.") and not _any(cfg, needs)]
+        of_key = [needs for start, needs in rows if f"{key}.".startswith(f"{start}.")]
+        why = [needs for needs in of_key if not any(_is_set(cfg, need) for need in needs.split(" or "))]
         name = f"{key}.".replace(f"recipes.{cfg.recipe}.", "recipes.${recipe}.")[:-1]
         if f"{key}.".startswith(_REFERRED) and name not in str([cfg.data, cfg.optim, cfg.scheduler]):
             data = OmegaConf.select(cfg, "data._target_")
@@ -40,10 +60,11 @@ def check_effects(cfg: Any, typed: Sequence[str]) -> None:
             raise ConfigCompositionException(f"{key} has no effect without {needed}: set that, or leave {key} out")
 
 
-def _any(cfg: Any, needs: str) -> bool:
-    """Return whether one of the values is set: ``optim.momentum!=0 or optim.others!=null``."""
-    for key, _, wanted in (need.partition("=") for need in needs.split(" or ")):
-        value = OmegaConf.select(cfg, key.rstrip("!"))
-        if (getattr(value, "name", value) == yaml.safe_load(wanted)) != key.endswith("!"):
-            return True
-    return False
+def _is_set(cfg: Any, need: str) -> bool:
+    """Return whether a value is set, such as ``optim.momentum!=0``; without ``=``, whether the key exists."""
+    key, equals, wanted = need.partition("=")
+    section, _, name = key.rpartition(".")
+    if not equals:
+        return name in (OmegaConf.select(cfg, section) or ())
+    value = OmegaConf.select(cfg, key.rstrip("!"))
+    return (getattr(value, "name", value) == yaml.safe_load(wanted)) != key.endswith("!")

@@ -95,7 +95,7 @@ def _complete_and_act(act: Callable, replaced: Callable[[Any], Any] | None, comp
         composed = composed.complete()
         if replaced is not None:
             composed = composed.made_by_program(replaced(composed.cfg))
-        check_effects(composed.cfg, composed.typed)
+        check_effects(composed.cfg, composed.typed, of_sweep=composed.job is not None)
         return act(composed, World.detect())
 
 

@@ -136,7 +136,8 @@ def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
         job = Job(num, tuple(mask_secrets([word for word in overrides if word not in brought(task.saved)])))
         try:
             cfg = check_keys(loader.load_sweep_config(config, overrides))
-            check_effects(cfg, [] if brought(task.saved) else overrides)  # a job adds the checkpoint's values first
+            # A job of a checkpoint has its values, which are laid under later.
+            check_effects(cfg, [] if brought(task.saved) else overrides, of_sweep=True)
             of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
             if of not in problems:
                 problems[of] = None if brought(task.saved) else _problem_of(cfg, task.folders)

@@ -295,13 +295,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
         name = f"{cfg.model.name}-{cfg.parallel.name}"
         supplied = {"run_dir": run_dir, "run_config": setup.shown, "run_name": name}
         logger = Loggers(sections(cfg), partial(build, **supplied))
-    recorder = Recorder(run_dir, logger, 0 if evaluates else setup.total_steps, first_step)
-    if cfg.mode == "train" and cfg.train.trace and not setup.plan.pipelined:
-        recorder.say(
-            f"train.trace=true draws pipelines, and parallel={setup.plan.strategy} has none: no timeline.png will be "
-            "written. train.profile=N records N steps of any run"
-        )
-    return recorder
+    return Recorder(run_dir, logger, 0 if evaluates else setup.total_steps, first_step)
 
 
 # -- after the training ----------------------------------------------------------------------------------------------

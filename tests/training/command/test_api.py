@@ -107,7 +107,7 @@ def test_texts_may_be_given_to_a_language_model_of_ones_own(tmp_path, capfd):
     chain, losses = Chain(layers, loss=TokenCrossEntropy(), limits={"vocabulary": 64}), []
     for name in ("single", "ddp"):
         data = Text(f"{tmp_path}/text.txt", cache_dir=f"{tmp_path}/cache", vocabulary="words", seq_len=16)
-        words = [f"parallel={name}", "train.global_batch_size=8", "sample.tokens=4", f"hydra.run.dir={tmp_path}/{name}"]
+        words = [f"parallel={name}", "train.global_batch_size=8", f"hydra.run.dir={tmp_path}/{name}"]
         result = train(*QUICK, *words, "train.precision=fp64", model=chain, data=data)
         losses.append([record["loss"] for record in result.metrics if "loss" in record])
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)

@@ -2,7 +2,7 @@
 
 import json
 
-from composed import for_rank, run, run_on_rank
+from composed import for_rank, run_on_rank
 
 from parallel.timeline import Interval
 from training.reporting.timeline import draw
@@ -38,12 +38,6 @@ def test_the_blocks_of_a_stage_that_is_far_faster_have_numbers_above_them():
     (axes,) = draw({0: first, 1: second}, "toy: gpipe", "step 7").axes
     numbers = [[text.get_text() for text in axes.texts if round(text.get_position()[1]) == row] for row in (0, 1)]
     assert numbers == [["0", "1", "0", "1"]] * 2
-
-
-def test_a_run_without_a_pipeline_says_that_there_is_nothing_to_draw(tmp_path, capsys):
-    run(tmp_path, *SHORT, "train.trace=true")
-    assert "train.trace=true draws pipelines, and parallel=single has none" in capsys.readouterr().err
-    assert not list(tmp_path.glob("timeline.*"))
 
 
 def test_a_pipelined_run_leaves_both_files(ranks, tmp_path):

@@ -155,7 +155,6 @@ def test_an_export_of_a_module_loads_into_it_and_begins_a_run(own, ended, expect
         (["train.monitor=val_qualitie"], "did you mean train.monitor=val_quality"),
         (["train.monitor=val_quality"], "type train.monitor_direction=minimize or train.monitor_direction=maximize"),
         (["callbacks=[early_stop]", "callbacks.early_stop.metric=val_quality"], "type callbacks.early_stop.direction="),
-        (["sweep.objective=val_quality"], "type sweep.direction="),
     ],
 )
 def test_a_metric_without_a_known_name_or_direction_is_refused_before_the_run(own, tmp_path, words, said):

@@ -76,20 +76,6 @@ def _kind(given: Any) -> str:
     return f"a tensor {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
 
 
-def check_loss_value(loss: Any, sums: Any, trained: bool) -> None:
-    """Check the result of a loss for a batch on the meta device.
-
-    Raises:
-        ModelError: The result is not ``Sums``.
-        TrainingError: The result is not differentiable, so that no parameter can get a gradient.
-    """
-    check_sums(loss, sums)
-    if trained and not sums.loss.requires_grad:
-        raise TrainingError(
-            f"the loss {type(loss).__name__} is not differentiable: leave out detach(), item(), argmax() and no_grad()"
-        )
-
-
 def check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: str) -> None:
     """Compute the loss of random outputs with real targets, the largest and the smallest among them.
 
@@ -166,12 +152,16 @@ def check_shapes(setup: Setup) -> None:
                     f"{at}its loss() returns {len(sums.metrics)} metrics, and {type(loss).__name__} names "
                     f"{len(loss.metrics)} ({', '.join(loss.metrics)}): give a loss with the metrics of the layer's"
                 )
-        check_loss_value(loss, sums, plan.parameters > 0)
-        whole = bool(samples)  # otherwise only one sample is known, which says nothing about the others
-        if whole and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
+        check_sums(loss, sums)
+        if plan.parameters and not sums.loss.requires_grad:
+            raise TrainingError(
+                f"the loss {type(loss).__name__} is not differentiable: leave out detach(), item(), argmax() and "
+                "no_grad()"
+            )
+        if samples and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
-        for sample in samples or [batch]:
-            of = "this data" if whole else "the first sample"
+        for sample in samples or [batch]:  # one sample says nothing about others
+            of = "this data" if samples else "the first sample"
             check_labels(loss, found.layers[-1].outputs[0], len(batch), sample.targets, of)
     except UserError:
         raise

@@ -65,8 +65,8 @@ def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
             found = call_in_workers(_watched, (to_dict(trial), folder, pack_given()), plan.processes)
     except PlanError as error:
         return Trial(problem=str(error))
-    except WorkerFailed as failure:
-        return Trial(problem=_reason(failure))
+    except WorkerFailed as failed:  # a worker that was killed ran out of memory
+        return Trial(problem="out of memory" if failed.kind == "signal" else failed.text.strip().splitlines()[-1][:200])
     summaries, took, busy, measured = zip(*found, strict=True)
     done = {rank: measured[rank] for rank in plan.mesh(0).pipeline(0) if plan.pipelined}
     return Trial(
@@ -108,8 +108,3 @@ class Watch(Callback):
         timeline = run.strategy.timeline
         took, busy = (float(np.quantile(after_warmup(times), 0.25)) for times in (self._took, self._busy))
         Watch.found = took, busy, [] if timeline is None else [*timeline.steps]
-
-
-def _reason(failure: WorkerFailed) -> str:
-    """Return the last line of the error. A worker that was killed ran out of memory."""
-    return "out of memory" if failure.kind == "signal" else failure.text.strip().splitlines()[-1][:200]
