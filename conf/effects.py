@@ -48,7 +48,8 @@ def check_effects(cfg: Any, typed: Sequence[str], of_sweep: bool) -> None:
         HydraException: A key has no effect. The message names it, and what it needs.
     """
     rows = [*_NEEDS.items(), *([] if of_sweep else _NEEDS_OF_RUN.items())]
-    for key in [key_of(word) for word in typed if not word.startswith(("~", "hydra"))]:
+    debugs = any(word.startswith("debug=") for word in typed)  # a command may get it in addition
+    for key in [key_of(word) for word in typed if not word.startswith(("~", "hydra", *["train."] * debugs))]:
         of_key = [needs for start, needs in rows if f"{key}.".startswith(f"{start}.")]
         why = [needs for needs in of_key if not any(_is_set(cfg, need) for need in needs.split(" or "))]
         name = f"{key}.".replace(f"recipes.{cfg.recipe}.", "recipes.${recipe}.")[:-1]

@@ -292,8 +292,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     if strategy.mesh.rank == 0:
         if evaluates or cfg.train.resume is not None:  # before loggers read it
             MetricsFile(run_dir / METRICS).truncate_after(first_step - 1)
-        name = f"{cfg.model.name}-{cfg.parallel.name}"
-        supplied = {"run_dir": run_dir, "run_config": setup.shown, "run_name": name}
+        supplied = {"run_dir": run_dir, "run_config": setup.shown, "run_name": f"{cfg.model.name}-{cfg.parallel.name}"}
         logger = Loggers(sections(cfg), partial(build, **supplied))
     return Recorder(run_dir, logger, 0 if evaluates else setup.total_steps, first_step)
 

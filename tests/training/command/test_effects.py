@@ -23,6 +23,7 @@ LANGUAGE = "model=gpt2 model.size=tiny"
         f"{LANGUAGE} mode=sample checkpoint=x sample.tokens=9",
         f"{LANGUAGE} mode=export checkpoint=x export.format=triton sample.tokens=9",
         "mode=eval checkpoint=x train.eval_every=null train.eval_batches=2",
+        "debug=overfit train.eval_batches=2 train.keep_checkpoints=1",  # a command, and debug= in addition
         "sample.at_end=0",  # says that nothing is wanted
     ],
 )

@@ -233,7 +233,7 @@ def test_the_page_leads_from_a_folder_to_a_folder(rows, folders, chats, tmp_path
         line, where = shlex.split(command), tmp_path / "runs" / str(number)
         if line[-1].startswith("hydra.run.dir="):
             where = Path(line.pop().partition("=")[2])
-        line += short if "data.root=" in command else ["sample.tokens=20"]
+        line += short if "data.root=" in command else ["sample.tokens=20"] * ("mode=sample" in line)
         runs.append(train([*line, "device=cpu", "logger=none"], where))
         assert runs[-1].code == 0, runs[-1].console
     assert all(run.losses[-1] < run.losses[0] - 0.1 for run in runs[:2])
