@@ -44,28 +44,36 @@ def page() -> str:
 
 def _explained(word: str, folders: Sequence[Path]) -> str:
     name, value = key_of(word), word.partition("=")[2]
-    if name not in keys.groups():
-        return _section(name) if name in keys.sections() else _key(name, folders)
-    if not value:
-        return _group(name, folders)
-    return "\n".join(_option(_found(name, option, folders), folders) for option in re.findall(r"[\w-]+", value))
+    if name in keys.groups() and value:
+        return "\n".join(_option(_found(name, option, folders), folders) for option in re.findall(r"[\w-]+", value))
+    return (_section if name in keys.sections() or name in keys.groups() else _key)(name, folders)
 
 
-def _section(name: str) -> str:
-    node = keys.sections()[name]
-    return f"{name}: {keys.described(node)}\n\n{_listed(keys.schema_keys(node, name))}"
+def _section(name: str, folders: Sequence[Path]) -> str:
+    """Explain a section or a group."""
+    parts = [f"{title}\n\n{_listed(listed)}" for title, option, listed in _tables(name, folders) if not option]
+    if name in keys.groups():
+        found = keys.read_options(name, folders)
+        options = _table([(option.word, option.summary) for option in found])
+        parts.insert(0, f"Options of {name} (python train.py --help {found[0].word} explains one):\n\n{options}")
+    return "\n".join(parts)
 
 
-def _group(group: str, folders: Sequence[Path]) -> str:
-    found = keys.read_options(group, folders)
-    lines = [f"Options of {group} (python train.py --help {found[0].word} explains one):\n\n"]
-    lines.append(_table([(option.word, option.summary) for option in found]))
-    for path in dict.fromkeys(option.schema for option in found if option.schema):
-        node = SCHEMAS[path]
-        lines += [f"\n{path.replace('/', '=')}: {keys.described(node)}\n\n", _listed(keys.schema_keys(node, group))]
-    if common := keys.common_keys(group):
-        lines += [f"\nKeys of every {group}:\n\n", _listed(common)]
-    return "".join(lines)
+def _tables(section: str, folders: Sequence[Path]) -> Iterator[tuple[str, Option | None, Sequence[Key]]]:
+    """Yield (title, option, keys) of a section, or of the root; the option is None if several have the keys."""
+    if section in keys.sections():
+        node = keys.sections()[section]
+        yield f"{section}: {keys.described(node)}", None, keys.schema_keys(node, section)
+    elif section in keys.groups():
+        found = keys.read_options(section, folders)
+        for path in dict.fromkeys(option.schema for option in found if option.schema):
+            node = SCHEMAS[path]
+            yield f"{path.replace('/', '=')}: {keys.described(node)}", None, keys.schema_keys(node, section)
+        if common := keys.common_keys(section):
+            yield f"Keys of every {section}:", None, common
+        yield from ((option.word, option, option.keys) for option in found if not option.schema)
+    else:
+        yield "", None, keys.schema_keys(Root)
 
 
 def _option(option: Option, folders: Sequence[Path]) -> str:
@@ -85,30 +93,16 @@ def _option(option: Option, folders: Sequence[Path]) -> str:
 def _key(name: str, folders: Sequence[Path]) -> str:
     """Explain a key, or a section of an option such as ``model.lora``, wherever it occurs."""
     (section, dot, _), known, texts = name.partition("."), [], []
-    for option, listed in _all_keys(section, folders):
+    for title, option, listed in _tables(section, folders):
         known += [key.name.removeprefix(f"{section}.") for key in listed]
         if named := [key for key in listed if f"{key.name}.".startswith(f"{name}.")]:
             text = _listed(keys.resolved(named, _words(option, folders)) if option else named)
-            texts.append(f"{option.word}\n{text}" if option else text)
+            texts.append(f"{title}\n{text}" if option else text)
     if texts:
         return "\n".join(texts)
     if dot and known:
         raise UserError(unknown_key(name, list(dict.fromkeys(known))))
     raise UserError(_unknown(name, folders))
-
-
-def _all_keys(section: str, folders: Sequence[Path]) -> Iterator[tuple[Option | None, Sequence[Key]]]:
-    """Yield the keys of a section, or the root's keys, by the option that has them; None for keys that all have."""
-    if section in keys.sections():
-        yield None, keys.schema_keys(keys.sections()[section], section)
-    elif section in keys.groups():
-        yield None, keys.common_keys(section)
-        found = keys.read_options(section, folders)
-        for path in dict.fromkeys(option.schema for option in found if option.schema):
-            yield None, keys.schema_keys(SCHEMAS[path], section)
-        yield from ((option, option.keys) for option in found if not option.schema)
-    else:
-        yield None, keys.schema_keys(Root)
 
 
 def _unknown(name: str, folders: Sequence[Path]) -> str:
