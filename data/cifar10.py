@@ -53,10 +53,7 @@ class CIFAR10(PublishedImages):
     ):
         super().__init__(root, image_size=image_size, channels=channels, **options)
         self.augmentation = partial(crop_and_flip, seed=seed) if augment else None
-
-    def title(self) -> str:
-        """Return the name of the data set, and how it is augmented."""
-        return "CIFAR-10" + (", cropped and mirrored at random" if self.augmentation else "")
+        self.title = "CIFAR-10" + ", cropped and mirrored at random" * augment
 
     def class_names(self) -> list[str]:
         """Return the published names of the classes. Further classes are named by their numbers."""

@@ -19,17 +19,14 @@ class Digits(ImageData):
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (the test part).
     """
 
+    title = "scikit-learn's handwritten digits"
     mean, std = (4.884,), (6.017,)  # of all pixels, which run from 0 to 16
-
-    def title(self) -> str:
-        """Return the name of the data set."""
-        return "scikit-learn's handwritten digits"
 
     def splits(self) -> dict[str, Source]:
         """Return the three splits."""
         table = np.loadtxt(_file(), delimiter=",", dtype=np.uint8)
         images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
-        stored = Labelled(images, labels, self.num_classes, self.title())
+        stored = Labelled(images, labels, self.num_classes, self.title)
         tenth = len(images) // 10
         rest, test = hold_out(stored.labels, tenth)
         train, valid = (rest[part] for part in hold_out(stored.labels[rest], tenth))

@@ -42,6 +42,7 @@ class ImageFolder(ImageData):
         """See ImageData; ``mean`` and ``std`` are of red, green and blue from 0 to 1, by default ImageNet's."""
         super().__init__(image_size, channels, cache_dir=cache_dir, num_workers=num_workers)
         self.root = given_path(root, "data=image_folder needs the folder of the images, data.root=FOLDER")
+        self.title = f"images of {self.root}"
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
             raise DataError(f"data.mean={mean} and data.std={std}: give three numbers each, and data.std above 0")
         self.mean, self.std = ([255 * value for value in values] for values in (mean, std))
@@ -50,10 +51,6 @@ class ImageFolder(ImageData):
         """Return the names of the classes' folders."""
         self.prepare()
         return self._names
-
-    def title(self) -> str:
-        """Return a title with the folder of the images."""
-        return f"images of {self.root}"
 
     def splits(self) -> dict[str, Source]:
         """Return the three splits."""

@@ -31,12 +31,14 @@ class ImageData(DataSet):
     """Images fp32 [b, channels, image_size, image_size], and their classes int64 [b] in [0, num_classes).
 
     Attributes:
+        title: A few words about the images, for the description.
         image_shape: (channels, image_size, image_size) of one sample.
         num_classes: The number of classes.
         mean: Subtracted from the stored pixels, one number per stored channel.
         std: The numbers by which the pixels are then divided.
     """
 
+    title: str
     mean: Sequence[float] = (0.0,)
     std: Sequence[float] = (1.0,)
 
@@ -74,10 +76,6 @@ class ImageData(DataSet):
             DataError: If the data is wrong or missing.
         """
 
-    @abstractmethod
-    def title(self) -> str:
-        """Return a few words about the images, for the description."""
-
     def _images(self, stored: Labelled, rows: np.ndarray, augment: Augment | None = None) -> Images:
         """Return some of the images of ``stored`` as samples of this data set. See Images."""
         return Images(stored, rows, self.mean, self.std, self.image_shape, augment)
@@ -90,11 +88,11 @@ class ImageData(DataSet):
         self.valid, self.test = (splits[name] if len(splits[name]) else None for name in ("valid", "test"))
         sizes = ", ".join(f"{name} {len(source):,}" for name, source in splits.items())
         shape = "x".join(map(str, self.image_shape))
-        self.description = f"{self.title()}, {shape}, {self.num_classes:,} classes: {sizes} images"
+        self.description = f"{self.title}, {shape}, {self.num_classes:,} classes: {sizes} images"
 
 
 class PublishedImages(ImageData):
-    """A data set of torchvision with training and test images, whose files are in a folder or are downloaded once.
+    """The data set of torchvision with the name of the class, from a folder or downloaded once.
 
     Samples to validate on are taken from the training images, always the same ones, with equal shares of each class.
 
@@ -111,10 +109,6 @@ class PublishedImages(ImageData):
     def __init__(self, root: str | None = None, **options: Any):
         super().__init__(**options)
         self.root = None if not root else expand_home(root).absolute()
-
-    def title(self) -> str:
-        """The name of the class in ``torchvision.datasets``."""
-        return type(self).__name__
 
     @abstractmethod
     def read(self, root: Path, split: str) -> Labelled:

@@ -25,12 +25,14 @@ class LanguageData(DataSet):
 
     Attributes:
         name: The data set's name in the cache.
+        title: A few words about the text, for the description.
         min_word_frequency: The default of ``min_frequency``. Rarer words of the training split are <unk>.
         vocab_size: The number of distinct tokens. With words None before prepare(), because it depends on the text.
         columns: The number of columns that training reads side by side; None for shuffled samples.
     """
 
     name: str
+    title: str
     min_word_frequency = 5
     vocabulary: Vocabulary | WordVocabulary
     seq_len: int
@@ -110,10 +112,6 @@ class LanguageData(DataSet):
             DataError: If there is no text.
         """
 
-    @abstractmethod
-    def title(self) -> str:
-        """Return a few words about the text, for the description."""
-
     @once
     def prepare(self) -> None:
         """Encode the text, unless the cache has its tokens. Their name in the cache has a hash of the text."""
@@ -135,7 +133,7 @@ class LanguageData(DataSet):
     def _train(self, file: MappedFile) -> TokenWindows:
         if file.count <= self.seq_len:
             raise DataError(
-                f"the train split of {self.title()} has {file.count:,} tokens; one sample of "
+                f"the train split of {self.title} has {file.count:,} tokens; one sample of "
                 f"data.seq_len={self.seq_len} needs {self.seq_len + 1}. Lower data.seq_len or give more text"
             )
         if self.columns is not None:
@@ -151,7 +149,7 @@ class LanguageData(DataSet):
         pieces = Counter(document.path for part in documents.values() for document in part).values()
         count = sum(1 if number <= len(documents) else number for number in pieces)
         columns = "" if self.columns is None else f", read in {self.columns} columns"
-        return f"{self.title()}, {count:,} documents, {self.vocabulary.label}{columns}: {', '.join(parts)}"
+        return f"{self.title}, {count:,} documents, {self.vocabulary.label}{columns}: {', '.join(parts)}"
 
 
 def _fingerprint(documents: Mapping[str, Sequence[Document]], vocabulary: str) -> str:

@@ -26,6 +26,7 @@ class MNIST(PublishedImages):
     Other data in this format (Fashion-MNIST, EMNIST) can also be read. A twelfth of its training images is to validate.
     """
 
+    title = "MNIST"
     mean, std = (0.1307 * 255,), (0.3081 * 255,)  # of the pixels of the training images
     folds = 12
     way_out = _WAY_OUT

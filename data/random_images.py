@@ -22,6 +22,8 @@ class RandomImages(ImageData):
     most 512 MiB is kept, so that a GPU does not wait in later epochs; samples of a larger split are drawn every time.
     """
 
+    title = "random images"
+
     def __init__(
         self,
         samples: int = 480,
@@ -35,10 +37,6 @@ class RandomImages(ImageData):
         check_at_least(1, samples=samples)
         check_at_least(0, seed=seed)
         self.samples, self.seed = samples, seed
-
-    def title(self) -> str:
-        """Return the name of the data set."""
-        return "random images"
 
     def splits(self) -> dict[str, Source]:
         """Return the three splits, each with random numbers of its own."""

@@ -20,11 +20,7 @@ class Stdlib(LanguageData):
     Its tests and installed packages are left out. The text differs between versions of Python.
     """
 
-    name = "stdlib"
-
-    def title(self) -> str:
-        """Return the name of the data set, with the version of Python."""
-        return f"the standard library of Python {platform.python_version()}"
+    name, title = "stdlib", f"the standard library of Python {platform.python_version()}"
 
     def documents(self) -> dict[str, list[Document]]:
         """Return the source files by split."""

@@ -26,10 +26,7 @@ class Text(LanguageData):
     def __init__(self, root: str | None = None, **options: Any):
         super().__init__(**options)
         self.root = given_path(root, "data=text needs the text, data.root=FILE_OR_FOLDER")
-
-    def title(self) -> str:
-        """Return a title with the file or folder of the text."""
-        return f"text of {self.root}"
+        self.title = f"text of {self.root}"
 
     def documents(self) -> dict[str, list[Document]]:
         """Return the files by split."""

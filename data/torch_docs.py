@@ -27,15 +27,11 @@ class TorchDocs(LanguageData):
 
     name = "torch_docs"
 
-    def title(self) -> str:
-        """Return the name of the data set, with the version of torch."""
-        import torch
-
-        return f"the documentation of torch {torch.__version__}"
-
     def documents(self) -> dict[str, list[Document]]:
         """Return parts of about 1 kB by split."""
         import torch
+
+        self.title = f"the documentation of torch {torch.__version__}"
 
         def write(folder: Path) -> None:
             (folder / _FILE).write_text("".join(f"{line}\n" for line in _paragraphs()), encoding="utf-8")

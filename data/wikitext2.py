@@ -22,16 +22,12 @@ _WAY_OUT = (
 class WikiText2(LanguageData):
     """About 2 million words of Wikipedia with their own three splits; each split is one document."""
 
-    name = "wikitext2"
+    name, title = "wikitext2", "WikiText-2"
     min_word_frequency = 1  # as published: rare words are <unk> in the files already
 
     def __init__(self, root: str | None = None, **options: Any):
         super().__init__(**options)
         self.root = None if not root else expand_home(root).absolute()
-
-    def title(self) -> str:
-        """Return the name of the data set."""
-        return "WikiText-2"
 
     def documents(self) -> dict[str, list[Document]]:
         """Return the document of each split."""
