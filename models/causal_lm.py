@@ -1,15 +1,14 @@
 """Any causal language model of transformers as a chain, computed by the model's own code.
 
-No architecture is written down here. ``Decoder`` builds the model once on the meta device and finds its layers, which
-``models.causal_lm_layers`` computes by parts of the model's ``forward``; how they can be cut, from the model's tensor
-plan; and proves that the chain computes what the whole model does (``prove``).
+No architecture is written down here. ``Decoder`` builds the model once on the meta device. ``models.causal_lm_layers``
+finds its layers, and computes them by parts of the model's ``forward``. The model's tensor plan says how they can be
+cut, and ``prove`` shows that the chain computes what the whole model does.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
-from models.causal_lm_layers import Forward, all_seen, first_of, hidden_of
+from models.causal_lm_layers import Forward, first_of, hidden_of, refused
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
 from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary, own_computation
 from models.losses import TokenCrossEntropy
@@ -28,33 +27,10 @@ from models.losses import TokenCrossEntropy
 _TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32
 _ROUNDING = 1e-4  # the largest one of logits of the same text beside other texts, which are rounded differently
-_proved: set[str] = set()  # the configurations that ``prove`` has proved: a verification prepares many runs of one
 
 
-@contextmanager
-def _refused(kind: str, why: str) -> Iterator[None]:
-    """Raise ModelError for an error inside the block, which runs a model's own code in another way than it expects."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        said = (str(error).splitlines() or [""])[0]
-        raise ModelError(f"{kind} cannot be cut into layers: {why} ({type(error).__name__}: {said})") from error
-
-
-class Decoder:
-    """A causal language model of transformers on the meta device, and what of it each layer of the chain holds.
-
-    Attributes:
-        model: The model, without numbers.
-        layers: The name of its list of layers.
-        blocks: These layers.
-        units: The modules beside the list of layers, and beside each module that it is in, by name.
-        before: The names of those that it calls before the layers.
-        projection: The name of the projection onto the vocabulary.
-        forward: What it computes.
-    """
+class Decoder(Forward):
+    """The chain that is made of a causal language model of transformers: its names, its cuts, and a proof."""
 
     def __init__(self, config: Any) -> None:
         """Build the model that a configuration of transformers describes.
@@ -65,80 +41,12 @@ class Decoder:
         transformers = load_transformers()
         try:
             with torch.device("meta"):
-                self.model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+                model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         except Exception as error:  # each model checks its configuration in its own way
             raise ModelError(f"transformers cannot build a {config.model_type} model: {error}") from None
-        self.kind = type(self.model).__name__
-        if self.model.base_model is self.model and isinstance(getattr(self.model, "model", None), nn.Module):
-            self.model.base_model_prefix = "model"  # Llama 4 says "language_model", which is in another of its models
-        with _refused(self.kind, "its own code does not run without the layers"):
-            self.layers = self._find_layers()
-            self.blocks: Any = self.model.get_submodule(self.layers)
-            self.units = self._find_units()
-            self.before, twice, outputs = self._find_order()
-            self.projection = self.name_of(self.model.get_output_embeddings())
-            self.forward = Forward(self.model, self.layers, self.units, self.before, twice, self.projection, outputs)
-
-    # -- finding -------------------------------------------------------------------------------------------------------
-
-    def _find_layers(self) -> str:
-        base, depth = self.model.base_model, self.model.config.get_text_config().num_hidden_layers
-        lists = {name: part for name, part in base.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
-        planned = [name for name in (base.config.base_model_pp_plan or {}) if name in lists]
-        outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-        named = planned or [name for name in outer if len(lists[name]) == depth]
-        if base is self.model or len(named) != 1:
-            raise ModelError(
-                f"{self.kind} does not say which of its lists of modules are its {depth} layers: "
-                f"{', '.join(lists) or 'it has none'}"
-            )
-        return f"{self.model.base_model_prefix}.{named[0]}"
-
-    def _find_units(self) -> dict[str, nn.Module]:
-        """Return the modules beside the list of layers, and beside each module that it is in, by name."""
-        parts = self.layers.split(".")
-        above = [".".join(parts[:count]) for count in range(len(parts))]
-        units = {}
-        for name in above:
-            module = self.model.get_submodule(name)
-            if own := dict(module.named_parameters(recurse=False)):
-                raise ModelError(f"{self.kind} has parameters outside of its modules: {', '.join(own)}")
-            if dropped := getattr(module, "layerdrop", 0):
-                raise ModelError(
-                    f"{self.kind} leaves out layers at random (layerdrop={dropped}), and a chain computes all of them; "
-                    "set +model.settings.layerdrop=0"
-                )
-            children = {f"{name}.{key}".lstrip("."): child for key, child in module.named_children()}
-            units |= {path: child for path, child in children.items() if path not in (*above, self.layers)}
-        return units
-
-    def _find_order(self) -> tuple[list[str], list[str], int]:
-        """Return the units before the layers, those of them after the layers, and how many things a layer returns."""
-        called: list[str | None] = []  # None: a layer
-        outputs: list[int] = []
-        hooks = [
-            inner.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-            for name, unit in self.units.items()
-            for inner in unit.modules()
-        ]
-        for block in self.blocks:
-            hooks.append(block.register_forward_pre_hook(lambda *_: called.append(None)))
-            hooks.append(block.register_forward_hook(lambda _m, _i, out: outputs.append(_length(out))))
-        tokens = torch.zeros(2, 4, dtype=torch.long, device="meta")
-        try:
-            with torch.no_grad(), _refused(self.kind, "it does not compute a text without looking at numbers"):
-                self.model(input_ids=tokens, attention_mask=all_seen(tokens), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if called.count(None) != len(self.blocks):
-            raise ModelError(f"{self.kind} calls its {len(self.blocks)} layers {called.count(None)} times")
-        before, after = called[: called.index(None)], called[-called[::-1].index(None) or len(called) :]
-        twice = [name for name in self.units if name in before and name in after]
-        for name in twice:
-            if any(True for _ in self.units[name].parameters()):
-                raise ModelError(f"{self.kind} cannot be cut into layers: it calls {name} before them and after them")
-        return [name for name in self.units if name in before], twice, outputs[0]
+        if model.base_model is model and isinstance(getattr(model, "model", None), nn.Module):
+            model.base_model_prefix = "model"  # Llama 4 says "language_model", which is in another of its models
+        super().__init__(model)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -155,10 +63,6 @@ class Decoder:
         shared = shared_parameters(self.model)
         return {self.chain_name(name): self.chain_name(owner) for name, owner in shared.items()}
 
-    def name_of(self, module: nn.Module) -> str:
-        """Return the model's name of one of its modules."""
-        return next(name for name, part in self.model.named_modules() if part is module)
-
     @property
     def of_words(self) -> list[str]:
         """The names in the chain of the projection's parameters, its weight and perhaps a bias."""
@@ -169,8 +73,8 @@ class Decoder:
 
     def chain_layers(self, part: Callable[[str], nn.Module]) -> list[LayerSpec]:
         """Return the layers of the chain, with the modules that ``part`` returns by the model's names."""
-        blocks = [LayerSpec(f"layers.{i}", partial(self.forward.layer, part, i)) for i in range(len(self.blocks))]
-        embedding, head = (partial(build, part) for build in (self.forward.embedding, self.forward.head))
+        blocks = [LayerSpec(f"layers.{i}", partial(self.layer, part, i)) for i in range(len(self.blocks))]
+        embedding, head = (partial(build, part) for build in (self.embedding, self.head))
         return [LayerSpec("embedding", embedding), *blocks, LayerSpec("head", head)]
 
     def blank(self, name: str) -> nn.Module:
@@ -180,7 +84,7 @@ class Decoder:
     def initialise(self, form: Published, name: str, module: nn.Module) -> None:
         """Set a module's initial numbers as the model does, which may reach into a module from those around it."""
         path = form.their_name(name)
-        self.forward.set_numbers(path, module)
+        self.set_numbers(path, module)
         parent, _, key = path.rpartition(".")
         around = self.model.get_submodule(parent)
         own = getattr(around, key)
@@ -219,7 +123,7 @@ class Decoder:
         # Other classes scale what they look up; a padding row gets no gradient.
         can_be_cut = {
             self.chain_name(self.name_of(embedding)): not own_computation(embedding),
-            self.chain_name(self.projection): self.forward.plain,
+            self.chain_name(self.projection): self.plain,
         }
         if self.tied and not all(can_be_cut.values()):  # both copies of a weight are cut, or none
             return table
@@ -257,11 +161,8 @@ class Decoder:
         Raises:
             ModelError: A layer, the logits or the loss differ. The message names the first.
         """
-        config = self.model.config.to_json_string(use_diff=False)
-        if config not in _proved:
-            with _refused(self.kind, "its own code does not run layer by layer"):
-                self._compare()
-            _proved.add(config)
+        with refused(self.kind, "its own code does not run layer by layer"):
+            self._compare()
 
     def _compare(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -305,7 +206,7 @@ class Decoder:
         memo = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in self.model.buffers()}
         whole = copy.deepcopy(self.model, memo)
         for name, module in whole.named_modules():
-            self.forward.set_numbers(name, module)  # the buffers: parameters are on the meta device still
+            self.set_numbers(name, module)  # the buffers: parameters are on the meta device still
         parameters = dict(whole.named_parameters())
         largest = max(sum(parameter.shape) for parameter in parameters.values())
         noise = 0.05 * torch.randn(largest + len(parameters), generator=generator)
@@ -361,7 +262,3 @@ def _difference(one: Tensor, other: Tensor) -> float:
     if one.shape != other.shape or not (one.isfinite().all() and other.isfinite().all()):
         return float("inf")
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
-
-
-def _length(output: Any) -> int:
-    return 0 if isinstance(output, Tensor) else len(output)

@@ -1,5 +1,6 @@
-"""What the layers of a chain compute of a causal language model of transformers: parts of its own ``forward``.
+"""Runs each layer of a causal language model of transformers through the model's own ``forward``.
 
+``Forward`` finds the layers of a model, and what it calls before and after them.
 A model on the meta device is run with stand-ins for what another layer of the chain holds::
 
     embedding           layers.0 ... layers.N-1           head
@@ -14,9 +15,9 @@ They depend on shapes only, so hidden states alone pass from layer to layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
@@ -99,12 +100,24 @@ def hand_on(module: StandIn, args: tuple, kwargs: dict, outputs: int) -> Any:
     return (hidden, *[None] * (outputs - 1)) if outputs else hidden
 
 
-@dataclass(eq=False)
+@contextmanager
+def refused(kind: str, why: str) -> Iterator[None]:
+    """Raise ModelError for an error inside the block, which runs a model's own code in another way than it expects."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise ModelError(f"{kind} cannot be cut into layers: {why} ({type(error).__name__}: {said})") from error
+
+
 class Forward:
     """The ``forward`` of a causal language model, which each layer computes a part of.
 
     Attributes:
         model: The model on the meta device.
+        kind: The name of its class.
         layers: The name of its list of layers.
         units: The modules beside the list of layers, and beside each module that it is in, by name.
         before: The names of those that it calls before the layers.
@@ -114,18 +127,73 @@ class Forward:
         plain: Whether the projection's outputs are the logits; otherwise the model scales or caps them.
     """
 
-    model: Any
-    layers: str
-    units: Mapping[str, nn.Module]
-    before: Sequence[str]
-    twice: Sequence[str]
-    projection: str
-    outputs: int
-    plain: bool = field(init=False)
+    def __init__(self, model: Any) -> None:
+        """Find the parts of a model. Raises ModelError if its layers do not follow one another."""
+        self.model, self.kind = model, type(model).__name__
+        with refused(self.kind, "its own code does not run without the layers"), torch.no_grad():
+            self.layers = self._find_layers()
+            self.blocks: Any = model.get_submodule(self.layers)
+            self.units = self._find_units()
+            self.before, self.twice, self.outputs = self._find_order()
+            self.projection = self.name_of(model.get_output_embeddings())
+            self.plain = self.projection in self.units and self._returns_logits()
 
-    @torch.no_grad()
-    def __post_init__(self) -> None:
-        self.plain = self.projection in self.units and self._returns_logits()
+    def _find_layers(self) -> str:
+        base, depth = self.model.base_model, self.model.config.get_text_config().num_hidden_layers
+        lists = {name: part for name, part in base.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
+        planned = [name for name in (base.config.base_model_pp_plan or {}) if name in lists]
+        outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+        named = planned or [name for name in outer if len(lists[name]) == depth]
+        if base is self.model or len(named) != 1:
+            raise ModelError(
+                f"{self.kind} does not say which of its lists of modules are its {depth} layers: "
+                f"{', '.join(lists) or 'it has none'}"
+            )
+        return f"{self.model.base_model_prefix}.{named[0]}"
+
+    def _find_units(self) -> dict[str, nn.Module]:
+        """Return the modules beside the list of layers, and beside each module that it is in, by name."""
+        parts = self.layers.split(".")
+        above = [".".join(parts[:count]) for count in range(len(parts))]
+        units = {}
+        for name in above:
+            module = self.model.get_submodule(name)
+            if own := dict(module.named_parameters(recurse=False)):
+                raise ModelError(f"{self.kind} has parameters outside of its modules: {', '.join(own)}")
+            if dropped := getattr(module, "layerdrop", 0):
+                raise ModelError(
+                    f"{self.kind} leaves out layers at random (layerdrop={dropped}), and a chain computes all of them; "
+                    "set +model.settings.layerdrop=0"
+                )
+            children = {f"{name}.{key}".lstrip("."): child for key, child in module.named_children()}
+            units |= {path: child for path, child in children.items() if path not in (*above, self.layers)}
+        return units
+
+    def _find_order(self) -> tuple[list[str], list[str], int]:
+        """Return the units before the layers, those of them after the layers, and how many things a layer returns."""
+        called: list[str | None] = []  # None: a layer
+        outputs: list[Any] = []
+        hooks = [
+            inner.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+            for name, unit in self.units.items()
+            for inner in unit.modules()
+        ]
+        hooks += [block.register_forward_pre_hook(lambda *_: called.append(None)) for block in self.blocks]
+        hooks += [block.register_forward_hook(lambda *given: outputs.append(given[-1])) for block in self.blocks]
+        tokens = torch.zeros(2, 4, dtype=torch.long, device="meta")
+        with refused(self.kind, "it does not compute a text without looking at numbers"):
+            self.model(input_ids=tokens, attention_mask=all_seen(tokens), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        if called.count(None) != len(self.blocks):
+            raise ModelError(f"{self.kind} calls its {len(self.blocks)} layers {called.count(None)} times")
+        before, after = called[: called.index(None)], called[-called[::-1].index(None) or len(called) :]
+        twice = [name for name in self.units if name in before and name in after]
+        for name in twice:
+            if any(True for _ in self.units[name].parameters()):
+                raise ModelError(f"{self.kind} cannot be cut into layers: it calls {name} before them and after them")
+        count = 0 if isinstance(outputs[0], Tensor) else len(outputs[0])
+        return [name for name in self.units if name in before], twice, count
 
     def _returns_logits(self) -> bool:
         given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -136,6 +204,10 @@ class Forward:
         logits = shell(inputs_embeds=hidden, attention_mask=all_seen(hidden), use_cache=False).logits
         return torch.equal(logits, given)
 
+    def name_of(self, module: nn.Module) -> str:
+        """Return the model's name of one of its modules."""
+        return next(name for name, part in self.model.named_modules() if part is module)
+
     def __deepcopy__(self, memo: dict) -> Forward:
         return self
 
@@ -144,8 +216,8 @@ class Forward:
 
         ``answer`` is that of a layer's stand-in; None: ``hand_on``.
         """
-        answer, blocks = answer or partial(hand_on, outputs=self.outputs), self.model.get_submodule(self.layers)
-        memo: dict[int, Any] = {id(blocks): nn.ModuleList(StandIn(block, answer) for block in blocks)}
+        answer = answer or partial(hand_on, outputs=self.outputs)
+        memo: dict[int, Any] = {id(self.blocks): nn.ModuleList(StandIn(block, answer) for block in self.blocks)}
         for name, unit in self.units.items():
             memo |= {id(unit): units[name]} if name in units else {id(p): StandIn(p, zeros) for p in _called(unit)}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
@@ -156,9 +228,8 @@ class Forward:
         (hidden,) = given
         if any(isinstance(size, torch.SymInt) for size in hidden.shape):
             raise ModelError(
-                f"the layers of {type(self.model).__name__} get masks and positions that are made for each length of "
-                "a text, and a program is for all lengths; use export.format=safetensors, a folder that transformers "
-                "reads"
+                f"the layers of {self.kind} get masks and positions that are made for each length of a text, and a "
+                "program is for all lengths; use export.format=safetensors, a folder that transformers reads"
             )
         shape = len(hidden), hidden.shape[1] * layer.parts, hidden.shape[2]
         if type(hidden) in (Tensor, nn.Parameter):
