@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from parallel.examination import examine
 from tests.models.random_models import SIZES, WORDS, assert_same, random_model, with_weights_of
 from training.checkpoint.init_from import Weights
 from training.export.served import ServedModel, TensorInfo, write_program
+from training.run.checks.model import check_proof
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
 CPU = torch.device("cpu")
@@ -213,6 +216,34 @@ def test_a_program_for_all_lengths_is_refused_with_what_to_export_instead(gemma,
     model = ServedModel("gemma", whole, (tokens,), logits, positions=64)
     with pytest.raises(TrainingError, match="Gemma2ForCausalLM get masks and positions .* export.format=safetensors"):
         write_program(tmp_path / "model.pt2", model)
+
+
+def test_a_model_is_proved_when_it_is_first_seen_and_again_if_it_or_what_computes_it_is_another(gemma, monkeypatch):
+    proved, data = [], SimpleNamespace(cache_dir=str(gemma / "cache"))
+    chain, other = causal_lm(str(gemma)), causal_lm(str(gemma), settings={"sliding_window": 4})
+
+    def check(chain, right=True):
+        def prove():
+            proved.append(chain)
+            if not right:
+                raise ModelError("no")
+
+        before = len(proved)
+        check_proof(None, replace(chain, prove=prove), data)
+        return len(proved) > before
+
+    assert [check(chain), check(chain), check(other), check(other), check(chain)] == [True, False, True, False, False]
+    monkeypatch.setattr(torch, "__version__", "3.0")
+    assert [check(chain), check(chain)] == [True, False]
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "6.0")
+    newer = causal_lm(str(gemma))
+    assert [check(newer), check(newer)] == [True, False]
+    monkeypatch.setattr("training.run.checks.model._MODELS", gemma)
+    for _ in range(2):
+        with pytest.raises(ModelError):
+            check(newer, right=False)
+    data.cache_dir = str(gemma / "config.json")
+    assert check(newer) and check(newer), "where the cache cannot be written"
 
 
 def test_words_are_counted(gemma):

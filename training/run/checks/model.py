@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from common.errors import PlanError, TrainingError
+import models
+from common.errors import DataError, PlanError, TrainingError
 from common.files import folder_of
 from conf.instantiate import to_dict
 from data.arrays import Arrays
+from data.cache import cached_folder, key_of
 from data.dataset import Batch, DataSet
 from data.vocabulary import GPT2Vocabulary, tokens_after_gpt2
 from models.chain import Chain
@@ -27,6 +30,8 @@ from training.reporting.monitor import LOSS, SUMMARISED, Monitor, check_name, ev
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
+
+_MODELS = Path(models.__file__).parent
 
 
 def _checkpoint(cfg: Any) -> Path | None:
@@ -87,9 +92,19 @@ def check_evaluated(setup: Setup) -> None:
 
 
 def check_proof(cfg: Any, chain: Chain, data: DataSet) -> None:
-    """Check that the chain computes what the model computes from which it was made. Raises ModelError."""
-    if chain.prove is not None:
-        chain.prove()
+    """Check that the chain computes what the model computes from which it was made. Raises ModelError.
+
+    The data cache remembers a proof by the model's configuration, the versions of torch and transformers, and the code
+    of ``models``.
+    """
+    if (prove := chain.prove) is None or chain.hugging_face is None:
+        return
+    code = [path.read_text("utf-8") for path in sorted(_MODELS.glob("*.py"))]
+    name = f"proved-{key_of(chain.hugging_face.config, torch.__version__, *code)}"  # transformers' is in its config
+    try:
+        cached_folder(data.cache_dir, name, lambda _: prove())
+    except DataError:  # the cache cannot be written
+        prove()
 
 
 def check_saved_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
