@@ -13,8 +13,8 @@ from typing import Any
 from common.errors import ModelError
 from common.files import folder_of, parse_json
 
-# {a key that transformers writes for any model: the values with which this project computes the same; None: any}.
-_COMMON: dict[str, Sequence[Any] | None] = dict.fromkeys((
+# Keys that transformers writes for any model, and on which no logit depends.
+_FREE = (
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict", "output_attentions",
     "output_hidden_states", "output_past", "id2label", "label2id", "_num_labels", "problem_type",
@@ -27,8 +27,7 @@ _COMMON: dict[str, Sequence[Any] | None] = dict.fromkeys((
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
     "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-))  # fmt: skip
-_COMMON |= {"is_encoder_decoder": [False], "chunk_size_feed_forward": [0], "pruned_heads": [{}]}
+)  # fmt: skip
 # The word after ``model=`` for the architectures that have a family; others are models of transformers.
 WORDS = {
     "GPT2LMHeadModel": "gpt2",
@@ -38,7 +37,9 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Family:
-    """The meaning of the keys of config.json for the models of a family. A key that is in no table is refused.
+    """The meaning of the keys of config.json for the models of a family.
+
+    A key that is in no table is refused, unless it is switched off (false, 0 or empty).
 
     Attributes:
         name: The word after ``model=``.
@@ -82,11 +83,10 @@ class Family:
             raise ModelError(f"{where} is {kind}; use model={WORDS.get(kind, 'transformers')}")
         config = self.complete({key: value for key, value in content.items() if value is not None})
         problems = [f"lacks {theirs}" for theirs in self.sizes.values() if theirs not in config]
-        known = {**_COMMON, **dict.fromkeys(self.sizes.values()), **self.keys}
         for key, value in config.items():
-            if key not in known:
+            if value and key not in (*_FREE, *self.sizes.values(), *self.keys):
                 problems.append(f"has {key}={value}, which is not known here")
-            elif (same := known[key]) is not None and value not in same:
+            elif (same := self.keys.get(key)) is not None and value not in same:
                 problems.append(f"has {key}={value} (here {' or '.join(map(str, same)) or 'none'})")
         if problems:
             listed = ", ".join(problems)

@@ -68,8 +68,7 @@ GPT2 = Family(
     },
     keys={
         "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "layer_norm_epsilon": [1e-5], "n_inner": ["4 n_embd"],
-        "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "tie_word_embeddings": [True],
-        "add_cross_attention": [False],
+        "scale_attn_weights": [True], "tie_word_embeddings": [True],
         # The order of operations, dropout (here model.dropout), and keys that GPT2LMHeadModel does not read.
         **dict.fromkeys((
             "reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "n_special",

@@ -99,10 +99,8 @@ LLAMA = Family(
     },
     sizes={**KEYS, "rope_scaling": "rope_scaling"},
     keys={
-        "hidden_act": ["silu"], "attention_dropout": [0.0], "mlp_bias": [False], "attention_bias": [False],
-        "pretraining_tp": [1], "sliding_window": [], "use_sliding_window": [False], "use_mrope": [False],
-        "rope_interleaved": [False], "partial_rotary_factor": [1.0], "rope_type": ["default", "llama3"],
-        "type": ["default", "llama3"], "layer_types": [["full_attention"]],
+        "hidden_act": ["silu"], "pretraining_tp": [1], "sliding_window": [], "partial_rotary_factor": [1.0],
+        "rope_type": ["default", "llama3"], "type": ["default", "llama3"], "layer_types": [["full_attention"]],
         **dict.fromkeys(("is_llama_config", "max_window_layers", *LLAMA3)),
     },
     unseen=(

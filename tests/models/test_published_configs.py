@@ -251,7 +251,7 @@ OTHERS = {
     "nothing": (LLAMA, {}, 'names no architecture; write "architectures": ."LlamaForCausalLM". .*model=transformers$'),
     "none": (GPT2, {"architectures": []}, 'names no architecture; write "architectures": ."GPT2LMHeadModel". into it'),
     "a word": (LLAMA, {"architectures": "Llama"}, "names no architecture"),
-    "another setting": (LLAMA, {**SMOL, "mlp_bias": True}, "has mlp_bias=True .* numbers .* Use model=transformers$"),
+    "another setting": (LLAMA, {**SMOL, "mlp_bias": True}, "has mlp_bias=True, .* numbers .* Use model=transformers$"),
 }
 
 
