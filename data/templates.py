@@ -32,9 +32,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import DataError
 
-# The limits of a row: seconds of processor time, bytes of memory and characters, and how much of each is added for each
-# of its own characters. A published template takes some 50 microseconds, and adds some hundred characters.
-_SECONDS, _BYTES, _CHARACTERS = (3, 1e-6), (2**30, 64), (1_000_000, 4)
+# The limits of a row: seconds of processor time, bytes of memory, and characters in addition to four for each of its
+# own. A published template takes some 50 microseconds, and adds some hundred characters.
+_SECONDS, _BYTES, _CHARACTERS = 3, 2**30, 1_000_000
 _START = "import sys; sys.path[:] = sys.argv[1:]; from data.templates import serve; serve()"
 _MESSAGE_CHARACTERS = 500
 
@@ -122,7 +122,7 @@ def _ask(template: ChatTemplate, request: Any) -> Any:
         if answer.endswith(b"\n"):
             read = json.loads(answer)
         elif (code := process.wait()) == -signal.SIGXCPU:
-            read = {"problem": f"it takes more than {_allowed(_SECONDS, line)} s of processor time"}
+            read = {"problem": f"it takes more than {_SECONDS} s of processor time"}
         else:
             read = {"problem": f"the process that renders it has ended with code {code}"}
         if "problem" in read:
@@ -146,11 +146,6 @@ def _start() -> subprocess.Popen:
         raise DataError(f"the process that renders templates cannot be started: {error}") from error
 
 
-def _allowed(limit: tuple[int, float], line: bytes) -> int:
-    """Return the limit of a resource for a request."""
-    return limit[0] + int(limit[1] * len(line))
-
-
 # -- in the process that renders -------------------------------------------------------------------------------------
 
 
@@ -162,20 +157,18 @@ def serve() -> None:
     """
     # SLURM sends signals to every process of a job. This one ends with its input.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGXCPU})
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, _BYTES)
     text, special, day = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
-        memory = _allowed(_BYTES, line)
-        _limit(resource.RLIMIT_CPU, math.ceil(process_time()) + _allowed(_SECONDS, line))
-        _limit(resource.RLIMIT_AS, memory)
+        _limit(resource.RLIMIT_CPU, math.ceil(process_time()) + _SECONDS)
         try:
-            most = _allowed(_CHARACTERS, line)
+            most = _CHARACTERS + 4 * len(line)
             answer = json.dumps(_rendered(*_compiled(text, day), dict(special), most, json.loads(line)))
         except MemoryError:
-            answer = json.dumps({"problem": f"it needs more than {memory >> 20:,} MiB of memory"})
+            answer = json.dumps({"problem": f"it needs more than {_BYTES >> 20:,} MiB of memory"})
         except Exception as error:  # a template can raise any error
             answer = json.dumps({"problem": (str(error) or type(error).__name__)[:_MESSAGE_CHARACTERS]})
-        _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)  # for the next row
         print(answer, flush=True)
 
 
