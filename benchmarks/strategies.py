@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import ranks
 from benchmarks.table import Benchmark, Table
 from benchmarks.trainer import Trainer, configured
+from parallel.dtensor import is_sharded
 from parallel.host_group import init_process_group
 from parallel.orders import StageSeconds, stage_seconds
-from parallel.pieces import is_shared
 from parallel.schedules import borders
 from parallel.strategy import Strategy
 from parallel.timeline import (
@@ -340,7 +340,7 @@ class Kept(saved_tensors_hooks):
         self._strategy, self._users, self._now = strategy, Counter(), 0
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
-        whole = {p.untyped_storage().data_ptr(): p for p in self._strategy.parameters() if not is_shared(p)}
+        whole = {p.untyped_storage().data_ptr(): p for p in self._strategy.parameters() if not is_sharded(p)}
         if self._strategy.sharding is not None:
             self.whole = max(self.whole, sum(p.untyped_storage().nbytes() for p in whole.values()))
         storage = tensor.untyped_storage()

@@ -11,8 +11,8 @@
     examination.py                   what layers and the loss do that depends on the layout, seen before a run
     shape_inference.py               what layers return and keep, inferred without numbers
     gradients.py, batchnorm.py       what replicas average
-    pieces.py                        the part of a tensor that a rank holds
-    sharding.py                      parameters shared among replicas
+    placement.py, pieces.py          how a tensor is divided over the axes, and the part that a rank holds
+    sharding.py, dtensor.py          parameters sharded among replicas
     tensor.py                        layers shared among ranks
     host_group.py, devices.py        ranks that share a GPU; devices and threads
     timeline.py                      when each piece of work ran

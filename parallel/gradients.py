@@ -18,8 +18,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from models.chain import Chain, is_within
+from parallel.dtensor import local
 from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
-from parallel.pieces import local, piece_of
+from parallel.placement import Placement
 from parallel.plan import HIERARCHICAL, Plan, uneven
 from parallel.stage import Stage
 from parallel.tensor import Cutting
@@ -43,7 +44,7 @@ class Gradients:
     """The gradients that the stages of a rank hold.
 
     A tied parameter that several stages hold has a copy in each, and all copies get the summed gradient. Copies start
-    equal (they are drawn under the same name) and get equal updates, so they stay equal. If replicas share parameters,
+    equal (they are drawn under the same name) and get equal updates, so they stay equal. If parameters are sharded,
     a rank has the same box of each copy.
     """
 
@@ -55,6 +56,7 @@ class Gradients:
         mesh: Mesh,
         device: torch.device,
         timeout_s: float,
+        place: Callable[[str, Tensor], Placement],
         cutting: Cutting | None = None,
     ) -> None:
         self._device, self._cutting = device, cutting
@@ -67,8 +69,7 @@ class Gradients:
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
                 self._names.setdefault(parameter, []).append(name)
                 if name not in chain.tied:
-                    piece = piece_of(parameter) if cutting is None else cutting.piece(name, parameter)
-                    self._counted[piece.counts(mesh)].append(parameter)
+                    self._counted[mesh.counts(place(name, parameter).axes)].append(parameter)
         self._in_buckets = mesh.dp_group is not None and plan.shards == 1 and not plan.splits_backward
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 

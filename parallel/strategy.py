@@ -24,11 +24,13 @@ from data.dataset import Batch
 from models.chain import LOSS, Chain
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
+from parallel.dtensor import local, split_of
 from parallel.examination import REENTRANT, Examination, examine
 from parallel.gathering import gathering
 from parallel.gradients import Gradients, replicate, sum_dtype
 from parallel.mesh import REPLICAS, SHARDS, Mesh
-from parallel.pieces import Boxes, Piece, fill, piece_of, whole
+from parallel.pieces import Boxes, Piece, fill, piece_of
+from parallel.placement import Placement
 from parallel.plan import Plan
 from parallel.sharding import Sharding
 from parallel.stage import RAISED_IN, Stage
@@ -205,7 +207,9 @@ class Strategy(ABC):
             random = found.may("random")
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint([*stage.layers.names, *[LOSS] * stage.ends_chain]))
-        self.gradients = Gradients(plan, chain, self.stages, mesh, self.device, options.timeout_s, self.cutting)
+        self.gradients = Gradients(
+            plan, chain, self.stages, mesh, self.device, options.timeout_s, self.placement, self.cutting
+        )
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, options.sync_batchnorm)
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -323,8 +327,8 @@ class Strategy(ABC):
         """
         loss, count, *metrics = self.take_sums()
         squares = self.gradients.squared_norm().to(loss)
-        local = [loss, count, squares, loss.new_full((), stop), *metrics]
-        loss, count, squares, stops, *metrics = self.all_sum(torch.stack(local))
+        mine = [loss, count, squares, loss.new_full((), stop), *metrics]
+        loss, count, squares, stops, *metrics = self.all_sum(torch.stack(mine))
         factor = self.plan.dp * self._terms / count if count else 1.0
         factor *= self._averaged / self.loss_scale.factor
         self.gradients.multiply(factor)
@@ -416,16 +420,24 @@ class Strategy(ABC):
                         raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
                     fill(self.piece(canonical, tensor), state[canonical], canonical)
 
-    def piece(self, name: str, tensor: Tensor) -> Piece:
-        """Return which part of the whole this rank has of a tensor: a parameter, its gradient, or a state of its shape.
+    def placement(self, name: str, tensor: Tensor) -> Placement:
+        """Return how a tensor is divided over the mesh: a parameter, its gradient, or a state of its shape.
 
-        ``name`` is the parameter's canonical name. Tensors of another shape are whole.
+        ``name`` is the parameter's canonical name. Tensors of another shape are whole on each rank.
         """
-        return piece_of(tensor) if self.cutting is None else self.cutting.piece(name, tensor)
+        of_layers = None if self.cutting is None else self.cutting.split(name, tensor)
+        return Placement.of(tensor.shape, (of_layers, split_of(tensor)))
+
+    def piece(self, name: str, tensor: Tensor) -> Piece:
+        """Return which part of the whole this rank has of such a tensor."""
+        return piece_of(tensor, self.placement(name, tensor), self.mesh)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return all of such a tensor. The ranks that share it call this together."""
-        return whole(tensor, self.mesh, None if self.cutting is None else self.cutting.cut_of(name, tensor))
+        """Return all of such a tensor. The ranks that have parts of it call this together.
+
+        ``full_tensor`` is not used, because DTensor keeps the process groups of an earlier run in the same process.
+        """
+        return self.placement(name, tensor).whole(local(tensor), self.mesh)
 
     # -- for subclasses --------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ What goes wrong elsewhere, and what is done about it here:
   are norms and biases between regions where the sequence is divided, and what lies inside a region without being cut
   (a norm of heads, a factor of LoRA). Their names are in ``Cutting.partial``; ``parallel.gradients`` adds the summands
   up, once, before the norm is taken.
-* Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. Where a tensor lies in the whole one is said
-  by ``parallel.pieces.Cut``, by its name.
+* Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. ``TensorParallel.split`` has the division of
+  each by its name.
 * Queries, keys and values enter their region with one tensor. It is gathered once, and its gradient is added up once.
 * Where ``tp`` is larger than the number of key heads, each rank computes all of them and uses one.
 """
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,14 +43,14 @@ from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
 from parallel.examination import backward_nodes
 from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
-from parallel.pieces import Cut, Piece, piece_of
+from parallel.partition import even_split
+from parallel.placement import Split
 
 
 class Cutting:
     """Cuts the layers of one rank, and computes them together with the other ranks along ``tensor``.
 
     Attributes:
-        cuts: How each tensor is cut, by its canonical name.
         partial: The names of whole parameters whose gradients are to be added up over the ranks. Those inside a region
             are known after the first forward.
         index: This rank's place along the axis.
@@ -58,9 +59,9 @@ class Cutting:
     def __init__(self, chain: Chain, mesh: Mesh, sequence: bool) -> None:
         """Describe the ranks that share layers; with ``sequence`` they share the sequence between regions, too."""
         self.line, self.index, self.sequence = mesh.axis(TENSOR), mesh.axis(TENSOR).index, sequence
-        self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
         self._chain = chain
+        self._splits: dict[str, tuple[torch.Size, Split]] = {}  # with the shapes of parts, by canonical names
         # Whether a region is being computed; its input, and what its first products compute with in place of that.
         self._inside = False
         self._given: Tensor | None = None
@@ -91,14 +92,10 @@ class Cutting:
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
-    def piece(self, name: str, tensor: Tensor) -> Piece:
-        """Return which part of the whole this rank has of a tensor; see ``Strategy.piece``."""
-        return piece_of(tensor, self.cut_of(name, tensor), self.index)
-
-    def cut_of(self, name: str, tensor: Tensor) -> Cut | None:
-        """Return how a parameter, or a tensor of its shape, is cut; None for a tensor of another shape."""
-        cut = self.cuts.get(name)
-        return cut if cut is not None and tensor.shape == cut.shape_of(self.index) else None
+    def split(self, name: str, tensor: Tensor) -> Split | None:
+        """Return how a parameter, or a tensor of its shape, is divided; None for a tensor of another shape."""
+        shape, split = self._splits.get(name, (None, None))
+        return split if tensor.shape == shape else None
 
     # -- cutting -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +120,7 @@ class Cutting:
                 module.part = partial(self._part_of, module, module in of_whole, divided)
                 module.register_forward_pre_hook(self._follow)
             own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-            uncut = [key for key in own if self._chain.canonical(key) not in self.cuts]
+            uncut = [key for key in own if self._chain.canonical(key) not in self._splits]
             if divided:
                 self.partial.update(uncut)
             elif uncut and not isinstance(within.get(module), Rows):
@@ -147,12 +144,12 @@ class Cutting:
                 self._replace(f"{name}.lora_A", module.lora_A, "weight", dim=1)
             module.forward = partial(self._rows, name, module, divided)  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(module, nn.Embedding):
-            cut = self._replace(name, module, "weight")
-            module.forward = partial(self._embed, module, cut)  # pyright: ignore[reportAttributeAccessIssue]
+            (words,) = self._replace(name, module, "weight").ranges(self.index)
+            module.forward = partial(self._embed, module, words)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             assert isinstance(layer, FusedHead)  # as the plan has checked
-            cuts = {key: self._replace(name, module, key) for key, _ in [*module.named_parameters(recurse=False)]}
-            layer.words = Words(self, cuts["weight"], divided)
+            splits = {key: self._replace(name, module, key) for key, _ in [*module.named_parameters(recurse=False)]}
+            layer.words = Words(self, splits["weight"], divided)
 
     def _cut_columns(self, name: str, module: nn.Module, how: Columns, divided: bool) -> None:
         module.register_forward_pre_hook(partial(self._enter_first, divided), with_kwargs=True)
@@ -170,14 +167,14 @@ class Cutting:
         if isinstance(module, LoRALinear):
             self._replace(f"{name}.lora_B", module.lora_B, "weight", groups=how.groups)
 
-    def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> Cut:
-        """Keep this rank's part of a module's parameter, and return how it was cut."""
+    def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> Split:
+        """Keep this rank's part of a module's parameter, and return how it was divided."""
         parameter = module.get_parameter(key)
-        cut = Cut(parameter.shape, dim, groups, self.line.size)
-        part = nn.Parameter(cut.part(parameter.detach(), self.index), parameter.requires_grad)
+        split = Split(TENSOR, dim, tuple(even_split(parameter.shape[dim] // groups, self.line.size)), groups)
+        part = nn.Parameter(split.part(parameter.detach(), self.index), parameter.requires_grad)
         setattr(module, key, part)
-        self.cuts[self._chain.canonical(f"{name}.{key}")] = cut
-        return cut
+        self._splits[self._chain.canonical(f"{name}.{key}")] = part.shape, split
+        return split
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
@@ -219,11 +216,10 @@ class Cutting:
         y = _Sent.apply(y, *_LEAVE[divided], self.line)  # the sum, or a part of it as ``enter`` got one
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
-    def _embed(self, module: nn.Embedding, cut: Cut, tokens: Tensor) -> Tensor:
-        """Look up tokens [b, t]. Each rank has some words of the vocabulary."""
-        (run,) = cut.runs(self.index)
-        others = (tokens < run.start) | (tokens >= run.stop)
-        rows = F.embedding((tokens - run.start).masked_fill(others, 0), module.weight)
+    def _embed(self, module: nn.Embedding, words: slice, tokens: Tensor) -> Tensor:
+        """Look up tokens [b, t], of which this rank has the range ``words`` of the vocabulary."""
+        others = (tokens < words.start) | (tokens >= words.stop)
+        rows = F.embedding((tokens - words.start).masked_fill(others, 0), module.weight)
         return _Sent.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.line)
 
     def _divide(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
@@ -263,9 +259,9 @@ class Words:
         count: The number of all ranks' words.
     """
 
-    def __init__(self, cutting: Cutting, cut: Cut, divided: bool) -> None:
-        self._cutting, self._cut, self._divided = cutting, cut, divided
-        self.start, self.count = cut.runs(cutting.index)[0].start, cut.shape[cut.dim]
+    def __init__(self, cutting: Cutting, split: Split, divided: bool) -> None:
+        self._cutting, self._split, self._divided = cutting, split, divided
+        self.start, self.count = split.ranges(cutting.index)[0].start, split.size
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what all words are computed from, [b, t, c]."""
@@ -285,10 +281,7 @@ class Words:
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all words, [b, t, v], from those of this rank's."""
-        sizes = [run.stop - run.start for (run,) in map(self._cut.runs, range(self._cutting.line.size))]
-        padded = F.pad(logits, (0, max(sizes) - logits.shape[-1]))
-        parts = self._cutting.line.all_gather(padded)
-        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+        return replace(self._split, dim=logits.dim() - 1).gather(logits, self._cutting.line)
 
 
 # -- operators: x is [b, t, ...] ---------------------------------------------------------------------------------------

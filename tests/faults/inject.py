@@ -84,7 +84,7 @@ def arm() -> None:
     """Wrap what the points of a step and of a save are."""
     import torch.distributed as dist
 
-    from parallel.pieces import local
+    from parallel.dtensor import local
     from parallel.stage import Stage
     from parallel.strategy import Strategy
     from training.checkpoint import save as saving

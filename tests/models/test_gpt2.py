@@ -12,7 +12,9 @@ from common.packages import load_torchvision
 from conf.instantiate import to_config
 from models.gpt2 import gpt2
 from models.gpt2_sizes import GPT2
+from parallel.mesh import Mesh
 from parallel.pieces import fill, piece_of
+from parallel.placement import Placement
 from training.checkpoint.init_from import Weights
 
 CPU = torch.device("cpu")
@@ -72,7 +74,7 @@ def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words(
     chain = gpt2(size="tiny", n_layer=1, n_head=2, n_embd=8, block_size=48)
     ours, weights = chain.build(chain.names, 5, CPU).eval(), Weights(to_config({"init_from": str(tmp_path)}), chain)
     for name, tensor in ours.named_parameters():
-        fill(piece_of(tensor), weights[name], name)
+        fill(piece_of(tensor, Placement(tensor.shape), Mesh({})), weights[name], name)
     tokens = torch.randint(0, 50257, (2, 40), generator=torch.Generator().manual_seed(3))
     logits, wanted = ours(tokens), reference(tokens).logits
     assert logits.shape[-1] == 50304
@@ -111,7 +113,7 @@ def loaded(folder):
     layers = chain.build(chain.names, 5, CPU).eval()
     weights = Weights(to_config({"init_from": str(folder)}), chain)
     for name, tensor in layers.named_parameters():
-        fill(piece_of(tensor), weights[name], name)
+        fill(piece_of(tensor, Placement(tensor.shape), Mesh({})), weights[name], name)
     return layers
 
 

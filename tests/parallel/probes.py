@@ -9,8 +9,8 @@ import torch.distributed as dist
 from cases import Layout, Recipe, build
 from small_models import chain_and_batches
 
+from parallel.dtensor import local
 from parallel.mesh import Mesh
-from parallel.pieces import local
 from training.optimizer import Optimizer
 
 

@@ -32,7 +32,8 @@ from models.seeds import Samples, by_sample, computing
 from models.transformer import transformer
 from parallel import tensor
 from parallel.examination import examine
-from parallel.pieces import Cut, piece_of
+from parallel.partition import even_split
+from parallel.placement import Split
 from parallel.plan import make_plan
 from parallel.tensor import Cutting
 from planner.search import layouts
@@ -56,7 +57,7 @@ def no_partial_gradients(patch):
 
 
 def whole_parameters_count_on_every_rank(patch):
-    patch.setattr("parallel.pieces.Piece.counts", lambda piece, mesh: True)
+    patch.setattr("parallel.mesh.Mesh.counts", lambda mesh, axes: True)
 
 
 def each_rank_draws_the_masks_of_the_first(patch):
@@ -69,8 +70,8 @@ def a_group_of_matrices_is_cut_as_one(patch):
 
 
 def each_rank_keeps_the_part_of_the_first(patch):
-    real = Cut.part
-    patch.setattr(Cut, "part", lambda cut, whole, index: real(cut, whole, 0))
+    real = Split.part
+    patch.setattr(Split, "part", lambda split, whole, index: real(split, whole, 0))
 
 
 def each_rank_normalises_over_its_own_words(patch):
@@ -211,9 +212,9 @@ def loss_of_shared_words(vocabulary: int) -> tuple[torch.Tensor, ...]:
     )
     cutting = Cutting(gpt2("tiny"), mesh, sequence=False)
     x, weight, bias, targets = words_of(vocabulary)
-    cut, cut_bias = (Cut(t.shape, 0, 1, cutting.line.size) for t in (weight, bias))
-    own = [c.part(t, cutting.index).requires_grad_() for c, t in ((cut, weight), (cut_bias, bias))]
-    words = tensor.Words(cutting, cut, divided=False)
+    split = Split(tensor.TENSOR, 0, tuple(even_split(vocabulary, cutting.line.size)))
+    own = [split.part(t, cutting.index).requires_grad_() for t in (weight, bias)]
+    words = tensor.Words(cutting, split, divided=False)
     hidden = words.enter(x.requires_grad_())
     loss = fused_cross_entropy.fused_cross_entropy(hidden, own[0], own[0].detach(), targets, own[1], words)
     (loss * 3).backward()
@@ -246,25 +247,6 @@ def test_the_loss_of_words_that_ranks_share_is_that_of_all_words(ranks, ranks_of
         torch.testing.assert_close(its_logits[0], logits.detach())
     torch.testing.assert_close(torch.cat([share[2] for share in shares]), weight.grad)
     torch.testing.assert_close(torch.cat([share[3] for share in shares]), bias.grad)
-
-
-# -- pieces ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "shape, dim, groups", [((12, 4), 0, 3), ((12, 4), 0, 1), ((3, 10), 1, 1), ((7,), 0, 1), ((5, 2), 0, 1)]
-)
-@pytest.mark.parametrize("ranks_of_a_layer", [1, 2, 4])
-def test_the_parts_of_all_ranks_are_the_whole_tensor_and_none_overlaps(shape, dim, groups, ranks_of_a_layer):
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    cut, seen = Cut(whole.shape, dim, groups, ranks_of_a_layer), torch.zeros(shape, dtype=torch.int64)
-    for index in range(ranks_of_a_layer):
-        piece = piece_of(cut.part(whole, index), cut, index)
-        assert piece.tensor.shape == cut.shape_of(index) and torch.equal(piece.read(whole), piece.tensor)
-        for numbers, box in piece.boxes():
-            assert torch.equal(whole[box], numbers)
-            seen[box] += 1
-    assert (seen == 1).all()
 
 
 # -- what is sent ----------------------------------------------------------------------------------------------------

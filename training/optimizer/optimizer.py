@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import TrainingError
-from parallel.pieces import Boxes, Piece, is_shared, local, shared_like
+from parallel.dtensor import is_sharded, local, sharded_like
+from parallel.pieces import Boxes, Piece
 from parallel.strategy import Strategy
 from training.optimizer.groups import build_optimizer
 from training.optimizer.kinds import PER_PARAMETER, update_of
@@ -57,9 +58,10 @@ class Optimizer:
         exact = strategy.plan.precision in ("fp32", "fp64")
         for section, own in ((config, matrices), (others or config, rest)):
             whole_only = update_of(section) == PER_PARAMETER
-            alone = [(name, p) for name, p in own if whole_only and strategy.piece(name, p).axes]
-            together = [(name, p) for name, p in own if not (whole_only and strategy.piece(name, p).axes)]
-            for part, gathers in (*(([pair], True) for pair in alone), (together, False)):
+            divided = {name for name, p in own if whole_only and strategy.placement(name, p).axes}
+            alone = [[(name, p)] for name, p in own if name in divided]
+            together = [(name, p) for name, p in own if name not in divided]
+            for part, gathers in (*((pair, True) for pair in alone), (together, False)):
                 if part:
                     self._parts.append(_Part({**section, **shared}, part, strategy, gathers, fused, exact))
         # All learning rates follow one schedule, each scaled by its ratio to the base rate.
@@ -138,7 +140,7 @@ class _Part:
     def _stand_in(self, parameter: nn.Parameter) -> Tensor:
         if self._gathers:
             return self._whole(parameter, parameter.detach())
-        return local(parameter.detach()) if is_shared(parameter) else parameter
+        return local(parameter.detach()) if is_sharded(parameter) else parameter
 
     def _whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return self._strategy.whole(self._names[parameter], tensor)
@@ -179,7 +181,7 @@ class _Part:
             piece.tensor.copy_(piece.read(own))
 
             def share(value: Tensor, like: nn.Parameter = parameter, piece: Piece = piece) -> Tensor:
-                return shared_like(like, piece.read(value).clone()) if tuple(value.shape) == piece.shape else value
+                return sharded_like(like, piece.read(value).clone()) if tuple(value.shape) == piece.shape else value
 
             self._change_state(own, share)
             own.data = own.new_zeros(()).expand(piece.shape)  # keeps the shape without memory
@@ -209,7 +211,7 @@ class _Part:
                 ", ".join(lost),
             )
         if own is not parameter and not self._gathers:
-            tensors = {k: shared_like(parameter, t) if t.shape == own.shape else t for k, t in tensors.items()}
+            tensors = {k: sharded_like(parameter, t) if t.shape == own.shape else t for k, t in tensors.items()}
         return tensors | plain
 
     def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:

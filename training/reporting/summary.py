@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.devices import peak_memory_bytes
-from parallel.pieces import local
+from parallel.dtensor import local
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training.reporting.metrics import after_warmup

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from data.dataset import Batch
 from models.chain import as_tuple
-from parallel.pieces import local
+from parallel.dtensor import local
 from parallel.strategy import Strategy
 
 

@@ -27,14 +27,14 @@ BOXES = {
 
 def cut(tensor: torch.Tensor, cuts: list, mesh: Mesh) -> Piece:
     """The piece of a rank, of a tensor whose dimensions are cut along axes of a mesh, each into equal shares."""
-    piece, runs = tensor, [(slice(0, size),) for size in tensor.shape]
+    piece, ranges = tensor, [(slice(0, size),) for size in tensor.shape]
     for dim, axis in cuts:
         line = mesh.axis(axis)
         share = -(-tensor.shape[dim] // line.size)
         start = min(share * line.index, tensor.shape[dim])
-        runs[dim] = (slice(start, min(start + share, tensor.shape[dim])),)
-        piece = piece[(slice(None),) * dim + runs[dim]]
-    return Piece(piece, tuple(runs), tuple(tensor.shape), tuple(axis for _, axis in cuts))
+        ranges[dim] = (slice(start, min(start + share, tensor.shape[dim])),)
+        piece = piece[(slice(None),) * dim + ranges[dim]]
+    return Piece(piece, tuple(ranges), tuple(tensor.shape), tuple(axis for _, axis in cuts))
 
 
 @pytest.mark.parametrize("how", BOXES)

@@ -270,8 +270,8 @@ def test_only_a_file_that_several_ranks_write_is_opened_for_synchronous_writes(t
     """So Linux's NFS client sends what was written, and not the rest of its page."""
     opened, real = [], os.open
     monkeypatch.setattr(os, "open", lambda path, flags, *rest: opened.append(flags) or real(path, flags, *rest))
-    runs = (slice(0, 2),), (slice(0, 3),)
-    piece = Piece(torch.ones(2, 3), runs, (4, 3), (SHARDS,) if shared else ())
+    ranges = (slice(0, 2),), (slice(0, 3),)
+    piece = Piece(torch.ones(2, 3), ranges, (4, 3), (SHARDS,) if shared else ())
     save.write_file(tmp_path / "model-00.safetensors", {"weight": piece}, Mesh({}))
     assert bool(opened[0] & os.O_DSYNC) == shared
 

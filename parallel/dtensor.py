@@ -1,0 +1,48 @@
+"""What a DTensor of FSDP2 says of its placement. Only this module knows DTensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor
+
+from parallel.placement import Split
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether replicas have shards of a tensor, without the import of DTensor, which takes a second."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, with the same memory. A tensor without shards is returned as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def sharded_like(like: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor that is sharded as ``like`` is, and of which this rank has ``part``."""
+    if not is_sharded(like):
+        return part
+    return type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def split_of(tensor: Tensor) -> Split | None:
+    """Return how replicas have sharded a tensor; None if each has the whole.
+
+    FSDP2 shards along one axis of its mesh, and the others have copies.
+    """
+    if not is_sharded(tensor):
+        return None
+    mesh = tensor.device_mesh
+    for axis, ranks, placement in zip(mesh.mesh_dim_names or (), mesh.shape, tensor.placements, strict=True):
+        if placement.is_shard():
+            dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]  # is_shard() has checked it
+            each = -(-tensor.shape[dim] // ranks)  # as torch.chunk divides
+            ends = [min(each * index, tensor.shape[dim]) for index in range(ranks + 1)]
+            return Split(axis, dim, tuple(stop - start for start, stop in zip(ends, ends[1:], strict=False)))
+    return None
