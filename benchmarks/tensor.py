@@ -30,7 +30,7 @@ from benchmarks.table import Benchmark, Table
 from benchmarks.timing import take_turns
 from models.gpt2 import gpt2
 from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
-from parallel.tensor import Cutting
+from parallel.tensor import TensorParallel
 from training.reporting.metrics import SUMMARY
 
 PARTS = ("runs", "layers")
@@ -125,7 +125,7 @@ def contenders(mesh: Mesh) -> dict[tuple[str, str, bool], Callable[[], None]]:
     for way, sequence in WAYS.items():
         ((name, block),) = chain.build(chain.names[1:2], 1, torch.device("cpu")).items()
         if sequence is not None:
-            Cutting(chain, mesh, sequence).cut(name, block)
+            TensorParallel(chain, mesh, sequence).cut(name, block)
         for layer, module in (("MLP", block.mlp), ("block", block)):
             steps[layer, way, False] = both_ways(module, bool(sequence))
             if sequence is not None:

@@ -21,7 +21,7 @@ from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
 from models.causal_lm_layers import Forward, first_of, hidden_of, refused
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
-from models.cut import Columns, CutOf, Refused, Region, Rows, Vocabulary, own_computation
+from models.cut import Columns, CutOf, GatherInput, Refused, Rows, Vocabulary, own_computation
 from models.losses import TokenCrossEntropy
 
 _TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
@@ -112,7 +112,7 @@ class Decoder(Forward):
             if style == "colwise" and found is not None:
                 table[name] = columns = self._columns(found)
                 if columns.unit > 1:  # an attention, which takes the length of queries from its input
-                    table[name.rpartition(".")[0]] = self._region(found.rpartition(".")[0])
+                    table[name.rpartition(".")[0]] = self._gathers_input(found.rpartition(".")[0])
             elif style == "rowwise" and found is not None:
                 table[name] = Rows()
             # What is replicated is so here for everything between the two.
@@ -129,12 +129,12 @@ class Decoder(Forward):
             return table
         return table | {name: Vocabulary() for name, can in can_be_cut.items() if can} if table else {}
 
-    def _region(self, attention: str) -> Region | Refused:
+    def _gathers_input(self, attention: str) -> GatherInput | Refused:
         """Return how the inside of an attention is computed by heads."""
         parts = [part for part in self.model.get_submodule(attention).modules() if not isinstance(part, nn.Linear)]
         if any(parameter.dim() > 1 for part in parts for parameter in part.parameters(recurse=False)):
             return Refused(f"{self.kind} has parameters for each head there, which its tensor plan leaves whole")
-        return Region()
+        return GatherInput()
 
     def _columns(self, name: str) -> Columns:
         """Return how a module with divided outputs is cut: by heads, if it is one of an attention."""

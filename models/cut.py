@@ -72,14 +72,14 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Region:
-    """A module whose input begins a region, and not that of the columns inside it.
+class GatherInput:
+    """Gathers the module's input, instead of the input of each ``Columns()`` module inside it.
 
     With ``parallel.sequence`` it computes the shapes of what its columns return from its input, which must be whole.
     """
 
 
-CutOf = Columns | Rows | Vocabulary | Region | Refused
+CutOf = Columns | Rows | Vocabulary | GatherInput | Refused
 
 
 def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:

@@ -48,7 +48,7 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
     return total
 
 
-def _by_shared_words(logits: Tensor, targets: Tensor, needs_grad: bool, words: SharedWords) -> Tensor:
+def _by_vocabulary_part(logits: Tensor, targets: Tensor, needs_grad: bool, words: VocabularyPart) -> Tensor:
     """Compute what ``_by_blocks`` does where ranks share the words, and ``logits`` [n, v] are those of this rank's.
 
     Three numbers of each row are exchanged, and no logits.
@@ -168,13 +168,13 @@ class _FusedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         bias: Tensor | None,
         needs_grad: bool,
-        words: SharedWords | None,
+        words: VocabularyPart | None,
     ):
         logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
         if words is None:
             total = _row_wise(logits, targets, needs_grad)
         else:
-            total = _by_shared_words(logits, targets, needs_grad, words)
+            total = _by_vocabulary_part(logits, targets, needs_grad, words)
         if not needs_grad:
             return total, None, None
         # Rows that do not count get no gradient. For the weight's gradient x is zeroed, which is smaller than the
@@ -235,7 +235,7 @@ def fused_cross_entropy(
     cast: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
-    words: SharedWords | None = None,
+    words: VocabularyPart | None = None,
 ) -> Tensor:
     """Compute the cross entropy of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 
@@ -249,8 +249,8 @@ def fused_cross_entropy(
     return loss + _CrossEntropyOfWeight.apply(weight, rows, gradient, loss.detach()) if needs_grad else loss
 
 
-class SharedWords(Protocol):
-    """The words of a vocabulary that this rank has, where ranks share it (``parallel.tensor.Words``).
+class VocabularyPart(Protocol):
+    """The words of a vocabulary that this rank has, where ranks share it (``parallel.tensor.VocabularyShard``).
 
     Attributes:
         start: The first of them.
@@ -284,7 +284,7 @@ class FusedHead(nn.Module):
     """
 
     projection: nn.Linear
-    words: SharedWords | None = None  # those of this rank, where ranks share the vocabulary
+    vocabulary: VocabularyPart | None = None  # this rank's words, where ranks share them
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,24 +299,24 @@ class FusedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, c] -> logits [b, t, vocab_size]."""
-        if self.words is None:
+        if self.vocabulary is None:
             return self.projection(self.hidden(x))
-        return self.words.gather(self.projection(self.words.enter(self.hidden(x))))
+        return self.vocabulary.gather(self.projection(self.vocabulary.enter(self.hidden(x))))
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
         """Compute the loss of hidden states [b, t, c] against next tokens [b, t], in the dtype of an autocast."""
         targets = mask_targets(targets, weights).flatten()
         hidden = self.hidden(x)
-        hidden = (hidden if self.words is None else self.words.enter(hidden)).flatten(0, 1)
+        hidden = (hidden if self.vocabulary is None else self.vocabulary.enter(hidden)).flatten(0, 1)
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):  # torch knows no autocast for "meta"
             hidden = hidden.to(torch.get_autocast_dtype(kind))
         linear, counted = self.projection, targets != IGNORED
-        count = len(linear.weight) if self.words is None else self.words.count
+        count = len(linear.weight) if self.vocabulary is None else self.vocabulary.count
         known = (targets >= 0) & (targets < count)
         assert_all(known | ~counted, f"targets must be from 0 to {count - 1}, or {IGNORED}, which is not counted")
         cast = self._weight_as(hidden.dtype)
-        loss = fused_cross_entropy(hidden, linear.weight, cast, targets, linear.bias, self.words)
+        loss = fused_cross_entropy(hidden, linear.weight, cast, targets, linear.bias, self.vocabulary)
         return Sums(loss, counted.sum())
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:

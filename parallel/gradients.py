@@ -23,7 +23,7 @@ from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
 from parallel.placement import Placement
 from parallel.plan import HIERARCHICAL, Plan, uneven
 from parallel.stage import Stage
-from parallel.tensor import Cutting
+from parallel.tensor import TensorParallel
 
 # reportPrivateImportUsage: torch's stubs do not export its _foreach_ functions.
 
@@ -57,9 +57,9 @@ class Gradients:
         device: torch.device,
         timeout_s: float,
         place: Callable[[str, Tensor], Placement],
-        cutting: Cutting | None = None,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:
-        self._device, self._cutting = device, cutting
+        self._device, self._tensor_parallel = device, tensor_parallel
         # Listed once: iterating over the modules of a ResNet-50 takes a millisecond, and a GPU waits for most of it.
         self._parameters = [p for stage in stages for p in stage.layers.parameters()]
         # True: the parameters that this rank counts. False: those that another rank counts, which holds them as well.
@@ -69,7 +69,7 @@ class Gradients:
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
                 self._names.setdefault(parameter, []).append(name)
                 if name not in chain.tied:
-                    self._counted[mesh.counts(place(name, parameter).axes)].append(parameter)
+                    self._counted[mesh.owns(place(name, parameter).axes)].append(parameter)
         self._in_buckets = mesh.dp_group is not None and plan.shards == 1 and not plan.splits_backward
         self._copies = _copies(plan, chain, stages, mesh, timeout_s)
 
@@ -97,9 +97,9 @@ class Gradients:
         for parameter in self._parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self._cutting is not None:
-            parts = [p for p in self._parameters if p.grad is not None and self._is_partial(p, self._cutting.partial)]
-            _add_up([local(p.grad) for p in parts if p.grad is not None], self._cutting.line.group)
+        if (tensor := self._tensor_parallel) is not None:
+            partial = [p.grad for p in self._parameters if p.grad is not None and self._is_in(tensor.needs_sum, p)]
+            _add_up([local(gradient) for gradient in partial], tensor.tp_axis.group)
         for parameters, group in self._copies:
             total, *others = [local(p.grad) for p in parameters if p.grad is not None]
             for other in others:
@@ -134,9 +134,9 @@ class Gradients:
                 sums.append(squares if counts else squares * 0)
         return reduce(torch.add, sums) if sums else torch.zeros((), dtype=dtype, device=self._device)
 
-    def _is_partial(self, parameter: nn.Parameter, partial: Collection[str]) -> bool:
-        """Return whether the gradient is a summand. Raises PlanError if it is one in some layers only."""
-        names = {name in partial: name for name in self._names[parameter]}
+    def _is_in(self, needs_sum: Collection[str], parameter: nn.Parameter) -> bool:
+        """Return whether a parameter's names are in a set. Raises PlanError if only some of them are."""
+        names = {name in needs_sum: name for name in self._names[parameter]}
         if len(names) > 1:
             raise uneven(names[True], names[False])
         return True in names
@@ -193,7 +193,7 @@ def _copies(
         holders = [s.index for s in plan.stages if any(is_within(name, s.layers) for name in names)]
         if len(holders) < 2:
             continue
-        pipelines = mesh.lines(PIPELINE)
+        pipelines = mesh.groups(PIPELINE)
         positions = sorted({index % len(pipelines[0]) for index in holders})
         group = mesh.new_group([[ranks[position] for position in positions] for ranks in pipelines], timeout_s)
         held = [

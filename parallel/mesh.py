@@ -101,20 +101,20 @@ class Mesh:
             self._axes[names] = self._axes[several]
         return self._axes[names]
 
-    def lines(self, *names: str) -> list[list[int]]:
-        """Return all lines of ranks along an axis, or along several together."""
+    def groups(self, *names: str) -> list[list[int]]:
+        """Return all groups of ranks along an axis, or along several together."""
         along = [i for i, name in enumerate(self.sizes) if name in names]
         across = [i for i in range(len(self.sizes)) if i not in along]
-        in_lines = self._ranks.permute(*across, *along)
-        return in_lines.reshape(-1, math.prod(in_lines.shape[len(across) :])).tolist()
+        grouped = self._ranks.permute(*across, *along)
+        return grouped.reshape(-1, math.prod(grouped.shape[len(across) :])).tolist()
 
-    def counts(self, cut_along: Collection[str] = ()) -> bool:
-        """Return whether this rank counts and saves its part of a tensor that is cut along the axes ``cut_along``.
+    def owns(self, axes: Collection[str] = ()) -> bool:
+        """Return whether this rank counts and saves its part of a tensor that is divided along ``axes``.
 
-        The ranks along the other axes hold the same part, and the first of them counts it. Each position of a pipeline
-        holds tensors of its own.
+        The ranks along the other axes hold the same part, and the first of them owns it. The positions of a pipeline
+        hold different tensors.
         """
-        return self.axis(*(self.sizes.keys() - {*cut_along, PIPELINE})).index == 0
+        return self.axis(*(self.sizes.keys() - {*axes, PIPELINE})).index == 0
 
     # -- replicas and positions --------------------------------------------------------------------------------------
 
@@ -140,11 +140,11 @@ class Mesh:
 
     def pipeline(self, replica: int) -> list[int]:
         """Return the ranks of one pipeline, first stage to last; of ranks that share layers, the first ones."""
-        return self.lines(PIPELINE)[replica * self.axis(TENSOR).size]
+        return self.groups(PIPELINE)[replica * self.axis(TENSOR).size]
 
     def holders(self, position: int) -> list[int]:
         """Return the ranks that hold the stages of a position, or a part of each of their layers."""
-        return self.lines(*REPLICAS, TENSOR)[position]
+        return self.groups(*REPLICAS, TENSOR)[position]
 
     # -- communication -----------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Mesh:
         for names in (*((name,) for name in self.sizes), REPLICAS):
             axis = self.axis(*names)
             if axis.group is None:
-                axis.group = self.new_group(self.lines(*names), timeout_s)
+                axis.group = self.new_group(self.groups(*names), timeout_s)
         return self
 
     def disconnect(self) -> None:
@@ -184,9 +184,9 @@ class Mesh:
                 "talks to this run's ports (SECURITY.md). Start the run again"
             ) from None
 
-    def new_group(self, lines: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
-        """Make a group for each line of several ranks; return that of this rank, if any. All ranks call this."""
-        several, timeout = [list(ranks) for ranks in lines if len(ranks) > 1], timedelta(seconds=timeout_s)
+    def new_group(self, groups: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
+        """Make each group of several ranks; return that of this rank, if any. All ranks call this."""
+        several, timeout = [list(ranks) for ranks in groups if len(ranks) > 1], timedelta(seconds=timeout_s)
         mine: Any = dist.new_subgroups_by_enumeration(several, timeout)[0] if several else None
         return mine
 

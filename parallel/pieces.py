@@ -56,10 +56,6 @@ class Piece(NamedTuple):
                 view = view.narrow(dim, before, held.stop - held.start)
             yield view, box
 
-    def counts(self, mesh: Mesh) -> bool:
-        """Return whether this rank counts and saves the box. Other ranks that hold the same box do not."""
-        return mesh.counts(self.axes)
-
     def read(self, given: Boxes) -> Tensor:
         """Return these parts of another tensor of the same shape."""
         if not self.axes:

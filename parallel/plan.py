@@ -13,7 +13,18 @@ from torch import nn
 
 from common.errors import PlanError
 from models.chain import Chain, Layers, is_within
-from models.cut import Columns, CutOf, Region, Rows, Vocabulary, check_pairs, check_table, cut_of, example, is_divided
+from models.cut import (
+    Columns,
+    CutOf,
+    GatherInput,
+    Rows,
+    Vocabulary,
+    check_pairs,
+    check_table,
+    cut_of,
+    example,
+    is_divided,
+)
 from models.losses import loss_of
 from parallel.devices import Hardware
 from parallel.layout import Layout
@@ -360,7 +371,7 @@ def _check_unused(parallel, hierarchical: bool) -> None:
 def _replicas_per_node(parallel, mesh: Mesh, nodes: int) -> int:
     per_node = mesh.size // nodes
     sizes = set()
-    for ranks in mesh.lines(*REPLICAS):
+    for ranks in mesh.groups(*REPLICAS):
         on = [rank // max(per_node, 1) for rank in ranks]
         sizes |= {on.count(node) for node in on}
     if mesh.size % nodes or len(sizes) != 1:
@@ -397,7 +408,7 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int, sequence: bool) -> None:
     for name, layer in skeleton.items():
         check_pairs(chain.cut, name, layer)
     cuts = {name: (module, cut) for name, module in skeleton.named_modules() if (cut := cut_of(chain.cut, name))}
-    cuts = {name: pair for name, pair in cuts.items() if not isinstance(pair[1], Region)}
+    cuts = {name: pair for name, pair in cuts.items() if not isinstance(pair[1], GatherInput)}
     last = chain.names[-1]
     whole = len(chain.names) > 1 and not is_divided(chain.cut, chain.names, last, skeleton[last])
     if sequence and whole and loss_of(skeleton[last]) is not None:

@@ -35,7 +35,7 @@ from parallel.plan import Plan
 from parallel.sharding import Sharding
 from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
-from parallel.tensor import Cutting
+from parallel.tensor import TensorParallel
 from parallel.timeline import BACKWARD, FORWARD, Timeline
 
 
@@ -145,7 +145,7 @@ class Strategy(ABC):
         timeline: When this rank worked in the newest steps of a pipeline; None without a pipeline.
         loss_scale: The loss scaling, which is enabled for float16.
         sharding: How replicas share parameters, gradients and optimizer state; None if each has its own.
-        cutting: How ranks share layers; None if each has whole layers.
+        tensor_parallel: How ranks share layers; None if each has whole layers.
         computing: The pass that this rank computes now, FORWARD or BACKWARD, and the index of its replica's
             micro-batch, for error messages. None between passes.
     """
@@ -170,7 +170,7 @@ class Strategy(ABC):
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
         self._first = 0  # the index of the global batch's first sample, in an evaluation that of the split
-        self._counts_samples = mesh.counts(REPLICAS)  # samples are divided along these axes
+        self._counts_samples = mesh.owns(REPLICAS)  # samples are divided along these axes
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         each = max(1, sample.targets.numel()) / len(sample) if sample is not None else 1.0
         self._terms = plan.global_batch_size // plan.dp * each
@@ -180,7 +180,7 @@ class Strategy(ABC):
         # kept cast comes last, after the sharded gradients of its layer may have been reduced.
         keep_casts = self.sharding is None or plan.pipelined
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
-        self.cutting = Cutting(chain, mesh, plan.sequence) if plan.tp > 1 else None
+        self.tensor_parallel = TensorParallel(chain, mesh, plan.sequence) if plan.tp > 1 else None
         # Only there does a layer's input have to stay as it is.
         found = None
         if options.recompute or options.compile or self.sharding is not None:
@@ -197,7 +197,7 @@ class Strategy(ABC):
                 between_layers=between_layers(plan.precision),
                 recompute=options.recompute,
                 found=found,
-                cut=self.cutting.cut if self.cutting is not None else None,
+                cut=self.tensor_parallel.cut if self.tensor_parallel is not None else None,
                 shard=self.sharding.shard if self.sharding is not None else None,
             )
             for i, stage in enumerate(planned)
@@ -208,7 +208,7 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint([*stage.layers.names, *[LOSS] * stage.ends_chain]))
         self.gradients = Gradients(
-            plan, chain, self.stages, mesh, self.device, options.timeout_s, self.placement, self.cutting
+            plan, chain, self.stages, mesh, self.device, options.timeout_s, self.placement, self.tensor_parallel
         )
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, options.sync_batchnorm)
 
@@ -293,8 +293,8 @@ class Strategy(ABC):
             self.computing = None
             for stage in self.stages:
                 stage.end()
-            if self.cutting is not None:
-                self.cutting.end()
+            if self.tensor_parallel is not None:
+                self.tensor_parallel.end()
             if self.sharding is not None and not training:
                 self.sharding.reshard(self.stages)
 
@@ -425,7 +425,7 @@ class Strategy(ABC):
 
         ``name`` is the parameter's canonical name. Tensors of another shape are whole on each rank.
         """
-        of_layers = None if self.cutting is None else self.cutting.split(name, tensor)
+        of_layers = None if self.tensor_parallel is None else self.tensor_parallel.split(name, tensor)
         return Placement.of(tensor.shape, (of_layers, split_of(tensor)))
 
     def piece(self, name: str, tensor: Tensor) -> Piece:

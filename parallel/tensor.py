@@ -6,16 +6,15 @@
     false                x as it is, sum over the ranks       sum over the ranks, as it is
     true                 all-gather, reduce-scatter           reduce-scatter, all-gather
 
-Without ``parallel.sequence`` all ranks have the whole of what lies between such regions. With it each has a part of the
-sequence, dimension 1, of what the layers after the first one pass on; a first layer, and a last one without a cut
-vocabulary, are computed as without it. Ranks draw the dropout masks of their part of the whole tensor, and compute the
-same loss.
+By default, activations outside these regions are replicated on all ranks. With ``parallel.sequence=true`` they are
+split along dimension 1 (the sequence). The first layer is never split, and the last one only if its vocabulary is.
+Ranks draw the dropout masks of their part of the whole tensor, and compute the same loss.
 
 What goes wrong elsewhere, and what is done about it here:
-* A parameter that is whole on every rank, and is applied to a part of a tensor, gets a summand of its gradient. Such
-  are norms and biases between regions where the sequence is divided, and what lies inside a region without being cut
-  (a norm of heads, a factor of LoRA). Their names are in ``Cutting.partial``; ``parallel.gradients`` adds the summands
-  up, once, before the norm is taken.
+* The gradient of a replicated parameter that is applied to a sharded activation is partial: it must be summed over the
+  ranks. Such are norms and biases between regions where the sequence is split, and what lies inside a region without
+  being cut (a norm of heads, a factor of LoRA). Their names are in ``TensorParallel.needs_sum``; ``parallel.gradients``
+  sums their gradients, once, before the norm is taken.
 * Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. ``TensorParallel.split`` has the division of
   each by its name.
 * Queries, keys and values enter their region with one tensor. It is gathered once, and its gradient is added up once.
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 
 from common.errors import PlanError
 from models.chain import Chain
-from models.cut import Columns, CutOf, Region, Rows, cut_of, is_divided
+from models.cut import Columns, CutOf, GatherInput, Rows, cut_of, is_divided
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
@@ -47,19 +46,20 @@ from parallel.partition import even_split
 from parallel.placement import Split
 
 
-class Cutting:
+class TensorParallel:
     """Cuts the layers of one rank, and computes them together with the other ranks along ``tensor``.
 
     Attributes:
-        partial: The names of whole parameters whose gradients are to be added up over the ranks. Those inside a region
-            are known after the first forward.
+        tp_axis: The ranks that share layers.
+        needs_sum: The names of replicated parameters with partial gradients, which must be summed over the ranks.
+            Those inside a region are known after the first forward.
         index: This rank's place along the axis.
     """
 
     def __init__(self, chain: Chain, mesh: Mesh, sequence: bool) -> None:
         """Describe the ranks that share layers; with ``sequence`` they share the sequence between regions, too."""
-        self.line, self.index, self.sequence = mesh.axis(TENSOR), mesh.axis(TENSOR).index, sequence
-        self.partial: set[str] = set()
+        self.tp_axis, self.index, self.sequence = mesh.axis(TENSOR), mesh.axis(TENSOR).index, sequence
+        self.needs_sum: set[str] = set()
         self._chain = chain
         self._splits: dict[str, tuple[torch.Size, Split]] = {}  # with the shapes of parts, by canonical names
         # Whether a region is being computed; its input, and what its first products compute with in place of that.
@@ -72,15 +72,15 @@ class Cutting:
 
     # -- regions -----------------------------------------------------------------------------------------------------
 
-    def enter(self, x: Tensor, divided: bool) -> Tensor:
-        """Begin a region, or go on with the same input, [b, t, ...]; a part of the sequence if it is ``divided``."""
+    def enter(self, x: Tensor, sequence_parallel: bool) -> Tensor:
+        """Begin a region, or go on with the same input, [b, t, ...], or its part of the sequence."""
         if x is self._entered:
             return x
         if self._given is not x:
             given = x
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._given, self._entered = given, _Sent.apply(x, *_ENTER[divided], self.line)
+            self._given, self._entered = given, _Sent.apply(x, *_ENTER[sequence_parallel], self.tp_axis)
             self._traced &= given.requires_grad
         self._inside = True
         assert self._entered is not None  # it was just set
@@ -105,57 +105,58 @@ class Cutting:
         layer.register_forward_pre_hook(lambda *_: self.end())
         names = self._chain.names
         first, last = layer_name == names[0], layer_name == names[-1]
-        divided = self.sequence and is_divided(self._chain.cut, names, layer_name, layer)
+        sequence_parallel = self.sequence and is_divided(self._chain.cut, names, layer_name, layer)
         within: dict[nn.Module, CutOf] = {}
         for name, module in list(layer.named_modules(prefix=layer_name)):
             how = cut_of(self._chain.cut, name)
             if how is not None:
                 within[module] = how
-                self._cut_module(name, module, how, layer, divided)
+                self._cut_module(name, module, how, layer, sequence_parallel)
         # An adapter drops out of its input, which columns get whole.
         adapted = (m for m, how in within.items() if isinstance(how, Columns) and isinstance(m, LoRALinear))
         of_whole = {adapter.lora_dropout for adapter in adapted}
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, BySample):
-                module.part = partial(self._part_of, module, module in of_whole, divided)
+                module.part = partial(self._part_of, module, module in of_whole, sequence_parallel)
                 module.register_forward_pre_hook(self._follow)
             own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
             uncut = [key for key in own if self._chain.canonical(key) not in self._splits]
-            if divided:
-                self.partial.update(uncut)
+            if sequence_parallel:
+                self.needs_sum.update(uncut)
             elif uncut and not isinstance(within.get(module), Rows):
                 module.register_forward_pre_hook(partial(self._note, uncut))
-        if divided and hasattr(layer, "parts"):  # it computes with something for the whole sequence
-            setattr(layer, "parts", self.line.size)  # noqa: B010  # its stub knows tensors only
+        if sequence_parallel and hasattr(layer, "parts"):  # it computes with something for the whole sequence
+            setattr(layer, "parts", self.tp_axis.size)  # noqa: B010  # its stub knows tensors only
         if self.sequence and first and not last:
             layer.register_forward_hook(self._divide)
-        if self.sequence and last and not first and not divided:
+        if self.sequence and last and not first and not sequence_parallel:
             layer.register_forward_pre_hook(self._make_whole)
 
-    def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module, divided: bool) -> None:
+    def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module, sequence_parallel: bool) -> None:
         if isinstance(how, Columns):
-            self._cut_columns(name, module, how, divided)
-        elif isinstance(how, Region):
-            module.register_forward_pre_hook(partial(self._enter_first, divided), with_kwargs=True)
+            self._cut_columns(name, module, how, sequence_parallel)
+        elif isinstance(how, GatherInput):
+            module.register_forward_pre_hook(partial(self._enter_first, sequence_parallel), with_kwargs=True)
         elif isinstance(how, Rows):
             assert isinstance(module, nn.Linear)  # as the plan has checked
             self._replace(name, module, "weight", dim=1)
             if isinstance(module, LoRALinear):
                 self._replace(f"{name}.lora_A", module.lora_A, "weight", dim=1)
-            module.forward = partial(self._rows, name, module, divided)  # pyright: ignore[reportAttributeAccessIssue]
+            forward = partial(self._rows, name, module, sequence_parallel)
+            module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(module, nn.Embedding):
             (words,) = self._replace(name, module, "weight").ranges(self.index)
             module.forward = partial(self._embed, module, words)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             assert isinstance(layer, FusedHead)  # as the plan has checked
             splits = {key: self._replace(name, module, key) for key, _ in [*module.named_parameters(recurse=False)]}
-            layer.words = Words(self, splits["weight"], divided)
+            layer.vocabulary = VocabularyShard(self, splits["weight"], sequence_parallel)
 
-    def _cut_columns(self, name: str, module: nn.Module, how: Columns, divided: bool) -> None:
-        module.register_forward_pre_hook(partial(self._enter_first, divided), with_kwargs=True)
+    def _cut_columns(self, name: str, module: nn.Module, how: Columns, sequence_parallel: bool) -> None:
+        module.register_forward_pre_hook(partial(self._enter_first, sequence_parallel), with_kwargs=True)
         heads = how.heads(module)
-        if heads < self.line.size:  # each rank computes all of them and uses one
-            start = self.index * heads // self.line.size * how.unit
+        if heads < self.tp_axis.size:  # each rank computes all of them and uses one
+            start = self.index * heads // self.tp_axis.size * how.unit
 
             def own_head(_: nn.Module, given: tuple, output: Tensor) -> Tensor:
                 return output.unflatten(-1, (how.groups, -1)).narrow(-1, start, how.unit).flatten(-2)
@@ -170,7 +171,7 @@ class Cutting:
     def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> Split:
         """Keep this rank's part of a module's parameter, and return how it was divided."""
         parameter = module.get_parameter(key)
-        split = Split(TENSOR, dim, tuple(even_split(parameter.shape[dim] // groups, self.line.size)), groups)
+        split = Split(TENSOR, dim, tuple(even_split(parameter.shape[dim] // groups, self.tp_axis.size)), groups)
         part = nn.Parameter(split.part(parameter.detach(), self.index), parameter.requires_grad)
         setattr(module, key, part)
         self._splits[self._chain.canonical(f"{name}.{key}")] = part.shape, split
@@ -178,16 +179,16 @@ class Cutting:
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
-    def _enter_first(self, divided: bool, module: nn.Module, given: tuple, named: dict) -> tuple[tuple, dict]:
+    def _enter_first(self, sequence_parallel: bool, module: nn.Module, given: tuple, named: dict) -> tuple[tuple, dict]:
         if given:
-            return (self.enter(given[0], divided), *given[1:]), named
+            return (self.enter(given[0], sequence_parallel), *given[1:]), named
         key = next(key for key, value in named.items() if isinstance(value, Tensor))
-        return given, {**named, key: self.enter(named[key], divided)}
+        return given, {**named, key: self.enter(named[key], sequence_parallel)}
 
     def _note(self, names: list[str], module: nn.Module, given: tuple) -> None:
         self._follow(module, given)
         if self._gets_part(module):
-            self.partial.update(names)
+            self.needs_sum.update(names)
 
     def _gets_part(self, module: nn.Module) -> bool:
         """Return whether a module is called inside a region and gets what was computed there."""
@@ -203,40 +204,42 @@ class Cutting:
         if self._inside and not known and self._traced and isinstance(given[0], Tensor):
             self._of_region[module] = given[0].requires_grad and _follows_enter(given[0])
 
-    def _rows(self, name: str, module: nn.Linear, divided: bool, x: Tensor) -> Tensor:
+    def _rows(self, name: str, module: nn.Linear, sequence_parallel: bool, x: Tensor) -> Tensor:
         """Compute a linear layer of which each rank has some inputs, which ends the region."""
         if not self._inside:
             raise PlanError(
-                f"parallel.tp={self.line.size}: the region of {name}, which has Rows(), has ended with other Rows() "
+                f"parallel.tp={self.tp_axis.size}: the region of {name}, which has Rows(), has ended with other Rows() "
                 "before it. Dropout and parameters in between would be those of a whole tensor: compute the Columns() "
                 f"of {name} after those other Rows(), or set parallel.tp=1"
             )
         y = module.computed(x, None) if isinstance(module, FrozenLinear) else F.linear(x, module.weight)
         self.end()
-        y = _Sent.apply(y, *_LEAVE[divided], self.line)  # the sum, or a part of it as ``enter`` got one
+        y = _Sent.apply(y, *_LEAVE[sequence_parallel], self.tp_axis)  # the sum, or a part of it as ``enter`` got one
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _embed(self, module: nn.Embedding, words: slice, tokens: Tensor) -> Tensor:
         """Look up tokens [b, t], of which this rank has the range ``words`` of the vocabulary."""
         others = (tokens < words.start) | (tokens >= words.stop)
         rows = F.embedding((tokens - words.start).masked_fill(others, 0), module.weight)
-        return _Sent.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.line)
+        return _Sent.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.tp_axis)
 
     def _divide(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
-        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.line.size:
+        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.tp_axis.size:
             shape = tuple(output.shape) if isinstance(output, Tensor) else "several tensors"
             raise PlanError(
                 "parallel.sequence=true divides dimension 1 of what the first layer returns, [b, t, ...], among "
-                f"parallel.tp={self.line.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
+                f"parallel.tp={self.tp_axis.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
                 "parallel.sequence out"
             )
-        return _Sent.apply(output, _own, _all_gather, self.line)  # from the whole, which all ranks have
+        return _Sent.apply(output, _own, _all_gather, self.tp_axis)  # from the whole, which all ranks have
 
     def _make_whole(self, module: nn.Module, given: tuple) -> tuple:
         # All ranks compute the same with the whole.
-        return _Sent.apply(given[0], _all_gather, _own, self.line), *given[1:]
+        return _Sent.apply(given[0], _all_gather, _own, self.tp_axis), *given[1:]
 
-    def _part_of(self, module: BySample, whole: bool, divided: bool, shape: Sequence[int], samples: int) -> Part | None:
+    def _part_of(
+        self, module: BySample, whole: bool, sequence_parallel: bool, shape: Sequence[int], samples: int
+    ) -> Part | None:
         """Return which part of a whole mask this rank has: heads, columns or positions; None for all of it."""
         spread = module.spread
         if self._gets_part(module):
@@ -244,14 +247,14 @@ class Cutting:
             if whole or (spread is not None and spread <= dim):  # all columns share a number
                 return None
             inner = math.prod(shape[dim:])
-        elif divided:
+        elif sequence_parallel:
             inner = math.prod(shape) // samples  # positions are the outermost dimension of a sample
         else:
             return None
-        return Part(inner, inner * self.line.size, inner * self.index)
+        return Part(inner, inner * self.tp_axis.size, inner * self.index)
 
 
-class Words:
+class VocabularyShard:
     """The words that this rank has of the vocabulary, for a ``FusedHead``.
 
     Attributes:
@@ -259,29 +262,29 @@ class Words:
         count: The number of all ranks' words.
     """
 
-    def __init__(self, cutting: Cutting, split: Split, divided: bool) -> None:
-        self._cutting, self._split, self._divided = cutting, split, divided
-        self.start, self.count = split.ranges(cutting.index)[0].start, split.size
+    def __init__(self, tensor_parallel: TensorParallel, split: Split, sequence_parallel: bool) -> None:
+        self._tensor_parallel, self._split, self._sequence_parallel = tensor_parallel, split, sequence_parallel
+        self.start, self.count = split.ranges(tensor_parallel.index)[0].start, split.size
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what all words are computed from, [b, t, c]."""
-        entered = self._cutting.enter(hidden, self._divided)
-        self._cutting.end()
+        entered = self._tensor_parallel.enter(hidden, self._sequence_parallel)
+        self._tensor_parallel.end()
         return entered
 
     def largest(self, numbers: Tensor) -> Tensor:
         """Return the largest of all ranks' numbers, element by element."""
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._cutting.line.group)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._tensor_parallel.tp_axis.group)
         return numbers
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Return the sum of all ranks' numbers, element by element."""
-        dist.all_reduce(numbers, group=self._cutting.line.group)
+        dist.all_reduce(numbers, group=self._tensor_parallel.tp_axis.group)
         return numbers
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all words, [b, t, v], from those of this rank's."""
-        return replace(self._split, dim=logits.dim() - 1).gather(logits, self._cutting.line)
+        return replace(self._split, dim=logits.dim() - 1).gather(logits, self._tensor_parallel.tp_axis)
 
 
 # -- operators: x is [b, t, ...] ---------------------------------------------------------------------------------------
@@ -289,28 +292,28 @@ class Words:
 Operator = Callable[[Tensor, Axis], Tensor]
 
 
-def _all_gather(x: Tensor, line: Axis) -> Tensor:
-    return torch.cat(line.all_gather(x), dim=1)
+def _all_gather(x: Tensor, axis: Axis) -> Tensor:
+    return torch.cat(axis.all_gather(x), dim=1)
 
 
-def _all_reduce(x: Tensor, line: Axis) -> Tensor:
+def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=line.group)
+    dist.all_reduce(total, group=axis.group)
     return total
 
 
-def _reduce_scatter(x: Tensor, line: Axis) -> Tensor:
-    parts = torch.cat(x.chunk(line.size, dim=1))
+def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    parts = torch.cat(x.chunk(axis.size, dim=1))
     total = parts.new_empty(len(x), *parts.shape[1:])
-    reduce_scatter(total, parts, group=line.group)
+    reduce_scatter(total, parts, group=axis.group)
     return total
 
 
-def _own(x: Tensor, line: Axis) -> Tensor:
-    return x.chunk(line.size, dim=1)[line.index].contiguous()
+def _own(x: Tensor, axis: Axis) -> Tensor:
+    return x.chunk(axis.size, dim=1)[axis.index].contiguous()
 
 
-def _as_it_is(x: Tensor, line: Axis) -> Tensor:
+def _as_it_is(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
@@ -318,13 +321,13 @@ class _Sent(torch.autograd.Function):
     """Computes ``there(x)``, and the gradient of x by ``back`` from that of the result."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, there: Operator, back: Operator, line: Axis) -> Tensor:
-        ctx.back, ctx.line = back, line
-        return there(x, line)
+    def forward(ctx, x: Tensor, there: Operator, back: Operator, axis: Axis) -> Tensor:
+        ctx.back, ctx.axis = back, axis
+        return there(x, axis)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return ctx.back(gradient, ctx.line), None, None, None
+        return ctx.back(gradient, ctx.axis), None, None, None
 
 
 def _follows_enter(x: Tensor) -> bool:
@@ -333,6 +336,6 @@ def _follows_enter(x: Tensor) -> bool:
     return any(getattr(node, "back", None) in (_all_reduce, _reduce_scatter) for node in sent)
 
 
-# What enters a region, forward and backward, by whether it is divided; what leaves it, the other way round.
+# What enters a region, forward and backward, by ``sequence_parallel``; what leaves it, the other way round.
 _ENTER: dict[bool, tuple[Operator, Operator]] = {False: (_as_it_is, _all_reduce), True: (_all_gather, _reduce_scatter)}
-_LEAVE = {divided: (back, there) for divided, (there, back) in _ENTER.items()}
+_LEAVE = {key: (back, there) for key, (there, back) in _ENTER.items()}

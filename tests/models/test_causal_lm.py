@@ -16,7 +16,7 @@ from common.packages import load_transformers
 from data.dataset import Batch
 from models.causal_lm import causal_lm
 from models.causal_lm_config import read_config
-from models.cut import Region, Vocabulary, check_table
+from models.cut import GatherInput, Vocabulary, check_table
 from parallel.examination import examine
 from tests.models.random_models import SIZES, WORDS, assert_same, random_model, with_weights_of
 from training.checkpoint.init_from import Weights
@@ -186,7 +186,7 @@ def test_the_tensor_plan_becomes_a_table_of_cuts(tmp_path, kind, options, wanted
     check_table(chain.cut, chain.skeleton(), chain.tied)
     heads = {name: chain.cut[name].heads(chain.skeleton().get_submodule(name.replace("*", "0"))) for name in wanted}
     assert heads == wanted
-    assert isinstance(chain.cut[next(iter(wanted)).rpartition(".")[0]], Region)
+    assert isinstance(chain.cut[next(iter(wanted)).rpartition(".")[0]], GatherInput)
 
 
 def test_both_copies_of_a_tied_weight_are_cut_or_none(tmp_path):

@@ -65,7 +65,7 @@ class Head(FusedHead):
 def test_a_target_that_is_no_word_is_an_error_wherever_the_words_are(target, shared):
     head, targets = Head(), torch.tensor([[0, target, IGNORED]])
     if shared:
-        head.words = SimpleNamespace(start=0, count=CLASSES, enter=lambda hidden: hidden)
+        head.vocabulary = SimpleNamespace(start=0, count=CLASSES, enter=lambda hidden: hidden)
     with pytest.raises(RuntimeError, match="targets must be from 0 to 52, or -100, which is not counted"):
         head.loss(torch.ones(1, 3, WIDTH), targets, None)
 

@@ -23,8 +23,8 @@ from parallel.strategy import build_strategy
 def test_the_mesh_of_two_replicas_and_three_stages(order, pipelines, replicas):
     layout = Layout("pipe_ddp", dp=2, pp=3, order=order)
     mesh = layout.mesh()
-    assert [mesh.pipeline(replica) for replica in range(2)] == mesh.lines(PIPELINE) == pipelines
-    assert mesh.lines(*REPLICAS) == replicas
+    assert [mesh.pipeline(replica) for replica in range(2)] == mesh.groups(PIPELINE) == pipelines
+    assert mesh.groups(*REPLICAS) == replicas
     for rank in range(6):
         seen = layout.mesh(rank)
         assert (
@@ -61,7 +61,7 @@ def test_each_part_of_a_tensor_counts_once_on_each_position(sizes):
     for cut in itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(len(others) + 1)):
         for position in range(sizes.get(PIPELINE, 1)):
             here = [mesh for mesh in meshes if mesh.position == position]
-            counted = [mesh.axis(*cut).index for mesh in here if mesh.counts(cut)]
+            counted = [mesh.axis(*cut).index for mesh in here if mesh.owns(cut)]
             assert sorted(counted) == list(range(here[0].axis(*cut).size))
 
 

@@ -35,7 +35,7 @@ from parallel.examination import examine
 from parallel.partition import even_split
 from parallel.placement import Split
 from parallel.plan import make_plan
-from parallel.tensor import Cutting
+from parallel.tensor import TensorParallel
 from planner.search import layouts
 from planner.work import weights_of
 from training.studies.planning.typed import _problems, tensor_sizes
@@ -53,20 +53,20 @@ EXACT = {"steps": 2, "eval_every": 2, "precision": "fp64"}
 
 def no_partial_gradients(patch):
     """Gradients of norms and biases stay the summands of each rank."""
-    patch.setattr(Cutting, "partial", property(lambda self: set(), lambda self, value: None), raising=False)
+    patch.setattr(TensorParallel, "needs_sum", property(lambda self: set(), lambda self, value: None), raising=False)
 
 
 def whole_parameters_count_on_every_rank(patch):
-    patch.setattr("parallel.mesh.Mesh.counts", lambda mesh, axes: True)
+    patch.setattr("parallel.mesh.Mesh.owns", lambda mesh, axes: True)
 
 
 def each_rank_draws_the_masks_of_the_first(patch):
-    patch.setattr(Cutting, "_part_of", lambda *arguments: None)
+    patch.setattr(TensorParallel, "_part_of", lambda *arguments: None)
 
 
 def a_group_of_matrices_is_cut_as_one(patch):
-    real = Cutting._replace
-    patch.setattr(Cutting, "_replace", lambda *given, groups=1, **more: real(*given, **more))
+    real = TensorParallel._replace
+    patch.setattr(TensorParallel, "_replace", lambda *given, groups=1, **more: real(*given, **more))
 
 
 def each_rank_keeps_the_part_of_the_first(patch):
@@ -75,8 +75,8 @@ def each_rank_keeps_the_part_of_the_first(patch):
 
 
 def each_rank_normalises_over_its_own_words(patch):
-    patch.setattr(tensor.Words, "largest", lambda words, numbers: numbers)
-    patch.setattr(tensor.Words, "sum", lambda words, numbers: numbers)
+    patch.setattr(tensor.VocabularyShard, "largest", lambda words, numbers: numbers)
+    patch.setattr(tensor.VocabularyShard, "sum", lambda words, numbers: numbers)
 
 
 def copies_of_a_tied_parameter_keep_their_own_gradients(patch):
@@ -191,7 +191,7 @@ def train_with_an_overflow_on_one_rank(layout, recipe):
     """The last rank along ``tensor`` has a gradient that is not finite."""
     with pytest.MonkeyPatch.context() as patch:
         real = cases._overflow
-        patch.setattr(cases, "_overflow", lambda strategy: real(strategy) if strategy.cutting.index else None)
+        patch.setattr(cases, "_overflow", lambda strategy: real(strategy) if strategy.tensor_parallel.index else None)
         return train(layout, recipe)
 
 
@@ -210,11 +210,11 @@ def loss_of_shared_words(vocabulary: int) -> tuple[torch.Tensor, ...]:
     mesh = SimpleNamespace(
         axis=lambda name: tensor.Axis([*range(dist.get_world_size())], dist.get_rank(), dist.group.WORLD)
     )
-    cutting = Cutting(gpt2("tiny"), mesh, sequence=False)
+    layers = TensorParallel(gpt2("tiny"), mesh, sequence=False)
     x, weight, bias, targets = words_of(vocabulary)
-    split = Split(tensor.TENSOR, 0, tuple(even_split(vocabulary, cutting.line.size)))
-    own = [split.part(t, cutting.index).requires_grad_() for t in (weight, bias)]
-    words = tensor.Words(cutting, split, divided=False)
+    split = Split(tensor.TENSOR, 0, tuple(even_split(vocabulary, layers.tp_axis.size)))
+    own = [split.part(t, layers.index).requires_grad_() for t in (weight, bias)]
+    words = tensor.VocabularyShard(layers, split, sequence_parallel=False)
     hidden = words.enter(x.requires_grad_())
     loss = fused_cross_entropy.fused_cross_entropy(hidden, own[0], own[0].detach(), targets, own[1], words)
     (loss * 3).backward()
@@ -263,7 +263,7 @@ def sent_in_a_step(layout: Layout, recipe) -> dict[str, list[int]]:
             real = getattr(owner, name)
 
             def noting(*given, real=real, name=name, place=place, **more):
-                if more.get("group") is strategy.cutting.line.group and given[place].dim() == 3:
+                if more.get("group") is strategy.tensor_parallel.tp_axis.group and given[place].dim() == 3:
                     noted.setdefault(name, []).append(given[place].numel())
                 return real(*given, **more)
 
@@ -429,11 +429,11 @@ def test_the_masks_of_the_ranks_are_parts_of_the_whole_one(case):
         whole = layer(torch.ones(shape))
     parts = []
     for index in range(2):
-        cutting = Cutting(
+        layers = TensorParallel(
             gpt2("tiny"), SimpleNamespace(axis=lambda name, i=index: tensor.Axis([0, 1], i)), sequence=True
         )
-        cutting._inside = not divided
-        layer[0].part = partial(cutting._part_of, layer[0], False, divided)
+        layers._inside = not divided
+        layer[0].part = partial(layers._part_of, layer[0], False, divided)
         with computing(Samples(2, seed=1, step=1)):
             parts.append(layer(torch.ones(part)))
     joined = [p.unflatten(0, (2, -1)) for p in parts] if dim == 0 else parts  # rows of each sample
@@ -444,15 +444,15 @@ def test_of_keys_and_values_side_by_side_a_rank_uses_its_head_of_both():
     module, x = nn.Linear(4, 2 * 2 * 3, bias=False), torch.randn(2, 5, 4)  # keys of two heads, and values
     wanted = module(x).unflatten(-1, (2, 2, 3))[..., 1, :].flatten(-2)
     last_of_four = SimpleNamespace(axis=lambda name: tensor.Axis([*range(4)], 3))
-    cutting = Cutting(gpt2("tiny"), last_of_four, sequence=False)
-    cutting._cut_columns("kv", module, Columns(groups=2, unit=3, shared=True), divided=False)
+    layers = TensorParallel(gpt2("tiny"), last_of_four, sequence=False)
+    layers._cut_columns("kv", module, Columns(groups=2, unit=3, shared=True), sequence_parallel=False)
     assert torch.equal(module(x), wanted)
 
 
 def test_a_first_layer_without_positions_is_refused_where_they_are_to_be_divided():
     mesh = SimpleNamespace(axis=lambda name: tensor.Axis([0, 1], 0))
     layer = torch.nn.Linear(4, 4)
-    Cutting(gpt2("tiny"), mesh, sequence=True).cut("embedding", layer)
+    TensorParallel(gpt2("tiny"), mesh, sequence=True).cut("embedding", layer)
     with pytest.raises(PlanError, match=r"\[b, t, \.\.\.\], among parallel.tp=2 ranks, and that is \(8, 4\)"):
         layer(torch.zeros(8, 4))
 

@@ -42,7 +42,7 @@ class GradientHistogram(Callback):
         for name, parameter in run.strategy.named_parameters():
             if parameter.grad is not None:
                 gradient = run.strategy.whole(name, parameter.grad.detach())  # of all ranks that share it
-                if mesh.counts():
+                if mesh.owns():
                     counts, edges = torch.histogram(gradient.flatten().float().cpu(), self.bins)
                     own[name] = counts.tolist(), edges.tolist()
         stages = mesh.gather(own)

@@ -257,10 +257,10 @@ def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> None:
     shared = any(piece.axes for piece in tensors.values())
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (getattr(os, "O_DSYNC", 0) if shared else 0), 0o666)
     try:
-        if mesh.counts():
+        if mesh.owns():
             _write_at(descriptor, header, 0)
         for name, piece in tensors.items():
-            if piece.counts(mesh):
+            if mesh.owns(piece.axes):
                 for numbers, box in piece.boxes():
                     content = bytes_of(numbers).numpy().reshape(*numbers.shape, numbers.itemsize)
                     _write_box(descriptor, content, box, piece.shape, starts[name])

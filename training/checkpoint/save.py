@@ -299,7 +299,7 @@ class _Save(threading.Thread):
         """Read this rank's files again, and return the size and sha256 of those that it is the first to write."""
         mesh = self._checkpoints.strategy.mesh
         described = {name: describe(self.draft / name, pieces, mesh) for name, pieces in self._files.items()}
-        return described if mesh.counts() else {}
+        return described if mesh.owns() else {}
 
     def _publish(self, described: list[dict[str, dict]]) -> None:
         """Complete the draft and rename it to its final name, on rank 0. If that fails, older checkpoints stay.
@@ -365,7 +365,7 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
         }
         for kind, tensors in (("model", weights), ("optimizer", states)):
             pieces = {key: strategy.piece(key.partition("/")[0], tensor) for key, tensor in tensors.items()}
-            if any(piece.counts(strategy.mesh) for piece in pieces.values()):
+            if any(strategy.mesh.owns(piece.axes) for piece in pieces.values()):
                 files[f"{kind}-{index:02d}.safetensors"] = pieces
     return files
 
@@ -380,7 +380,7 @@ def describe(path: Path, pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Any]
 
     size = path.stat().st_size
     try:
-        own = {name: piece for name, piece in pieces.items() if piece.counts(mesh)}
+        own = {name: piece for name, piece in pieces.items() if mesh.owns(piece.axes)}
         same = all(bytes_of(p.read(StoredTensor(path, n))).equal(bytes_of(p.tensor)) for n, p in own.items())
     except SafetensorError:  # without its header, or its end
         same = False
@@ -389,7 +389,7 @@ def describe(path: Path, pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Any]
             f"{path} of {size} bytes is not what its ranks have written: the file system lost a part of it, or the "
             "ranks do not share the run directory"
         )
-    return {"sha256": sha256(path) if mesh.counts() else None, "bytes": size}
+    return {"sha256": sha256(path) if mesh.owns() else None, "bytes": size}
 
 
 def check_savable(files: Files) -> None:
