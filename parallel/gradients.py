@@ -190,20 +190,12 @@ def _copies(
     found = []
     for original in sorted(set(chain.tied.values())):
         names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
-        holders = [s.index for s in plan.stages if any(is_within(name, s.layers) for name in names)]
-        if len(holders) < 2:
-            continue
-        pipelines = mesh.groups(PIPELINE)
-        positions = sorted({index % len(pipelines[0]) for index in holders})
-        group = mesh.new_group([[ranks[position] for position in positions] for ranks in pipelines], timeout_s)
-        held = [
-            stage.layers.get_parameter(name)
-            for stage in stages
-            for name in names
-            if is_within(name, stage.layers.names)
-        ]
-        if held and held[0].requires_grad:
-            found.append((list(dict.fromkeys(held)), group))
+        holds = {s.index % mesh.axis(PIPELINE).size for s in plan.stages if any(is_within(n, s.layers) for n in names)}
+        group = mesh.new_group([[ranks[at] for at in sorted(holds)] for ranks in mesh.groups(PIPELINE)], timeout_s)
+        held = [s.layers.get_parameter(n) for s in stages for n in names if is_within(n, s.layers.names)]
+        copies = list(dict.fromkeys(held))
+        if (group is not None or len(copies) > 1) and copies[0].requires_grad:
+            found.append((copies, group))
     return found
 
 

@@ -139,12 +139,13 @@ class Mesh:
         return self.axis(*REPLICAS).group
 
     def pipeline(self, replica: int) -> list[int]:
-        """Return the ranks of one pipeline, first stage to last; of ranks that share layers, the first ones."""
-        return self.groups(PIPELINE)[replica * self.axis(TENSOR).size]
+        """Return the ranks of one pipeline, first stage to last; of ranks with parts of a stage, the first ones."""
+        groups = self.groups(PIPELINE)
+        return groups[replica * len(groups) // self.dp]
 
     def holders(self, position: int) -> list[int]:
         """Return the ranks that hold the stages of a position, or a part of each of their layers."""
-        return self.groups(*REPLICAS, TENSOR)[position]
+        return self.groups(*self.sizes.keys() - {PIPELINE})[position]
 
     # -- communication -----------------------------------------------------------------------------------------------
 

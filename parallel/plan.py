@@ -13,18 +13,7 @@ from torch import nn
 
 from common.errors import PlanError
 from models.chain import Chain, Layers, is_within
-from models.cut import (
-    Columns,
-    CutOf,
-    GatherInput,
-    Rows,
-    Vocabulary,
-    check_pairs,
-    check_table,
-    cut_of,
-    example,
-    is_divided,
-)
+from models.cut import Columns, CutOf, Rows, Vocabulary, check_pairs, check_table, cut_of, example, is_divided
 from models.losses import loss_of
 from parallel.devices import Hardware
 from parallel.layout import Layout
@@ -407,8 +396,8 @@ def check_cuts(chain: Chain, skeleton: Layers, tp: int, sequence: bool) -> None:
     check_table(chain.cut, skeleton, chain.tied)
     for name, layer in skeleton.items():
         check_pairs(chain.cut, name, layer)
-    cuts = {name: (module, cut) for name, module in skeleton.named_modules() if (cut := cut_of(chain.cut, name))}
-    cuts = {name: pair for name, pair in cuts.items() if not isinstance(pair[1], GatherInput)}
+    modules = [(name, module, cut_of(chain.cut, name)) for name, module in skeleton.named_modules()]
+    cuts = {name: (module, cut) for name, module, cut in modules if isinstance(cut, Columns | Rows | Vocabulary)}
     last = chain.names[-1]
     whole = len(chain.names) > 1 and not is_divided(chain.cut, chain.names, last, skeleton[last])
     if sequence and whole and loss_of(skeleton[last]) is not None:
