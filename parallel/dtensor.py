@@ -22,15 +22,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def sharded_like(like: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor that is sharded as ``like`` is, and of which this rank has ``part``."""
-    if not is_sharded(like):
-        return part
-    return type(like).from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 def split_of(tensor: Tensor) -> Split | None:
     """Return how replicas have sharded a tensor; None if each has the whole.
 

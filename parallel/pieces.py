@@ -47,6 +47,11 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[str, ...] = ()
 
+    @classmethod
+    def of_whole(cls, tensor: Tensor) -> Piece:
+        """Return the piece of a rank that has a whole tensor."""
+        return cls(tensor, tuple((slice(0, size),) for size in tensor.shape), tuple(tensor.shape))
+
     def boxes(self) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """Yield each contiguous box: its numbers, and its place as an index of the whole tensor."""
         for box in product(*self.ranges):

@@ -421,11 +421,11 @@ class Strategy(ABC):
                     fill(self.piece(canonical, tensor), state[canonical], canonical)
 
     def placement(self, name: str, tensor: Tensor) -> Placement:
-        """Return how a tensor is divided over the mesh: a parameter, its gradient, or a state of its shape.
+        """Return how a parameter or buffer, or a parameter's gradient, is divided over the mesh.
 
-        ``name`` is the parameter's canonical name. Tensors of another shape are whole on each rank.
+        ``name`` is its canonical name, or the parameter's.
         """
-        of_layers = None if self.tensor_parallel is None else self.tensor_parallel.split(name, tensor)
+        of_layers = None if self.tensor_parallel is None else self.tensor_parallel.splits.get(name)
         return Placement.of(tensor.shape, (of_layers, split_of(tensor)))
 
     def piece(self, name: str, tensor: Tensor) -> Piece:

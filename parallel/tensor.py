@@ -15,7 +15,7 @@ What goes wrong elsewhere, and what is done about it here:
   ranks. Such are norms and biases between regions where the sequence is split, and what lies inside a region without
   being cut (a norm of heads, a factor of LoRA). Their names are in ``TensorParallel.needs_sum``; ``parallel.gradients``
   sums their gradients, once, before the norm is taken.
-* Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. ``TensorParallel.split`` has the division of
+* Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. ``TensorParallel.splits`` has the division of
   each by its name.
 * Queries, keys and values enter their region with one tensor. It is gathered once, and its gradient is added up once.
 * Where ``tp`` is larger than the number of key heads, each rank computes all of them and uses one.
@@ -51,6 +51,7 @@ class TensorParallel:
 
     Attributes:
         tp_axis: The ranks that share layers.
+        splits: How parameters are divided among them, by canonical names.
         needs_sum: The names of replicated parameters with partial gradients, which must be summed over the ranks.
             Those inside a region are known after the first forward.
         index: This rank's place along the axis.
@@ -59,9 +60,9 @@ class TensorParallel:
     def __init__(self, chain: Chain, mesh: Mesh, sequence: bool) -> None:
         """Describe the ranks that share layers; with ``sequence`` they share the sequence between regions, too."""
         self.tp_axis, self.index, self.sequence = mesh.axis(TENSOR), mesh.axis(TENSOR).index, sequence
+        self.splits: dict[str, Split] = {}
         self.needs_sum: set[str] = set()
         self._chain = chain
-        self._splits: dict[str, tuple[torch.Size, Split]] = {}  # with the shapes of parts, by canonical names
         # Whether a region is being computed; its input, and what its first products compute with in place of that.
         self._inside = False
         self._given: Tensor | None = None
@@ -90,13 +91,6 @@ class TensorParallel:
         """End a region."""
         self._inside, self._given, self._entered, self._traced = False, None, None, True
 
-    # -- tensors -----------------------------------------------------------------------------------------------------
-
-    def split(self, name: str, tensor: Tensor) -> Split | None:
-        """Return how a parameter, or a tensor of its shape, is divided; None for a tensor of another shape."""
-        shape, split = self._splits.get(name, (None, None))
-        return split if tensor.shape == shape else None
-
     # -- cutting -----------------------------------------------------------------------------------------------------
 
     def cut(self, layer_name: str, layer: nn.Module) -> None:
@@ -120,7 +114,7 @@ class TensorParallel:
                 module.part = partial(self._part_of, module, module in of_whole, sequence_parallel)
                 module.register_forward_pre_hook(self._follow)
             own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-            uncut = [key for key in own if self._chain.canonical(key) not in self._splits]
+            uncut = [key for key in own if self._chain.canonical(key) not in self.splits]
             if sequence_parallel:
                 self.needs_sum.update(uncut)
             elif uncut and not isinstance(within.get(module), Rows):
@@ -174,7 +168,7 @@ class TensorParallel:
         split = Split(TENSOR, dim, tuple(even_split(parameter.shape[dim] // groups, self.tp_axis.size)), groups)
         part = nn.Parameter(split.part(parameter.detach(), self.index), parameter.requires_grad)
         setattr(module, key, part)
-        self._splits[self._chain.canonical(f"{name}.{key}")] = part.shape, split
+        self.splits[self._chain.canonical(f"{name}.{key}")] = split
         return split
 
     # -- computing ---------------------------------------------------------------------------------------------------

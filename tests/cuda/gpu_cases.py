@@ -43,7 +43,7 @@ def waits_of_an_update_after_a_resume(recipe: Recipe) -> tuple[dict, dict]:
             strategy.train_step(batch_at(step), step)
             if resumes:
                 for parameter in strategy.parameters():
-                    state = {key: value.cpu() for key, value in optimizer.state_of(parameter).items()}
+                    state = {key: piece.tensor.cpu() for key, piece in optimizer.state_of(parameter).items()}
                     optimizer.load_state_of(parameter, state)
             with pretend_cuda.counted_waits() as waits:
                 optimizer.step(1e-3)

@@ -12,9 +12,7 @@ from common.packages import load_torchvision
 from conf.instantiate import to_config
 from models.gpt2 import gpt2
 from models.gpt2_sizes import GPT2
-from parallel.mesh import Mesh
-from parallel.pieces import fill, piece_of
-from parallel.placement import Placement
+from parallel.pieces import Piece, fill
 from training.checkpoint.init_from import Weights
 
 CPU = torch.device("cpu")
@@ -74,7 +72,7 @@ def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words(
     chain = gpt2(size="tiny", n_layer=1, n_head=2, n_embd=8, block_size=48)
     ours, weights = chain.build(chain.names, 5, CPU).eval(), Weights(to_config({"init_from": str(tmp_path)}), chain)
     for name, tensor in ours.named_parameters():
-        fill(piece_of(tensor, Placement(tensor.shape), Mesh({})), weights[name], name)
+        fill(Piece.of_whole(tensor), weights[name], name)
     tokens = torch.randint(0, 50257, (2, 40), generator=torch.Generator().manual_seed(3))
     logits, wanted = ours(tokens), reference(tokens).logits
     assert logits.shape[-1] == 50304
@@ -113,7 +111,7 @@ def loaded(folder):
     layers = chain.build(chain.names, 5, CPU).eval()
     weights = Weights(to_config({"init_from": str(folder)}), chain)
     for name, tensor in layers.named_parameters():
-        fill(piece_of(tensor, Placement(tensor.shape), Mesh({})), weights[name], name)
+        fill(Piece.of_whole(tensor), weights[name], name)
     return layers
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from cases import Layout, assert_same_training, build, chain_and_batches, parallel_section, train
 from cells import RECIPES
 from omegaconf import OmegaConf
+from probes import losses_of_optimizers
 from slow_cases import with_slow
 from small_models import perceptrons
 from torch import nn
@@ -29,6 +30,7 @@ from models.llama import llama
 from models.losses import IGNORED, SquaredError
 from models.resnet50 import resnet50
 from models.seeds import Samples, by_sample, computing
+from models.sequential import chain_of
 from models.transformer import transformer
 from parallel import tensor
 from parallel.examination import examine
@@ -185,6 +187,24 @@ def train_branches(layout):
 def test_what_is_called_inside_a_region_and_computes_with_a_whole_tensor_is_whole(ranks, layout):
     reference, *_ = ranks.run(1, train_branches, Layout("single"))
     assert_same_training(ranks.run(2, train_branches, layout), reference, 1e-10)
+
+
+def losses_of_adafactor(layout):
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(8, 2), nn.GELU(), nn.Linear(2, 8)) for _ in range(2)]
+    chain = replace(chain_of(nn.Sequential(*parts), SquaredError()), cut={"*.0": Columns(), "*.2": Rows()})
+    recipe = replace(RECIPES["perceptrons"], precision="fp64", steps=4)
+    batch_at = chain_and_batches(recipe)[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "chain_and_batches", lambda recipe: (chain, batch_at))
+        return losses_of_optimizers(recipe, layout, {"adafactor": {"_target_": "torch.optim.Adafactor", "lr": 0.1}})
+
+
+def test_a_state_that_has_the_shape_of_a_rank_s_part_of_the_weight_stays_whole(ranks):
+    """Of two columns each rank has one, and Adafactor keeps a mean over them, of one column."""
+    (wanted,) = ranks.run(1, losses_of_adafactor, Layout("single"))
+    for losses in ranks.run(2, losses_of_adafactor, TWO):
+        assert losses["adafactor"] == pytest.approx(wanted["adafactor"], rel=1e-10)
 
 
 def train_with_an_overflow_on_one_rank(layout, recipe):

@@ -352,19 +352,18 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
 
     A tied parameter is only in the file that has its canonical name.
     """
-    tied, unsaved, files = strategy.chain.tied, strategy.chain.unsaved, {}
+    tied, files = strategy.chain.tied, {}
+    left_out = strategy.chain.unsaved.union(tied)
     for index, stage in zip(strategy.indices, strategy.stages, strict=True):
         state = stage.layers.state_dict().items()
-        weights = {name: tensor for name, tensor in state if name not in tied and name not in unsaved}
+        weights = {name: strategy.piece(name, tensor) for name, tensor in state if name not in left_out}
         states = {
-            f"{name}/{key}": value
+            f"{name}/{key}": piece
             for name, parameter in stage.layers.named_parameters()
             if name not in tied
-            for key, value in optimizer.state_of(parameter).items()
-            if torch.is_tensor(value)
+            for key, piece in optimizer.state_of(parameter).items()
         }
-        for kind, tensors in (("model", weights), ("optimizer", states)):
-            pieces = {key: strategy.piece(key.partition("/")[0], tensor) for key, tensor in tensors.items()}
+        for kind, pieces in (("model", weights), ("optimizer", states)):
             if any(strategy.mesh.owns(piece.axes) for piece in pieces.values()):
                 files[f"{kind}-{index:02d}.safetensors"] = pieces
     return files

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.errors import TrainingError
-from parallel.dtensor import is_sharded, local, sharded_like
+from parallel.dtensor import is_sharded, local
 from parallel.pieces import Boxes, Piece
 from parallel.strategy import Strategy
 from training.optimizer.groups import build_optimizer
@@ -92,8 +91,8 @@ class Optimizer:
         finally:
             self.train()
 
-    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-        """Return the optimizer's tensors for one parameter, such as exp_avg; empty before the first step."""
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Piece]:
+        """Return this rank's pieces of the optimizer's tensors for a parameter, such as exp_avg; none before a step."""
         return {key: value for part in self._parts for key, value in part.state_of(parameter).items()}
 
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Boxes]) -> None:
@@ -133,6 +132,8 @@ class _Part:
         groups = [(group, _own_values(group)) for group in self.optimizer.param_groups]
         # The group of a parameter, and the group's values when it was made.
         self._groups = {own: pair for pair in groups for own in pair[0]["params"]}
+        # Between updates, the names of the states of a gathered parameter of which this rank has a part.
+        self._divided: dict[Tensor, set[str]] = {}
         self._resumed = self._warned = False
         if gathers:
             self._scatter()
@@ -142,8 +143,11 @@ class _Part:
             return self._whole(parameter, parameter.detach())
         return local(parameter.detach()) if is_sharded(parameter) else parameter
 
-    def _whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        return self._strategy.whole(self._names[parameter], tensor)
+    def _piece(self, parameter: nn.Parameter) -> Piece:
+        return self._strategy.piece(self._names[parameter], parameter)
+
+    def _whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        return self._strategy.placement(self._names[parameter], parameter).whole(local(part), self._strategy.mesh)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -171,26 +175,21 @@ class _Part:
     def _gather(self) -> None:
         for parameter, own in self._own.items():
             own.data = self._whole(parameter, parameter.detach())
-            self._change_state(own, partial(self._whole, parameter))
+            state = self.optimizer.state.get(own, {})
+            state.update({key: self._whole(parameter, state[key]) for key in self._divided[own]})
 
     @torch.no_grad()
     def _scatter(self) -> None:
         """Keep this rank's part of the whole tensors."""
         for parameter, own in self._own.items():
-            piece = self._strategy.piece(self._names[parameter], parameter)
+            piece, state = self._piece(parameter), self.optimizer.state.get(own, {})
             piece.tensor.copy_(piece.read(own))
-
-            def share(value: Tensor, like: nn.Parameter = parameter, piece: Piece = piece) -> Tensor:
-                return sharded_like(like, piece.read(value).clone()) if tuple(value.shape) == piece.shape else value
-
-            self._change_state(own, share)
+            tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+            self._divided[own] = {key for key, value in tensors.items() if tuple(value.shape) == piece.shape}
+            state.update({key: piece.read(state[key]).clone() for key in self._divided[own]})
             own.data = own.new_zeros(()).expand(piece.shape)  # keeps the shape without memory
 
-    def _change_state(self, own: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-        state = self.optimizer.state.get(own, {})
-        state.update({key: change(value) for key, value in state.items() if torch.is_tensor(value)})
-
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Piece]:
         own = self._own.get(parameter)
         if own is None:
             return {}
@@ -210,9 +209,12 @@ class _Part:
                 type(self.optimizer).__name__,
                 ", ".join(lost),
             )
-        if own is not parameter and not self._gathers:
-            tensors = {k: sharded_like(parameter, t) if t.shape == own.shape else t for k, t in tensors.items()}
-        return tensors | plain
+        of_its_shape = {key for key, value in tensors.items() if value.shape == own.shape}
+        divided, piece = self._divided[own] if self._gathers else of_its_shape, self._piece(parameter)
+        return {
+            key: piece._replace(tensor=value) if key in divided else Piece.of_whole(value)
+            for key, value in (tensors | plain).items()
+        }
 
     def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
         own = self._own.get(parameter)
@@ -220,7 +222,9 @@ class _Part:
             return
         self._resumed = True
         group, _ = self._groups[own]
-        loaded = self.optimizer.state[own] = {}
+        loaded, piece = {}, self._piece(parameter)
+        self.optimizer.state[own] = loaded
+        self._divided[own] = {key for key, value in state.items() if tuple(value.shape) == piece.shape}
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
             if plain:
@@ -230,8 +234,7 @@ class _Part:
                 else:
                     loaded[name] = number
                 continue
-            placed = _placed_as(self._strategy.piece(self._names[parameter], parameter), parameter, key, value, group)
-            loaded[key] = placed if self._gathers else local(placed)
+            loaded[key] = _placed_as(piece, key, value, group)
 
 
 # Names in a checkpoint of numbers that are not tensors: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
@@ -259,16 +262,14 @@ def _kind(config: Mapping[str, Any]) -> str:
     return f"{kind} for the matrices of hidden layers and {others['_target_']} for the others" if others else kind
 
 
-def _placed_as(piece: Piece, parameter: torch.nn.Parameter, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:
-    """Return a state tensor on the parameter's device, in its memory order, since fused kernels walk both together.
+def _placed_as(piece: Piece, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:
+    """Return this rank's part of a state tensor of the parameter that has ``piece``.
 
-    For a parameter that ranks share this is this rank's part, which is that of ``piece``.
+    It is on the parameter's device in its memory order, since fused kernels walk both together.
     """
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value[...].cpu().clone()  # the host reads it in every update
     if tuple(value.shape) != piece.shape:
-        return value[...].to(parameter.device)
+        return value[...].to(piece.tensor.device)
     own = piece.read(value)
-    state = torch.empty_like(parameter, dtype=own.dtype, requires_grad=False)
-    local(state).copy_(own)
-    return state
+    return torch.empty_like(piece.tensor, dtype=own.dtype, requires_grad=False).copy_(own)

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from parallel.devices import peak_memory_bytes
 from parallel.dtensor import local
+from parallel.pieces import Piece
 from parallel.strategy import Strategy
 from parallel.timeline import Interval, Recording, bubble_fraction, on_one_clock
 from training.reporting.metrics import after_warmup
@@ -68,7 +68,7 @@ class RankResult(NamedTuple):
 
 
 # The tensors that an optimizer keeps for a parameter.
-StateOf = Callable[[nn.Parameter], dict[str, Any]]
+StateOf = Callable[[nn.Parameter], dict[str, Piece]]
 
 
 def gather_results(strategy: Strategy, outcome: Outcome, state_of: StateOf = lambda parameter: {}) -> list[RankResult]:
@@ -88,7 +88,7 @@ def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
     tensors = {
         "weights": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer": [value for p in parameters for value in state_of(p).values() if torch.is_tensor(value)],
+        "optimizer": [piece.tensor for p in parameters for piece in state_of(p).values()],
     }
     # Several tensors may be views of one storage.
     pieces = {kind: [local(tensor).untyped_storage() for tensor in own] for kind, own in tensors.items()}
