@@ -7,7 +7,7 @@ FSDP2 in ``parallel.sharding``, and ``parallel.zero_bubble`` where a backward is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -21,7 +21,7 @@ from models.chain import Chain, is_within
 from parallel.dtensor import local
 from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
 from parallel.placement import Placement
-from parallel.plan import HIERARCHICAL, Plan, uneven
+from parallel.plan import HIERARCHICAL, Plan
 from parallel.stage import Stage
 from parallel.tensor import TensorParallel
 
@@ -60,10 +60,9 @@ class Gradients:
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
         self._device, self._tensor_parallel = device, tensor_parallel
-        # Listed once: iterating over the modules of a ResNet-50 takes a millisecond, and a GPU waits for most of it.
-        self._parameters = [p for stage in stages for p in stage.layers.parameters()]
         # True: the parameters that this rank counts. False: those that another rank counts, which holds them as well.
         self._counted: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        # Listed once: iterating over the modules of a ResNet-50 takes a millisecond, and a GPU waits for most of it.
         self._names: dict[nn.Parameter, list[str]] = {}
         for stage in stages:
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
@@ -83,7 +82,7 @@ class Gradients:
         if self._in_buckets and (present := self._present()):
             torch._foreach_zero_(present)  # pyright: ignore[reportPrivateImportUsage]
             return
-        for parameter in self._parameters:
+        for parameter in self._names:
             parameter.grad = None
 
     @torch.no_grad()
@@ -94,12 +93,12 @@ class Gradients:
         parameter without a gradient, and with replicas it has one as soon as any of them uses it. Every copy of a tied
         parameter gets the sum of all copies' gradients.
         """
-        for parameter in self._parameters:
+        for parameter in self._names:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if (tensor := self._tensor_parallel) is not None:
-            partial = [p.grad for p in self._parameters if p.grad is not None and self._is_in(tensor.needs_sum, p)]
-            _add_up([local(gradient) for gradient in partial], tensor.tp_axis.group)
+            partial = [p for p, names in self._names.items() if p.grad is not None and tensor.is_partial(names)]
+            _add_up([local(p.grad) for p in partial if p.grad is not None], tensor.tp_axis.group)
         for parameters, group in self._copies:
             total, *others = [local(p.grad) for p in parameters if p.grad is not None]
             for other in others:
@@ -134,15 +133,8 @@ class Gradients:
                 sums.append(squares if counts else squares * 0)
         return reduce(torch.add, sums) if sums else torch.zeros((), dtype=dtype, device=self._device)
 
-    def _is_in(self, needs_sum: Collection[str], parameter: nn.Parameter) -> bool:
-        """Return whether a parameter's names are in a set. Raises PlanError if only some of them are."""
-        names = {name in needs_sum: name for name in self._names[parameter]}
-        if len(names) > 1:
-            raise uneven(names[True], names[False])
-        return True in names
-
     def _present(self) -> list[Tensor]:
-        return [local(p.grad) for p in self._parameters if p.grad is not None]
+        return [local(p.grad) for p in self._names if p.grad is not None]
 
 
 def _add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -24,7 +24,7 @@ What goes wrong elsewhere, and what is done about it here:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from parallel.examination import backward_nodes
 from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
 from parallel.partition import even_split
 from parallel.placement import Split
+from parallel.plan import uneven
 
 
 class TensorParallel:
@@ -90,6 +91,18 @@ class TensorParallel:
     def end(self) -> None:
         """End a region."""
         self._inside, self._given, self._entered, self._traced = False, None, None, True
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def is_partial(self, names: Iterable[str]) -> bool:
+        """Return whether the gradient of a parameter with these names is partial: it must be summed over the ranks.
+
+        Raises PlanError if it is partial under some of the names only.
+        """
+        found = {name in self.needs_sum: name for name in names}
+        if len(found) > 1:
+            raise uneven(found[True], found[False])
+        return True in found
 
     # -- cutting -----------------------------------------------------------------------------------------------------
 
