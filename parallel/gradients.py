@@ -76,7 +76,7 @@ class Gradients:
         """Clear the last step's gradients.
 
         With replicas, gradients are views of DDP's buckets and are zeroed in place, because gradients outside the
-        buckets would take the model's size in memory again. Replicas that share parameters have no buckets, and neither
+        buckets would take the model's size in memory again. Replicas that shard parameters have no buckets, and neither
         have those with a split backward, where a gradient may have the memory into which the next step receives.
         """
         if self._in_buckets and (present := self._present()):

@@ -10,17 +10,17 @@ pp=2, and parallel.order=dp_pp (copies before pipeline: rank = replica x pp + po
 
 With parallel.order=pp_dp, pipeline comes before copies, and the ranks are numbered down the columns.
 
-A copy of the parameters belongs to one replica, or is shared among the replicas along shards. dp counts the ranks along
-copies and shards together: each replica computes samples of its own. For parallel=hsdp with dp=4 and parallel.shard=2:
+A copy of the parameters belongs to one replica, or is sharded among the replicas along shards. dp counts the ranks
+along copies and shards together: each replica computes different samples. For parallel=hsdp with dp=4 and shard=2:
 
               shard 0      shard 1
-    copy 0    rank 0       rank 1        <- along shards: reduce-scatter, and shares of one copy
+    copy 0    rank 0       rank 1        <- along shards: reduce-scatter, and shards of one copy
     copy 1    rank 2       rank 3
                 ^- along copies: ranks 0 and 2 all-reduce what each holds after the reduce-scatter
 
 With parallel.comm_hook=hierarchical each replica has a copy of its own, and the columns are peers: the peers of a row
 reduce gradients among themselves first. Peers and shards are different axes, so that no flag is needed to say whether a
-group shares its parameters.
+group shards its parameters.
 
 Along tensor, the fastest axis in both orders, ranks compute the same samples, each with a part of every layer
 (``parallel.tensor``).

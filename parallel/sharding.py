@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state shared among replicas, by torch's FSDP2 (``fully_shard``).
+"""Parameters, gradients and optimizer state sharded among replicas, by torch's FSDP2 (``fully_shard``).
 
 FSDP2 has pitfalls that are avoided here:
 * Wrapping replaces a module's parameters, and so does gathering them, which makes earlier references to them stale.
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Sharding:
-    """The shares of one rank."""
+    """The shards of one rank."""
 
     def __init__(self, mesh: Mesh, device_type: str, reshard: bool) -> None:
-        """Describe the ranks that share parameters.
+        """Describe the ranks that have shards.
 
         With ``reshard`` parameters are gathered one layer at a time, in the forward and again in the backward, and
         gradients are reduced after every micro-batch. Without it parameters stay whole from the first forward to the
@@ -44,7 +44,7 @@ class Sharding:
         # Who would change such a view in place gets a copy (``Stage``).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         copies, shards = mesh.axis(COPIES), mesh.axis(SHARDS)
-        assert shards.group is not None  # there are others to share with
+        assert shards.group is not None  # there are other ranks
         if copies.group is None:
             self._ranks = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=(SHARDS,))
         else:
@@ -57,12 +57,12 @@ class Sharding:
             )
 
     def shard(self, module: nn.Module) -> None:
-        """Reduce a module's parameters to this rank's share. Submodules that are sharded already stay as they are."""
+        """Reduce a module's parameters to this rank's shard. Submodules that are sharded already stay as they are."""
         from torch.distributed import fsdp
 
         if not any(True for _ in module.parameters()):
             return
-        empty = {p for p in module.parameters() if p.numel() == 0}  # these have no rows to share
+        empty = {p for p in module.parameters() if p.numel() == 0}  # these have no rows to divide
         # With None the outermost module stays whole until its backward, which begins at once.
         reshard = None if self._reshard else False
         sharded = fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)

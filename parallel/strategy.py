@@ -174,8 +174,8 @@ class Strategy(ABC):
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         each = max(1, sample.targets.numel()) / len(sample) if sample is not None else 1.0
         self._terms = plan.global_batch_size // plan.dp * each
-        shares = mesh.axis(SHARDS).group is not None  # there are other ranks to share with
-        self.sharding = Sharding(mesh, self.device.type, bool(plan.reshard)) if shares else None
+        sharded = mesh.axis(SHARDS).group is not None  # there are other ranks
+        self.sharding = Sharding(mesh, self.device.type, bool(plan.reshard)) if sharded else None
         # One context spans a whole step, so that weights are cast once and not once per micro-batch. The gradient of a
         # kept cast comes last, after the sharded gradients of its layer may have been reduced.
         keep_casts = self.sharding is None or plan.pipelined
@@ -350,7 +350,7 @@ class Strategy(ABC):
         return self.all_sum(vector if self._alone else vector.to(self.device))
 
     def norm(self, of: Callable[[nn.Parameter], Tensor | None]) -> float:
-        """Compute a norm over the whole model, over all stages and shares, with tied parameters counted once.
+        """Compute a norm over the whole model, over all stages and shards, with tied parameters counted once.
 
         All ranks call this together and get the same number. ``of`` returns a tensor for each parameter that is divided
         among ranks as the parameter is (itself, its gradient, a state of the optimizer), or None.
@@ -389,7 +389,7 @@ class Strategy(ABC):
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of this rank's stages under global names, shared ones as this rank's box.
+        """Return parameters and buffers of this rank's stages under global names, sharded ones as this rank's box.
 
         A tied parameter is only included under its canonical name, so that the ranks of one replica together return
         each tensor of the model once.

@@ -252,10 +252,10 @@ def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> None:
             )
     header, starts = lay_out(tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The pieces of ranks that share tensors meet within a page. Linux's NFS client may send a page as a whole, with
+    # The pieces of several ranks meet within a page. Linux's NFS client may send a page as a whole, with
     # zeros over the bytes of another machine, unless the file is opened for synchronous writes.
-    shared = any(piece.axes for piece in tensors.values())
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (getattr(os, "O_DSYNC", 0) if shared else 0), 0o666)
+    divided = any(piece.axes for piece in tensors.values())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (getattr(os, "O_DSYNC", 0) if divided else 0), 0o666)
     try:
         if mesh.owns():
             _write_at(descriptor, header, 0)

@@ -107,9 +107,9 @@ class Optimizer:
 
 
 class _Part:
-    """An optimizer of torch. Plain tensors stand in for parameters shared by FSDP; others are optimized directly.
+    """An optimizer of torch. Plain tensors stand in for parameters sharded by FSDP2; others are optimized directly.
 
-    With ``gathers``, parameters that ranks share are gathered for the update. ``exact``: Muon in float32.
+    With ``gathers``, the parameters are gathered for the update. ``exact``: Muon in float32.
     """
 
     def __init__(
