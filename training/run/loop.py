@@ -168,8 +168,7 @@ class Loop:
             measured, same = known.get("evaluation", now) == now, tuple(known["monitor"]) == self.monitor
             if "skipping" in progress:
                 self.skipping.load_state_dict(progress["skipping"])
-                self.skipping.skipped += done - step
-                self.outcome.skipped = self.skipping.skipped
+                self.outcome.skipped = self.skipping.skipped + done - step
             called = dict(progress.get("callbacks", {}))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"progress in the manifest of {checkpoint.folder} is damaged: {error!r}") from error

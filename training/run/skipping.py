@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,31 +19,33 @@ from training.run.evaluate import IGNORED_TARGETS
 _FEWEST_LOSSES = 10  # losses in the running mean before another one can be a spike
 _NEW_WEIGHT = 0.05  # of a new loss in the running mean, which thus covers about twenty steps
 
+# The reasons to skip a step.
+_EMPTY, _SPIKE, _NOT_FINITE = "no target counts", "loss spike", "not finite"
+
 
 class Skipping:
     """Decides after each step whether it counts. All ranks decide the same, from numbers that are equal on all ranks.
 
-    A step in which no target counts has the loss 0/0, which says nothing about the weights. It neither counts as a step
-    that is not finite nor interrupts a row of such steps.
+    A step is skipped because no target counts, because its loss is a spike, or because a number is not finite. A step
+    in which no target counts has the loss 0/0, which says nothing about the weights: such steps are counted separately.
 
     Attributes:
         skipped: The number of steps skipped so far.
         counted: The last step that counted. Checkpoints have its number: steps skipped since then are repeated.
-        in_a_row: The number of consecutive steps, up to the newest, that were skipped because of their numbers.
-        spikes_in_a_row: The number of consecutive steps, up to the newest, that were skipped because of a loss spike.
-        empty_in_a_row: The number of consecutive steps, up to the newest, in which no target counted.
+        row: The number of steps skipped since then, by reason.
+        rolls_back: Whether the last step was the last of ``train.spike_rollback`` spikes.
         seen: The number of losses in ``mean``.
         mean: The running mean of the losses of steps that counted.
-        note: The end of a sentence about the last step, for the first step of each kind that is skipped; else empty.
+        note: The end of a sentence about the last step, for the first step of each reason; else empty.
     """
 
     def __init__(self, config: Any) -> None:
         """Keep ``config``, the section ``train`` of the configuration."""
         self._config = config
-        self.skipped = self.counted = self.seen = self._skipped_before = 0  # the last one: up to ``counted``
-        self.in_a_row = self.spikes_in_a_row = self.empty_in_a_row = 0
-        self.mean, self.note = 0.0, ""
-        self._located = self._explained = False
+        self.skipped = self.counted = self.seen = 0
+        self.row = Counter[str]()
+        self.mean, self.note, self.rolls_back = 0.0, "", False
+        self._explained: set[str] = set()
 
     @property
     def loss_limit(self) -> float:
@@ -51,12 +54,6 @@ class Skipping:
         if factor is None or self.seen < _FEWEST_LOSSES or self.mean <= 0:  # a multiple of a negative mean is below it
             return math.inf
         return factor * self.mean
-
-    @property
-    def rolls_back(self) -> bool:
-        """Whether ``train.spike_rollback`` spikes came in a row since the last ``roll_back``."""
-        enough = self._config.spike_rollback
-        return enough is not None and self.spikes_in_a_row >= enough
 
     def judge(self, step: int, result: StepResult, locate: Callable[[], str], scaled: bool = False) -> str:
         """Decide whether a step counts.
@@ -74,45 +71,42 @@ class Skipping:
         Raises:
             TrainingError: More than ``train.max_skipped`` steps in a row were skipped.
         """
-        self.note, most = "", self._config.max_skipped
+        self.note, self.rolls_back = "", False
         if result.usable:
-            self.in_a_row = self.spikes_in_a_row = self.empty_in_a_row = 0
+            self.row.clear()
             self.seen += 1
             self.mean += max(1 / self.seen, _NEW_WEIGHT) * (result.loss - self.mean)
-            self.counted, self._skipped_before = step, self.skipped
+            self.counted = step
             return ""
+        reason = _EMPTY if not result.terms else _SPIKE if result.spike else _NOT_FINITE
         self.skipped += 1
-        if not result.terms:
-            self.empty_in_a_row += 1
-            if self.empty_in_a_row > most:
-                row = f"for {self.empty_in_a_row} steps in a row (train.max_skipped={most})"
-                raise TrainingError(f"step {step}: no target counts {row}: {IGNORED_TARGETS}")
-            self.note, self._explained = "" if self._explained else f": {IGNORED_TARGETS}", True
-            return "skipped: no target counts"
-        self.empty_in_a_row = 0
-        self.in_a_row += 1
-        self.spikes_in_a_row = self.spikes_in_a_row + 1 if result.spike else 0
-        gives_up = self.in_a_row > most
-        expected = scaled and math.isfinite(result.loss)
-        if not result.finite and (gives_up or not (self._located or expected)):
-            place, self._located = locate(), True
-            self.note = place and f", first in {place}"
-        if gives_up:
-            raise TrainingError(self._give_up(step, result))
-        return "skipped: loss spike" if result.spike else "skipped: not finite"
+        self.row[reason] += 1
+        self.rolls_back = reason == _SPIKE and self.row[_SPIKE] % (self._config.spike_rollback or math.inf) == 0
+        length = self.row[_EMPTY] if reason == _EMPTY else self.row[_SPIKE] + self.row[_NOT_FINITE]
+        ends, expected = length > self._config.max_skipped, scaled and math.isfinite(result.loss)
+        if not result.finite and (ends or not (reason in self._explained or expected)):
+            self._explained.add(reason)
+            if reason == _EMPTY:
+                self.note = f": {IGNORED_TARGETS}"
+            elif place := locate():
+                self.note = f", first in {place}"
+        if ends:
+            row = f"for {length} steps in a row (train.max_skipped={self._config.max_skipped})"
+            raise TrainingError(f"step {step}: {self._describe(reason, result, row)}")
+        return f"skipped: {reason}"
 
-    def _give_up(self, step: int, result: StepResult) -> str:
-        row = f"for {self.in_a_row} steps in a row (train.max_skipped={self._config.max_skipped})"
+    def _describe(self, reason: str, result: StepResult, row: str) -> str:
         remedies = "a lower optim.lr, a longer warm-up, train.grad_clip=1.0"
-        if result.spike:
+        if reason == _EMPTY:
+            return f"{reason} {row}{self.note}"
+        if reason == _SPIKE:
             return (
-                f"step {step}: loss {result.loss:.6g}, more than train.spike_factor={self._config.spike_factor:g} x "
-                f"the mean of those before, {self.mean:.6g}, or not finite, {row}; try {remedies}, or a larger "
-                "train.spike_factor"
+                f"loss {result.loss:.6g}, more than train.spike_factor={self._config.spike_factor:g} x the mean of "
+                f"those before, {self.mean:.6g}, or not finite, {row}; try {remedies}, or a larger train.spike_factor"
             )
         return (
-            f"step {step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}, not finite {row}"
-            f"{self.note}; try {remedies}, or train.precision=fp32; debug=anomaly names the operation"
+            f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}, {reason} {row}{self.note}; try {remedies}, "
+            "or train.precision=fp32; debug=anomaly names the operation"
         )
 
     def check_any_counted(self, outcome: Outcome) -> None:
@@ -132,7 +126,6 @@ class Skipping:
         Returns:
             A description of what was done.
         """
-        self.spikes_in_a_row = 0
         newest = load_chosen(lambda: Checkpoint.newest(folder, verify=True), strategy, optimizer)
         if newest is None:
             return "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
@@ -141,9 +134,9 @@ class Skipping:
 
     def state_dict(self) -> dict[str, float]:
         """Return the state with which a run that is resumed after ``counted`` decides as this one: no row is open."""
-        return {"skipped": self._skipped_before, "seen": self.seen, "mean": self.mean}
+        return {"skipped": self.skipped - self.row.total(), "seen": self.seen, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the ``state_dict`` of the run that is resumed."""
-        self.skipped = self._skipped_before = int(state["skipped"])
+        self.skipped = int(state["skipped"])
         self.seen, self.mean = int(state["seen"]), float(state["mean"])
