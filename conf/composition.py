@@ -167,7 +167,6 @@ def compose_and_run(
         HydraException: The configuration cannot be composed.
         UserError: A word begins with a dash, and is no option.
     """
-    masking.named.update(masking.references(arguments))
     # A rank that torchrun starts again finds the directory of the attempt before.
     start = launcher_start() or (time.time(), secrets.token_hex(3))
     _register_resolvers(*start)
@@ -244,7 +243,6 @@ def brought(saved: Any) -> Sequence[str]:
 
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
     """Add the folders of code. A cluster, and a model whose file sets no name, get the name of their option."""
-    masking.named.update(masking.references(OmegaConf.to_container(cfg, resolve=False)))
     cfg.import_from = [*(cfg.import_from or ()), *folders]
     if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and cfg.model.get("name") is None:
         name = choices.get("model") or str(cfg.model._target_).rpartition(".")[2]

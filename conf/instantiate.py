@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import PlanError, TrainingError, UserError
 from common.namesakes import is_here, theirs
-from conf import keys_of, masking, options
+from conf import keys_of, options
 from conf.messages import interrupt_in, unknown_key
 from parallel.strategies import OWN, STRATEGIES, StrategyInfo
 
@@ -124,26 +124,17 @@ def literal(node: Any) -> Any:
 def to_dict(cfg: Any) -> dict:
     """Return a dict of dicts, lists, numbers and strings, with interpolations resolved and enum members by name.
 
-    The environment variables that it refers to, if any, are listed under ``conf.masking.KEY``.
-
     Raises:
         omegaconf.errors.OmegaConfBaseException: A value is missing or cannot be resolved.
     """
     if not OmegaConf.is_config(cfg):
         cfg = to_config(cfg)
     tree: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True, throw_on_missing=True)
-    if masking.KEY in tree:
-        return tree
-    variables = masking.references(OmegaConf.to_container(cfg, resolve=False))
-    return {**tree, masking.KEY: variables} if variables else tree
+    return tree
 
 
 def to_config(tree: dict) -> Any:
-    """Convert plain data to a configuration, to be read as ``cfg.train.steps``. The reverse of ``to_dict``.
-
-    From now on, this process masks the values of the environment variables that the tree refers to.
-    """
-    masking.named.update(tree.get(masking.KEY, ()))
+    """Convert plain data to a configuration, to be read as ``cfg.train.steps``. The reverse of ``to_dict``."""
     try:
         return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
     except OmegaConfBaseException as error:

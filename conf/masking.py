@@ -1,8 +1,7 @@
 """Hides secrets in everything that a run writes or prints: configurations, command lines, log lines, errors.
 
-A value that a configuration takes from the environment by ``${oc.env:X}`` is shown as this reference. A plain
-configuration has the names of these variables under ``KEY`` (``conf.instantiate.to_dict``), so that all processes of a
-run know them. Typed secrets are recognised by their names and forms.
+A value that a configuration takes from the environment by ``${oc.env:X}`` is shown as this reference: the resolver
+notes which variables are read. Typed secrets are recognised by their names.
 """
 
 from __future__ import annotations
@@ -14,21 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
 from yaml import YAMLError
 
-KEY = "from_environment"
 MASK = "***"
 
-named: set[str] = set()  # the environment variables that configurations of this process refer to
-
-_REFERENCE = re.compile(r"\$\{oc\.env:([^,}]+)")
+_READ = "MASKED_VARIABLES"  # the variable that lists those that were read; processes that this one starts inherit it
 _NAMES = r"(api[_-]?key|access[_-]?key|private[_-]?key|secret([_-]?key)?|(?<!tik)token|password|passwd|credentials?)"
 _SECRET_NAME = re.compile(f"{_NAMES}$", re.IGNORECASE)
-# Keys as issuers write them: Hugging Face, OpenAI, GitHub, AWS, wandb (40 hex digits, or wandb_v1_…).
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{16,}"
-    r"|(?<![/\w])[0-9a-f]{40}(?![/\w]))"
-)
 # A match begins only where a word begins: trying every letter of a long word would take quadratic time.
 _URL_PASSWORD = re.compile(r"(?<!\w)(\w+://[^/\s:@]*:)[^/\s@]+@")
 # `name=value`, `name: value` (inside {…}) and `--name=value`; a value ends before the next item of a list or mapping.
@@ -40,9 +32,16 @@ _HARMLESS = re.compile(r"-?\d{1,6}|true|false|null|none|\$?", re.IGNORECASE)
 _SHORTEST = 8  # characters of a value that is a secret because of its variable's name alone
 
 
-def references(node: Any) -> list[str]:
-    """Return the names of the environment variables that an unresolved tree refers to."""
-    return sorted(set(_REFERENCE.findall(str(node))))
+def _read() -> list[str]:
+    return os.environ.get(_READ, "").split(",")
+
+
+def _resolve(name: str, *default: Any) -> str | None:
+    os.environ[_READ] = ",".join(sorted({*_read(), name}))
+    return oc.env(name, *default)
+
+
+OmegaConf.register_new_resolver("oc.env", _resolve, replace=True)
 
 
 def hide(text: str) -> str:
@@ -50,8 +49,9 @@ def hide(text: str) -> str:
 
     Small numbers, words of YAML and existing files stay.
     """
+    read = _read()
     for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):  # one may be part of another
-        known = name in named
+        known = name in read
         if len(value) > (3 if known else _SHORTEST - 1) and value in text and (known or _SECRET_NAME.search(name)):
             if not _HARMLESS.fullmatch(value) and not os.path.exists(value):
                 text = text.replace(value, f"${{oc.env:{name}}}" if known else MASK)
@@ -61,8 +61,8 @@ def hide(text: str) -> str:
 def mask_secrets(value: Any) -> Any:
     """Replace secrets by ``***``, and values from the environment by ``${oc.env:NAME}``.
 
-    A secret is recognised by its name (``api_key``), by its form (``hf_…``, a password in a URL), or because it is the
-    value of an environment variable with such a name.
+    A secret is recognised by its name (``api_key``), as the password in a URL, or because it is the value of an
+    environment variable with such a name.
 
     Args:
         value: A nested dict or list, a command line as a list of words, or a text.
@@ -75,12 +75,9 @@ def mask_secrets(value: Any) -> Any:
 
 def _masked(value: Any, name: str) -> Any:
     if isinstance(value, dict):
-        return {key: _masked(item, str(key)) for key, item in value.items() if key != KEY}
+        return {key: _masked(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_masked(item, name) for item in value]
-    # A commit has forty hexadecimal digits, as a key of wandb does.
-    if name == "git_commit":
-        return value
     if _is_secret(name, str(value)):
         return MASK
     return _mask_text(value) if isinstance(value, str) else value
@@ -93,8 +90,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 def _mask_text(text: str) -> str:
     text = _URL_PASSWORD.sub(rf"\1{MASK}@", hide(text))
-    text = _ASSIGNMENT.sub(_mask_assignment, text)
-    return _SECRET_VALUE.sub(MASK, text)
+    return _ASSIGNMENT.sub(_mask_assignment, text)
 
 
 def _mask_assignment(match: re.Match) -> str:

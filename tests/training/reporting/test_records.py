@@ -166,12 +166,10 @@ def test_secrets_on_the_command_line_are_masked_and_ordinary_arguments_left_alon
         "parallel.env={HF_TOKEN:0123abcd,THREADS:2}": "parallel.env={HF_TOKEN:***,THREADS:2}",
         "db.password='a b'": "db.password=***",
         "data.root=https://me:pass1@host/x": "data.root=https://me:***@host/x",
-        "note=hf_abcdefghijklmnopqrst": "note=***",
-        "note=" + "0a" * 20: "note=***",
     }
     ordinary = [
         "data=tokens", "data.max_tokens=100000", "data.pad_token=50256", "optim.lr=1e-3", "tokenizer=gpt2",
-        "data.root=/data/" + "0a" * 20 + "/x", "parallel.balance=[7,7]", "logger.tags=[a,b]",
+        "parallel.balance=[7,7]", "logger.tags=[a,b]",
     ]  # fmt: skip
     assert {given: mask_secrets([given])[0] for given in masked} == masked
     assert mask_secrets(ordinary) == ordinary
@@ -185,5 +183,5 @@ def test_secrets_in_a_configuration_are_masked_at_any_depth():
 
 def test_secrets_are_masked_where_python_would_escape_what_is_around_or_in_them(monkeypatch):
     monkeypatch.setenv("SERVICE_PASSWORD", "back\\slash'quote")
-    config = {"sample": {"prompt": "first\nhf_abcdefghijklmnopqrst", "names": ["a", "is back\\slash'quote"]}}
-    assert mask_secrets(config) == {"sample": {"prompt": "first\n***", "names": ["a", "is ***"]}}
+    config = {"sample": {"prompt": "first\ntoken=0123abcd", "names": ["a", "is back\\slash'quote"]}}
+    assert mask_secrets(config) == {"sample": {"prompt": "first\ntoken=***", "names": ["a", "is ***"]}}
