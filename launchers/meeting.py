@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # another, under one torchrun) reuses it under a prefix of its own, so that it sees none of the first one's keys.
 _opened: dict[str, Store] = {}
 _connections = itertools.count()
-_meeting: Meeting | None = None  # the rendezvous that this process is in
 
 
 def connect(world: World, timeout_s: float) -> Store | None:
@@ -238,7 +237,7 @@ class Meeting:
 @contextmanager
 def rendezvous(
     world: World, timeout_s: float, describe: Callable[[BaseException], tuple[int, str]] | None = None
-) -> Iterator[Meeting | None]:
+) -> Iterator[World]:
     """Meet the other ranks, and show them what this rank is doing while the block runs.
 
     Args:
@@ -248,37 +247,22 @@ def rendezvous(
             with it, and with these.
 
     Yields:
-        The ranks that have met, which are also the ``current_meeting``; None for a single rank.
+        This rank's world, with the ranks that have met; a single rank's as it is.
 
     Raises:
         LaunchError: If ranks do not connect, if machines cannot reach each other, or if the block has failed because
             of ranks that do not move. The message names the ranks.
     """
-    global _meeting
     if world.origin == "torchrun":
         stopping.stop_without_parent()
     store = connect(world, timeout_s)
     if store is None:
-        yield None
+        yield world
         return
     peers = find_peers(world, store, timeout_s) if world.origin != "local" else []
     names = [str(peer) for peer in peers] or [f"rank {rank}" for rank in range(world.size)]
     with watched(world, store, timeout_s, names, describe) as beats:
-        _meeting = Meeting(world, store, peers, names, beats)
-        try:
-            yield _meeting
-        finally:
-            _meeting = None
-
-
-def current_meeting() -> Meeting | None:
-    """Return the rendezvous that this process is in."""
-    return _meeting
-
-
-def nodes() -> int:
-    """Return the number of machines of the ranks that this process has met; 1 if it has met none."""
-    return sum(peer.leader for peer in (_meeting.peers if _meeting is not None else [])) or 1
+        yield replace(world, meeting=Meeting(world, store, peers, names, beats))
 
 
 def find_peers(world: World, store: Store, timeout_s: float) -> list[Peer]:

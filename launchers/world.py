@@ -10,7 +10,8 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from common.errors import LaunchError
 
@@ -36,6 +37,7 @@ class World:
         local_size: The number of ranks on this machine.
         origin: "alone" (no others), "local" (started by run_workers), "torchrun", "slurm" (a task of a job step), or
             "environment" (set by hand).
+        meeting: The ranks that it has met (``launchers.meeting.Meeting``); None before that, and for a single rank.
     """
 
     rank: int
@@ -43,6 +45,12 @@ class World:
     local_rank: int
     local_size: int
     origin: str
+    meeting: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def nodes(self) -> int:
+        """The number of machines of the ranks that it has met; 1 if it has met none, or if they have met in a file."""
+        return sum(peer.leader for peer in self.meeting.peers) or 1 if self.meeting else 1
 
     @classmethod
     def alone(cls) -> World:

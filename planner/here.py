@@ -186,9 +186,10 @@ def _work(world: World, packed: bytes, limits: tuple[int, int]) -> Here:
     share_cores(world.local_size, subject.parallel.threads)
     if subject.device == "cpu":
         keep_freed_memory()
-    with rendezvous(world, timeout_s) as meeting:
-        if meeting is not None:
-            init_process_group(subject.device, world.rank, world.size, world.local_rank, meeting.store, timeout_s)
+    with rendezvous(world, timeout_s) as world:
+        if world.meeting is not None:
+            store = world.meeting.store
+            init_process_group(subject.device, world.rank, world.size, world.local_rank, store, timeout_s)
         at_once = world.size if subject.device == "cuda" else min(world.size, max(1, usable_cores()))
         some = dist.new_group(range(at_once)) if 1 < at_once < world.size else None
         among = some if isinstance(some, dist.ProcessGroup) else None
@@ -201,7 +202,7 @@ def _work(world: World, packed: bytes, limits: tuple[int, int]) -> Here:
         layers = _layers(ranks, subject, *limits)
         here = Here(world.size, at_once, layers, process=process, **_strategies(ranks, subject))
         ranks.wait()
-        if meeting is not None:
+        if world.meeting is not None:
             dist.destroy_process_group()
         return here
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pretend_cuda
@@ -51,8 +52,8 @@ def test_a_rank_that_is_done_leaves_its_group_with_the_others(group, gpu_of_rank
     setup = SimpleNamespace(
         cfg=SimpleNamespace(parallel=SimpleNamespace(timeout_s=5.0)), plan=SimpleNamespace(device_type="cuda")
     )
-    monkeypatch.setattr(training_run, "current_meeting", lambda: SimpleNamespace(store=store))
-    with pytest.raises(error) if error else nullcontext(), training_run._process_group(TWO, setup):
+    met = replace(TWO, meeting=SimpleNamespace(store=store))
+    with pytest.raises(error) if error else nullcontext(), training_run._process_group(met, setup):
         if error:
             raise error
     assert group == calls

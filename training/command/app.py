@@ -74,9 +74,9 @@ def run_words(
     if world is not None and world.rank > 0:
         follow(world, arguments, replaced)
         raise SystemExit(0)
-    with leading(world, arguments), locked_directories():
+    with leading(world, arguments) as world, locked_directories():
         words = quote_values(arguments)
-        task = partial(_complete_and_act, act, replaced)
+        task = partial(_complete_and_act, act, replaced, world)
         return compose_and_run(task, words, saved_config(words), _in_directory)
 
 
@@ -90,13 +90,15 @@ def _in_directory(config: DictConfig) -> AbstractContextManager:
     return reported(config)
 
 
-def _complete_and_act(act: Callable, replaced: Callable[[Any], Any] | None, composed: Composed) -> Any:
+def _complete_and_act(
+    act: Callable, replaced: Callable[[Any], Any] | None, world: World | None, composed: Composed
+) -> Any:
     with removed_if_unused(composed.run_dir, composed.files):
         composed = composed.complete()
         if replaced is not None:
             composed = composed.made_by_program(replaced(composed.cfg))
         check_effects(composed.cfg, composed.typed, of_sweep=composed.job is not None)
-        return act(composed, World.detect())
+        return act(composed, world)
 
 
 @exit_is_failure()

@@ -98,7 +98,6 @@ def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] 
     ``words`` are the command line, for commands to copy.
     """
     # Only now, because these import torch.
-    from launchers.meeting import nodes
     from parallel.devices import import_compiler_late
     from training.checkpoint.load import after_restart
     from training.command.slurm_job import prepare_here
@@ -119,7 +118,7 @@ def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] 
         choose(cfg, run_dir, world, words)
     if is_queued(cfg, world):
         return prepare_here(cfg)
-    return prepare(cfg) if world is None else prepare(cfg, world.size, nodes())
+    return prepare(cfg) if world is None else prepare(cfg, world.size, world.nodes)
 
 
 def preload(command: Command, workers: bool) -> None:

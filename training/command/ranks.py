@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def leading(world: World | None, arguments: Sequence[str]) -> Iterator[None]:
+def leading(world: World | None, arguments: Sequence[str]) -> Iterator[World | None]:
     """Meet the other ranks before anything is read or prepared, on rank 0 of ranks that exist already.
 
-    The others wait as long as this rank lives. They end with it if it ends without a run.
+    The others wait as long as this rank lives. They end with it if it ends without a run. Yields the world, with them.
     """
     if world is None or world.size == 1:
-        yield
+        yield world
         return
     from launchers.meeting import rendezvous
 
-    with rendezvous(world, _typed_timeout(arguments), ended):
+    with rendezvous(world, _typed_timeout(arguments), ended) as world:
         note(0, "reading the command line and preparing the data")
-        yield
+        yield world
 
 
 def ended(error: BaseException) -> tuple[int, str]:
@@ -51,11 +51,11 @@ def ended(error: BaseException) -> tuple[int, str]:
 
 def lead(setup: Setup, run_dir: Path, world: World) -> None:
     """On rank 0 under torchrun or srun: send the other ranks the configuration and the run directory, and run."""
-    from launchers.meeting import current_meeting, describe_peers
+    from launchers.meeting import describe_peers
     from launchers.rank_0 import tell
     from training.run.rank import run
 
-    cfg, meeting = setup.cfg, current_meeting()
+    cfg, meeting = setup.cfg, world.meeting
     with _requeued(world):
         if stopping.wanted():
             raise Stopped("stopped before the first step")
@@ -83,8 +83,8 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
     from training.run.rank import run
 
     console = os.dup(2)
-    with rendezvous(world, _typed_timeout(arguments)) as meeting:
-        assert meeting is not None  # as there are several ranks
+    with rendezvous(world, _typed_timeout(arguments)) as world:
+        meeting = world.meeting
         try:  # meanwhile, rank 0 composes and prepares
             words = quote_values(arguments)
             own = compose_own(words, saved_config(words), replaced)

@@ -115,7 +115,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
 def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
-    from launchers.meeting import describe_peers, nodes, rendezvous
+    from launchers.meeting import describe_peers, rendezvous
     from launchers.rank_0 import hear, tell
     from training.checkpoint.load import after_restart
     from training.run.prepare import describe, prepare
@@ -125,12 +125,13 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
     if restarts() > 0:
         after_restart(cfg, run_dir)
     try:
-        with rendezvous(world, cfg.parallel.timeout_s, ended) as meeting:
+        with rendezvous(world, cfg.parallel.timeout_s, ended) as world:
             use_code_of(cfg)
+            meeting = world.meeting
             if meeting is not None and world.rank > 0:  # rank 0 has measured for all
                 cfg.parallel.balance, setup = hear(meeting), None
             else:
-                setup = prepare(cfg, world.size, nodes())
+                setup = prepare(cfg, world.size, world.nodes)
                 hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
                 if restarts() == 0:  # another job of this directory may have run since this one was queued
                     check_free(run_dir, cfg)

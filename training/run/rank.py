@@ -21,7 +21,7 @@ from conf.instantiate import build, environment, to_dict, use_code_of
 from conf.masking import mask_secrets
 from conf.words import hydra_word
 from launchers import World
-from launchers.meeting import current_meeting, nodes, rendezvous
+from launchers.meeting import rendezvous
 from launchers.rank_0 import ready_together
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
@@ -81,9 +81,9 @@ def run(
     use_code_of(cfg)
     share_cores(world.local_size, cfg.parallel.threads)
     set_arithmetic(cfg.train)
-    setup = setup or build_setup(cfg, world.size, nodes())
-    if (meeting := current_meeting()) is not None:  # started one by one; their machines may have to prepare the data
-        ready_together(meeting, cfg.parallel.timeout_s)
+    setup = setup or build_setup(cfg, world.size, world.nodes)
+    if world.meeting is not None:  # started one by one; their machines may have to prepare the data
+        ready_together(world.meeting, cfg.parallel.timeout_s)
     with _strategy(setup, world) as strategy:
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
@@ -210,10 +210,10 @@ def _process_group(world: World, setup: Setup) -> Iterator[None]:
         return
     timeout_s = setup.cfg.parallel.timeout_s
     with ExitStack() as stack:
-        meeting = current_meeting() or stack.enter_context(rendezvous(world, timeout_s))
-        assert meeting is not None  # as there are several ranks
-        device = setup.plan.device_type
-        backend = init_process_group(device, world.rank, world.size, world.local_rank, meeting.store, timeout_s)
+        if world.meeting is None:
+            world = stack.enter_context(rendezvous(world, timeout_s))
+        device, store = setup.plan.device_type, world.meeting.store
+        backend = init_process_group(device, world.rank, world.size, world.local_rank, store, timeout_s)
 
         def destroy(_, error: BaseException | None, trace: Any) -> None:
             # NCCL would first wait for pending operations and for its peers: an error would appear after timeout_s.
