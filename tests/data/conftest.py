@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,31 @@ def published():
         return PUBLISHED / name
 
     return find
+
+
+@pytest.fixture
+def theirs():
+    """``theirs(folder)``: transformers' tokenizer of a folder; skips the test where there is no transformers."""
+    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
+    return transformers.AutoTokenizer.from_pretrained
+
+
+@pytest.fixture
+def everywhere():
+    """``everywhere(right)``: ``right(seed)`` holds in a forked process and in threads of this one, all at once."""
+
+    def check(right) -> None:
+        if (child := os.fork()) == 0:
+            wrong = True
+            try:
+                wrong = not right(9)
+            finally:
+                os._exit(wrong)
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(right, range(4)))
+        assert os.waitpid(child, 0)[1] == 0
+
+    return check
 
 
 def idx(array: np.ndarray) -> bytes:

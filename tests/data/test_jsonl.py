@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import random
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -314,25 +313,14 @@ def test_the_index_is_8_bytes_a_row_and_shared_by_all_who_read(tmp_path, cache, 
     assert pickle.loads(sent).texts(np.array([9_999]), ["text"]) == ["9999"]
 
 
-def test_threads_and_forked_processes_can_read_the_same_rows(tmp_path, cache):
+def test_threads_and_forked_processes_can_read_the_same_rows(tmp_path, cache, everywhere):
     rows = Rows([write(tmp_path / "a", [str(i) for i in range(1000)])], cache)
-    wrong = []
 
-    def read(seed: int) -> None:
+    def right(seed: int) -> bool:
         indices = np.random.default_rng(seed).integers(0, 1000, 2000)
-        if rows.texts(indices, ["text"]) != [str(i) for i in indices]:
-            wrong.append(seed)
+        return rows.texts(indices, ["text"]) == [str(i) for i in indices]
 
-    child = os.fork()
-    if child == 0:
-        read(9)
-        os._exit(len(wrong))
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and os.waitpid(child, 0)[1] == 0
+    everywhere(right)
 
 
 def test_another_version_of_a_file_gets_another_index_and_the_old_rows_are_an_error(tmp_path, cache):

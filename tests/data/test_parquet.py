@@ -1,11 +1,9 @@
 """Parquet files as a data set: the samples are those of JSON lines with the same rows; what is read and refused."""
 
 import json
-import os
 import pickle
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -151,27 +149,16 @@ print(len(rows), peak() - before)
     assert rows == 60_000 and grown < 60_000, "KiB, of 120,000 in the file"
 
 
-def test_threads_forked_and_started_processes_read_the_same_rows(tmp_path, monkeypatch):
+def test_threads_forked_and_started_processes_read_the_same_rows(tmp_path, monkeypatch, everywhere):
     monkeypatch.setattr(parquet_module, "_CACHE_BYTES", 2000)
     rows = ParquetRows([write(tmp_path / "a.parquet", 10, text=[str(i) for i in range(1000)])])
-    wrong = []
 
-    def read(seed: int) -> None:
+    def right(seed: int) -> bool:
         indices = np.random.default_rng(seed).integers(0, 1000, 300)
-        if rows.texts(indices, ["text"]) != [str(i) for i in indices]:
-            wrong.append(seed)
+        return rows.texts(indices, ["text"]) == [str(i) for i in indices]
 
-    read(8)
-    child = os.fork()
-    if child == 0:
-        read(9)
-        os._exit(len(wrong))
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and os.waitpid(child, 0)[1] == 0
+    assert right(8)
+    everywhere(right)
     sent = pickle.dumps(rows)
     assert len(sent) < 5000 and pickle.loads(sent).texts(np.array([999]), ["text"]) == ["999"]
 

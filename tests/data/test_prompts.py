@@ -70,9 +70,8 @@ def test_a_prompt_may_have_several_fields(rows_of, tmp_path, prepared):
 @pytest.mark.parametrize("style, template", STYLES.values(), ids=STYLES)
 @pytest.mark.parametrize("where", ["the settings", "several in the settings", "a file beside them", "the user's own"])
 def test_templates_give_the_tokens_of_transformers_and_what_the_assistant_says_counts(
-    rows_of, tmp_path, style, template, where
+    rows_of, tmp_path, theirs, style, template, where
 ):
-    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": template}]
     settings = {"the settings": template, "several in the settings": named}.get(where)
     folder, chosen = tokenizer_folder(tmp_path / "tokenizer", style, chat_template=settings), "tokenizer"
@@ -80,33 +79,32 @@ def test_templates_give_the_tokens_of_transformers_and_what_the_assistant_says_c
         path = folder / "chat_template.jinja" if where == "a file beside them" else tmp_path / "my.jinja"
         path.write_text(template)
         chosen = "tokenizer" if path.parent == folder else str(path)
-    data, theirs = rows_of(tokenizer=str(folder), template=chosen), transformers.AutoTokenizer.from_pretrained(folder)
+    data, reference = rows_of(tokenizer=str(folder), template=chosen), theirs(folder)
     given = None if chosen == "tokenizer" else template
     for (question, answer), (inputs, counted) in zip(ROWS, read(data.train), strict=True):
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        whole = theirs.apply_chat_template(chat, chat_template=given, return_dict=False)
-        start = theirs.apply_chat_template(chat[:1], chat_template=given, add_generation_prompt=True, tokenize=False)
-        answered = theirs.apply_chat_template(chat, chat_template=given, tokenize=False).removeprefix(start)
-        said = theirs.decode(counted)
+        whole = reference.apply_chat_template(chat, chat_template=given, return_dict=False)
+        start = reference.apply_chat_template(chat[:1], chat_template=given, add_generation_prompt=True, tokenize=False)
+        answered = reference.apply_chat_template(chat, chat_template=given, tokenize=False).removeprefix(start)
+        said = reference.decode(counted)
         if style == "llama2":  # whose decoder drops a space in front, and adds one behind a special token
             said, answered = said.replace(" ", ""), answered.replace(" ", "")
         assert [*inputs, counted[-1]] == whole
         assert said.endswith(answered) and len(counted) < len(whole)
         assert said == answered or answer.startswith("\n")
-        assert data.encode_prompts([question])[0] == theirs(start, add_special_tokens=False).input_ids
+        assert data.encode_prompts([question])[0] == reference(start, add_special_tokens=False).input_ids
 
 
-def test_real_rows_have_the_tokens_of_transformers(prepared, tmp_path, published):
-    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
+def test_real_rows_have_the_tokens_of_transformers(prepared, tmp_path, published, theirs):
     folder = tokenizer_folder(tmp_path / "tokenizer")
     options = {"field": "question", "answer": "answer", "template": "tokenizer", "seq_len": 1024}
     data = prepared(Jsonl, published("gsm8k") / "test.jsonl", tokenizer=str(folder), **options)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = theirs(folder)
     lines = [json.loads(line) for line in (published("gsm8k") / "test.jsonl").read_text().splitlines()[:9]]
     for row, (inputs, counted) in zip(lines, read(data.train), strict=False):
         chat = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-        assert [*inputs, counted[-1]] == theirs.apply_chat_template(chat, return_dict=False)
-        assert theirs.decode(counted) == row["answer"] + "<|im_end|>\n"
+        assert [*inputs, counted[-1]] == reference.apply_chat_template(chat, return_dict=False)
+        assert reference.decode(counted) == row["answer"] + "<|im_end|>\n"
 
 
 @pytest.mark.parametrize("template", [None, "tokenizer"])

@@ -27,13 +27,6 @@ TEXTS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def theirs():
-    """Transformers' tokenizer of a folder."""
-    transformers = pytest.importorskip("transformers", reason="a test dependency (requirements-dev.txt)")
-    return transformers.AutoTokenizer.from_pretrained
-
-
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_texts_have_the_tokens_of_transformers_and_come_back(tmp_path, theirs, style, text):

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from common.errors import ModelError
 from models.generate import Draws, generate
 from models.llama import llama
 from models.llama_sizes import KEYS, LLAMA, SIZES, Size, chosen_size, sizes_of, to_config
-from tests.models.random_models import POSITIONS, WORDS, random_model, with_weights_of
+from tests.models.random_models import POSITIONS, WORDS, assert_same, random_model, with_weights_of
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -44,16 +43,7 @@ def as_ours(model, folder):
 def test_logits_gradients_and_greedy_text_are_those_of_transformers(tmp_path, kind, options):
     reference = random_model(kind, **options)
     chain, layers = as_ours(reference, tmp_path)
-    tokens = torch.randint(0, WORDS, (2, 41), generator=torch.Generator().manual_seed(3))
-    logits, wanted = layers(tokens[:, :-1]), reference(tokens[:, :-1]).logits
-    assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    head = layers["head"].loss(*[layers_before_the_head(layers, tokens[:, :-1])], tokens[:, 1:], None)
-    (head.loss / head.count).backward()
-    F.cross_entropy(wanted.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    theirs = dict(reference.named_parameters())
-    for name, parameter in layers.named_parameters():
-        gradient = theirs[chain.hugging_face.their_name(name)].grad
-        assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert_same(chain, layers, reference)
     prompts, count = [[3, 1, 4, 1, 5], [9, 2]], 12
     drawn = generate(
         layers, prompts, count, Draws(temperature=0), positions=POSITIONS, vocab_size=WORDS, device=CPU, cached=True
@@ -71,12 +61,6 @@ def test_the_rotations_that_older_files_hold_must_be_those_of_the_config_json(tm
     (follows,), given = chain.hugging_face.redundant.values(), reference.model.rotary_emb.inv_freq
     assert all(follows(given.to(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     assert not follows(given**1.1) and not follows(given[:-1])
-
-
-def layers_before_the_head(layers, tokens):
-    for _, layer in layers.items()[:-1]:
-        tokens = layer(tokens)
-    return tokens
 
 
 @pytest.mark.parametrize("kind, options", PUBLISHED.values(), ids=PUBLISHED)
