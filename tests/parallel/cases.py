@@ -95,16 +95,24 @@ def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
     return SimpleNamespace(**{**layout.into({}), **others, **changes})
 
 
+def planned(
+    layout: Layout,
+    chain: Chain,
+    batch: int = 24,
+    *,
+    device: str = "cpu",
+    precision: str = "fp32",
+    where=None,
+    **section,
+) -> Plan:
+    """The plan of a layout; ``where`` it runs is as in ``make_plan``, ``section`` changes keys of the configuration."""
+    parallel = parallel_section(layout, **section)
+    return make_plan(parallel, chain, global_batch_size=batch, device=device, precision=precision, **(where or {}))
+
+
 def plan_of(layout: Layout, recipe: Recipe, chain: Chain, **where) -> Plan:
-    """The plan of a layout; ``where`` it runs is as in ``make_plan``."""
-    return make_plan(
-        parallel_section(layout),
-        chain,
-        global_batch_size=recipe.global_batch,
-        device=recipe.device,
-        precision=recipe.precision,
-        **where,
-    )
+    """The plan of a layout for a recipe."""
+    return planned(layout, chain, recipe.global_batch, device=recipe.device, precision=recipe.precision, where=where)
 
 
 def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -216,18 +216,9 @@ class Up(nn.Module):
 
 def unet() -> Chain:
     """Images [b, 3, 8, 8] -> [b, 1, 8, 8], in channels_last."""
-    return Chain(
-        [
-            LayerSpec("down1", lambda: Down(3, 6)),
-            LayerSpec("down2", lambda: Down(6, 8)),
-            LayerSpec("middle", lambda: Middle(8)),
-            LayerSpec("up2", lambda: Up(8, 8, 8)),
-            LayerSpec("up1", lambda: Up(8, 6, 6)),
-            LayerSpec("head", lambda: nn.Conv2d(6, 1, 1)),
-        ],
-        loss=SquaredError(),
-        channels_last=True,
-    )
+    layers = {"down1": partial(Down, 3, 6), "down2": partial(Down, 6, 8), "middle": partial(Middle, 8)}
+    layers |= {"up2": partial(Up, 8, 8, 8), "up1": partial(Up, 8, 6, 6), "head": partial(nn.Conv2d, 6, 1, 1)}
+    return Chain([LayerSpec(*named) for named in layers.items()], loss=SquaredError(), channels_last=True)
 
 
 def unet_batch(size: int, step: int) -> Batch:
@@ -321,18 +312,10 @@ class WithAuxiliaryLoss:
 
 def translator() -> Chain:
     """Two token inputs [b, t] -> logits of the next target token; its embedding and projection are tied."""
-    return Chain(
-        [
-            LayerSpec("embed_source", EmbedSource),
-            LayerSpec("encoder", Encoder),
-            LayerSpec("embed_target", EmbedTarget),
-            LayerSpec("decoder1", Decoder),
-            LayerSpec("decoder2", Decoder),
-            LayerSpec("words", Words),
-        ],
-        loss=WithAuxiliaryLoss(),
-        tied={"words.projection.weight": "embed_target.embedding.weight"},
-    )
+    layers = {"embed_source": EmbedSource, "encoder": Encoder, "embed_target": EmbedTarget}
+    layers |= {"decoder1": Decoder, "decoder2": Decoder, "words": Words}
+    tied = {"words.projection.weight": "embed_target.embedding.weight"}
+    return Chain([LayerSpec(*named) for named in layers.items()], loss=WithAuxiliaryLoss(), tied=tied)
 
 
 def translator_batch(size: int, step: int) -> Batch:
@@ -369,30 +352,15 @@ def chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
 
 
 def _chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
-    if recipe.model in ("toy", "island"):
-        chain = toy() if recipe.model == "toy" else with_an_island()
-        return chain, lambda step: _toy_batch(recipe.global_batch, step)
-    if recipe.model.startswith("sequential"):
-        chain = sequential(sometimes="sometimes" in recipe.model)
-        return chain, lambda step: _features(recipe.global_batch, step)
-    if recipe.model == "in place":
-        return in_place(), lambda step: _features(recipe.global_batch, step)
-    if recipe.model == "passed on":
-        return passed_on(), lambda step: _features(recipe.global_batch, step)
-    if recipe.model == "perceptrons":
-        return perceptrons(), lambda step: _positions(recipe.global_batch, step)
-    if recipe.model == "torch's encoder":
-        return torchs_encoder(), lambda step: _features(recipe.global_batch, 0)
-    if recipe.model == "unet":
-        return unet(), lambda step: unet_batch(recipe.global_batch, step)
-    if recipe.model == "translator":
-        return translator(), lambda step: translator_batch(recipe.global_batch, step)
     if recipe.model in IMAGES:
         channels, size, build_chain = IMAGES[recipe.model]
         return build_chain(), lambda step: _image_batch(recipe.global_batch, channels, size, step)
     if recipe.model in LANGUAGE:
         return LANGUAGE[recipe.model](recipe.dropout), lambda step: _token_batch(recipe, step)
-    return _configured(recipe)
+    if recipe.model not in OTHERS:
+        return _configured(recipe)
+    build_chain, batch = OTHERS[recipe.model]
+    return build_chain(), lambda step: batch(recipe.global_batch, step)
 
 
 def _configured(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
@@ -433,3 +401,17 @@ def _token_batch(recipe: Recipe, step: int) -> Batch:
     width = recipe.widths[step % len(recipe.widths)] if recipe.widths and step else TOKENS
     tokens = (draws.pow(4) * VOCABULARY).long()[:, : width + 1]
     return Batch(tokens[:, :-1], tokens[:, 1:])
+
+
+OTHERS = {
+    "toy": (toy, _toy_batch),
+    "island": (with_an_island, _toy_batch),
+    "sequential": (partial(sequential, sometimes=False), _features),
+    "sequential sometimes": (partial(sequential, sometimes=True), _features),
+    "in place": (in_place, _features),
+    "passed on": (passed_on, _features),
+    "perceptrons": (perceptrons, _positions),
+    "torch's encoder": (torchs_encoder, lambda size, step: _features(size, 0)),
+    "unet": (unet, unet_batch),
+    "translator": (translator, translator_batch),
+}

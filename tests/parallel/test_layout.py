@@ -60,9 +60,7 @@ def test_single_leaves_no_key_that_one_process_does_not_take():
     assert everything.keys() == {"name", *(key.name for key in fields(Layout))} - {"strategy"}
     parallel = section("parallel=single")
     parallel.update(everything)
-    alone = make_plan(
-        Layout().into(parallel), toy(), global_batch_size=1, device="cpu", precision="fp32", world_size=1
-    )
+    alone = make_plan(Layout().into(parallel), toy(), global_batch_size=1, device="cpu", precision="fp32", world_size=1)
     assert alone.processes == len(alone.stages) == 1
 
 

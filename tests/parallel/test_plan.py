@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Layout, parallel_section
+from cases import Layout, planned
 
 from common.errors import PlanError
 from conf.composition import compose
@@ -23,7 +23,7 @@ from models.sequential import chain_of
 from models.toy import toy
 from parallel.devices import Hardware, gpus_in_common
 from parallel.host_group import choose_backend
-from parallel.plan import Plan, make_plan
+from parallel.plan import Plan
 from parallel.schedules import SCHEDULES, ideal_bubble, in_flight
 from parallel.strategies import STRATEGIES
 from parallel.strategy import Strategy
@@ -32,28 +32,9 @@ from training.reporting.console import describe_plan
 from training.run.checks.memory import certain_states
 
 
-def plan(
-    layout: Layout,
-    chain=None,
-    *,
-    batch=24,
-    device="cpu",
-    precision="fp32",
-    world=None,
-    nodes=1,
-    hardware=None,
-    **changes,
-) -> Plan:
-    return make_plan(
-        parallel_section(layout, **changes),
-        chain or toy(),
-        global_batch_size=batch,
-        device=device,
-        precision=precision,
-        world_size=world,
-        nodes=nodes,
-        hardware=hardware,
-    )
+def plan(layout: Layout, chain=None, batch=24, **more) -> Plan:
+    where = {key: more.pop(key) for key in ("world_size", "nodes", "hardware") if key in more}
+    return planned(layout, chain or toy(), batch, where=where, **more)
 
 
 def refused(layout: Layout, *parts: str, **more) -> str:
@@ -87,7 +68,7 @@ def test_interleaved_stages_are_two_a_rank_unless_told_otherwise():
 
 def test_replicas_left_open_are_as_many_as_the_started_processes_allow_and_two_on_a_cpu():
     open_layout = Layout("pipe_ddp", dp=None, pp=2, chunks=2)
-    assert plan(open_layout, world=6).dp == 3
+    assert plan(open_layout, world_size=6).dp == 3
     assert plan(open_layout).dp == 2
 
 

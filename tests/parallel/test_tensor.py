@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import Layout, assert_same_training, build, chain_and_batches, parallel_section, train
+from cases import Layout, assert_same_training, build, chain_and_batches, parallel_section, planned, train
 from cells import RECIPES
 from omegaconf import OmegaConf
 from probes import losses_of_optimizers
@@ -36,7 +36,6 @@ from parallel import tensor
 from parallel.examination import examine
 from parallel.partition import even_split
 from parallel.placement import Split
-from parallel.plan import make_plan
 from parallel.tensor import TensorParallel
 from planner.search import layouts
 from planner.work import weights_of
@@ -314,10 +313,8 @@ def test_a_block_sends_its_hidden_states_twice_forward_and_twice_backward(ranks,
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def planned(chain, **keys):
-    return make_plan(
-        parallel_section(Layout("tensor", tp=2), **keys), chain, global_batch_size=8, device="cpu", precision="fp32"
-    )
+def plan(chain, **keys):
+    return planned(Layout("tensor", tp=2), chain, 8, **keys)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +347,7 @@ def planned(chain, **keys):
 )
 def test_what_cannot_be_cut_is_refused_with_its_numbers(chain, keys, words):
     with pytest.raises(PlanError, match=words):
-        planned(chain, **keys)
+        plan(chain, **keys)
 
 
 @pytest.mark.parametrize("chain", [WHOLE_HEAD, TIED], ids=["whole head", "tied"])
@@ -365,7 +362,7 @@ def test_automatic_layouts_divide_no_sequence_where_a_run_refuses_that(chain):
     for tp, sequence in tensor_sizes(chain, data, {}, 2).items():
         for layout in layouts(weights_of(chain), 2, (2, 2, True), {tp: sequence}, {}):
             if not problem_of(layout):
-                planned(chain, **layout.into({}))
+                plan(chain, **layout.into({}))
                 possible += layout.tp > 1
     assert possible > 0
 
@@ -402,7 +399,7 @@ def test_automatic_layouts_divide_no_sequence_where_a_run_refuses_that(chain):
 )
 def test_a_table_that_does_not_fit_the_model_is_refused(table, words):
     with pytest.raises(ValueError, match=words):
-        planned(replace(gpt2("tiny"), cut=table))
+        plan(replace(gpt2("tiny"), cut=table))
 
 
 class Scaled(nn.Linear):
@@ -478,5 +475,5 @@ def test_a_first_layer_without_positions_is_refused_where_they_are_to_be_divided
 
 
 def test_the_vocabulary_may_be_cut_unequally_and_heads_of_keys_may_be_fewer():
-    assert planned(gpt2("tiny", vocab_size=50257)).tp == 2
-    assert planned(llama("tiny", kv_heads=1), tp=4).processes == 4
+    assert plan(gpt2("tiny", vocab_size=50257)).tp == 2
+    assert plan(llama("tiny", kv_heads=1), tp=4).processes == 4

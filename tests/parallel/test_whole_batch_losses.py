@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import Layout, parallel_section
+from cases import Layout, planned
 from torch import Tensor, nn
 
 from common.errors import PlanError
 from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy, Sums, gather
-from parallel.plan import make_plan
 from parallel.stage import Stage
 from parallel.strategy import Options, build_strategy
 
@@ -106,8 +105,7 @@ def chain(first=Left, last=Right, loss=None) -> Chain:
 
 def strategy_of(chain: Chain, layout: Layout):
     world = dist.get_world_size() if dist.is_initialized() else 1
-    where = {"global_batch_size": 16, "device": "cpu", "precision": "fp64", "world_size": world}
-    plan = make_plan(parallel_section(layout), chain, **where)
+    plan = planned(layout, chain, 16, precision="fp64", where={"world_size": world})
     mesh = plan.mesh(dist.get_rank() if world > 1 else 0).connect(60)
     batch = Batch(PAIRS, PAIRS[1]).chunks(plan.dp)[mesh.replica]
     options = Options(seed=7, timeout_s=60)

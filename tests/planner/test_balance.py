@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from cases import Layout, parallel_section
+from cases import Layout, planned
 from orders import span
 from torch import nn
 
@@ -15,7 +15,6 @@ from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.orders import StageSeconds
-from parallel.plan import make_plan
 from parallel.zero_bubble.order import best_order
 from planner.balance import equal_stages, seconds_per_layer, stage_costs
 from planner.memory import Rank
@@ -40,8 +39,7 @@ def chain_of(*layers) -> Chain:
 
 
 def plan_of(chain: Chain, batch: int = 4):
-    section = parallel_section(Layout("pipelined", pp=2, chunks=2))
-    return make_plan(section, chain, global_batch_size=batch, device="cpu", precision="fp32")
+    return planned(Layout("pipelined", pp=2, chunks=2), chain, batch)
 
 
 SAMPLE = Batch(torch.randn(2, 4), torch.randn(2, 4))

@@ -8,14 +8,13 @@ from math import inf
 
 import pytest
 import torch
-from cases import Layout, parallel_section
+from cases import Layout, planned
 from composed import compose, execute, plain
 
 from common.errors import PlanError
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from models.toy import toy
-from parallel.plan import make_plan
 from planner.here import Here, LayerSeconds, Line
 from planner.memory import Memory, check_gpus, memory_of_ranks
 from planner.work import weights_of
@@ -173,10 +172,9 @@ def test_a_tied_weight_is_counted_once_on_the_stage_of_its_owner_and_again_on_ot
         tied={"b.weight": "a.weight", "d.weight": "a.weight"},
         loss=SquaredError(),
     )
-    section = parallel_section(Layout("pipelined", pp=2, chunks=2))
-    plan = make_plan(section, chain, global_batch_size=4, device="cpu", precision="fp64")
+    plan = planned(Layout("pipelined", pp=2, chunks=2), chain, 4, precision="fp64")
     assert [rank.weights for rank in memory_of_ranks(plan, weights_of(chain), 2)] == [8 * 16, 8 * 32]
-    alone = make_plan(parallel_section(Layout("single")), chain, global_batch_size=4, device="cpu", precision="fp32")
+    alone = planned(Layout("single"), chain, 4)
     assert [rank.weights for rank in memory_of_ranks(alone, weights_of(chain), None)] == [4 * 32]
 
 
@@ -187,7 +185,7 @@ def test_more_ranks_than_gpus_have_memory_for(monkeypatch):
     chain = toy()
 
     def check(layout: Layout, states: int | None, memory: float) -> int:
-        plan = make_plan(parallel_section(layout), chain, global_batch_size=24, device="cuda", precision="fp32")
+        plan = planned(layout, chain, device="cuda")
         check_gpus(plan, memory_of_ranks(plan, weights_of(chain), states), lambda index: memory)
         return plan.parameters
 
