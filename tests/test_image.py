@@ -6,11 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from interpreters import ROOT, python
 
-ROOT = Path(__file__).parents[1]
 LINES = re.findall(r"^([A-Z]+) (.*)$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
 
 
@@ -46,19 +45,12 @@ def test_what_it_copies_trains(workspace, tmp_path):
     program, *words = json.loads(entry)
     assert program == "python"
     words += ["parallel=ddp", "train.steps=2", "train.epochs=null", "device=cpu", "logger=none"]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, *words, f"hydra.run.dir={tmp_path}"],
-        cwd=workspace, env=environ, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = python(*words, f"hydra.run.dir={tmp_path}", cwd=workspace, PYTHONPATH=None)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
 def test_its_user_is_not_root_and_torchrun_finds_the_project_in_any_folder(workspace, tmp_path):
     assert values("USER") == ["1000"] and values("ENV") == [f"PYTHONPATH={values('WORKDIR')[0]}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launchers.torchrun", "--help"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(workspace)}, capture_output=True, text=True,
-    )  # fmt: skip
+    done = python("-m", "launchers.torchrun", "--help", cwd=tmp_path, PYTHONPATH=str(workspace))
     assert done.returncode == 0 and "training_script" in done.stdout, done.stderr

@@ -1,13 +1,11 @@
 """This project's packages: which may import which, and what installs or hides one is told in a sentence."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commandline import ROOT
+from interpreters import ROOT, python
 
 from common.errors import UserError
 from conf.instantiate import resolve, why_foreign
@@ -15,8 +13,7 @@ from conf.instantiate import resolve, why_foreign
 
 def said_in(folder, *command, **more):
     """The exit code of a Python in that folder, and all that it says."""
-    env = {**os.environ, **more}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    done = python(*command, cwd=folder, **more)
     return done.returncode, done.stdout + done.stderr
 
 

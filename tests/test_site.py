@@ -1,22 +1,16 @@
 """The site of docs/: it is built strictly, so a dead link or a missing anchor fails."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from interpreters import ROOT, python
 
 pytest.importorskip("material", reason="needs mkdocs-material: pip install -r requirements-docs.txt")
 
 
-def build(folder: Path, site: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+def build(folder: Path, site: Path):
+    return python("-m", "mkdocs", "build", "--strict", "--site-dir", site, cwd=folder, NO_MKDOCS_2_WARNING="1")
 
 
 def test_every_page_is_in_the_menu_and_every_link_leads_somewhere(tmp_path):

@@ -1,19 +1,17 @@
 """The benchmark gpu: its dry run on the CPU goes through every part."""
 
 import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreters import python
 
 from benchmarks import gpt2, gpu
 from benchmarks.__main__ import run as benchmark
 from benchmarks.trainer import PlainLoop, Trainer, adamw, configured, same_model, token_loss
 
-ROOT = Path(__file__).parents[2]
 # Of requirements.txt, what a machine with torch, Hydra and safetensors need not have.
 NOT_CARRIED = ("wandb", "torchvision", "matplotlib", "tiktoken", "sklearn", "tqdm", "submitit", "PIL")
 BLOCKED = f"""
@@ -110,14 +108,8 @@ def test_gpt2_and_its_profile_in_a_dry_run(tmp_path):
 def test_a_dry_run_goes_through_every_part_where_only_hydra_and_psutil_were_carried_along(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     output = tmp_path / "results"
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "gpu", "--dry-run", "--output", str(output)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
+    line = ["-m", "benchmarks", "gpu", "--dry-run", "--output", output]
+    ended = python(*line, timeout=800, PYTHONPATH=str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "no row of torchvision's plain loop: No module named 'torchvision'" in ended.stdout
     assert {path.stem for path in output.glob("*.csv")} == {f"gpu_{part}" for part in gpu.PARTS}

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from interpreters import ROOT, python
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-WITHOUT = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-TELLING = WITHOUT | {"OMP_DISPLAY_ENV": "verbose"}
+TRAIN = ROOT / "train.py"
+TELLING = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None, "OMP_DISPLAY_ENV": "verbose"}
 
 
 def spins(stderr):
@@ -37,7 +32,7 @@ try:
 except SystemExit:
     print("as before" if gc.get_threshold() == before else gc.get_threshold())
 """
-    return subprocess.run([sys.executable, "-c", code], cwd=TRAIN.parent, env=TELLING, capture_output=True, text=True)
+    return python("-c", code, **TELLING)
 
 
 def test_the_garbage_collector_is_as_before_when_a_run_has_imported_everything(ended):
@@ -52,6 +47,6 @@ def test_threads_of_a_run_spin_for_half_a_millisecond(ended):
 @pytest.mark.parametrize("typed, said", [({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")])
 def test_unless_the_environment_says_otherwise(tmp_path, typed, said):
     words = ["model=toy", "mode=plan", f"hydra.run.dir={tmp_path}/run"]
-    ended = subprocess.run([sys.executable, str(TRAIN), *words], env=TELLING | typed, capture_output=True, text=True)
+    ended = python(TRAIN, *words, **TELLING | typed)
     assert ended.returncode == 0, ended.stderr
     assert spins(ended.stderr) == said

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -83,7 +81,7 @@ def test_the_submitting_machine_is_not_asked_for_its_devices(monkeypatch):
 @pytest.mark.slow
 def test_one_gpu_is_enough_for_every_layout(pretended, tmp_path):
     """The whole command, on one pretend GPU: it says that it is shared, draws its timeline, and learns the same."""
-    from commandline import TRAIN, environment
+    from interpreters import python
 
     common = ["model=gpt2", "model.size=tiny", "data.seq_len=32", "train.global_batch_size=8", "train.steps=4"]
     common += ["logger=none", "train.precision=fp32", "parallel.threads=1", "train.eval_every=0"]
@@ -93,10 +91,8 @@ def test_one_gpu_is_enough_for_every_layout(pretended, tmp_path):
     }
     losses = {}
     for name, layout in layouts.items():
-        env = environment(pretend_cuda.environment(devices=1) if name == "shared" else {})
-        folder = tmp_path / name
-        command = [sys.executable, str(TRAIN), *common, *layout, f"hydra.run.dir={folder}"]
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+        env, folder = pretend_cuda.environment(devices=1) if name == "shared" else {}, tmp_path / name
+        ended = python("train.py", *common, *layout, f"hydra.run.dir={folder}", **env)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         losses[name] = [line["loss"] for line in lines if "loss" in line]

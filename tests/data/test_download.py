@@ -1,17 +1,15 @@
 """Downloads: what is kept of them, and what is said, within seconds, where they fail."""
 
 import importlib.machinery
-import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 import types
 import urllib.request
-from pathlib import Path
 
 import pytest
+from interpreters import python
 
 from common.errors import DataError
 from data import cache as cache_module
@@ -20,8 +18,6 @@ from data.cifar10 import CIFAR10
 from data.mnist import MNIST
 from data.vocabulary import gpt2
 from data.wikitext2 import WikiText2
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -136,10 +132,7 @@ def test_a_torchvision_that_does_not_fit_torch_is_said_once_with_what_to_install
         "__version__ = '0.1.2'\n"
     )
     twice = "from common.packages import load_torchvision as load; load(); load()"
-    run = subprocess.run(
-        [sys.executable, "-c", twice], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+    run = python("-c", twice, PYTHONPATH=str(tmp_path))
     assert run.stderr.count("torchvision 0.1.2 does not fit torch") == 1
     assert "Install both from one index: https://download.pytorch.org/whl/" in run.stderr
 

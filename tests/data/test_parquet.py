@@ -2,13 +2,12 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from interpreters import python
 
 from common.errors import DataError, TrainingError
 from conf.instantiate import resolve
@@ -19,7 +18,6 @@ from data.parquet import Parquet, ParquetRows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -144,8 +142,7 @@ print(len(rows), peak() - before)
 """
     texts = [f"{i} " + "x" * 2000 for i in range(60_000)]
     file = write(tmp_path / "a.parquet", 1000, text=texts)
-    done = subprocess.run([sys.executable, "-c", program, file], cwd=ROOT, capture_output=True, text=True, check=True)
-    rows, grown = map(int, done.stdout.split())
+    rows, grown = map(int, python("-c", program, file).stdout.split())
     assert rows == 60_000 and grown < 60_000, "KiB, of 120,000 in the file"
 
 

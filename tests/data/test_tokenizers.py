@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from interpreters import python
 from tokenizer_folders import STYLES, TEXT, tokenizer_folder
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -297,6 +296,5 @@ print(sum(1 for _ in train_loader(TrainBatches(data.train, 4, 1), 1, 8, num_work
 def test_processes_that_read_ahead_use_it_without_a_warning(tmp_path):
     folder, rows = tokenizer_folder(tmp_path / "tokenizer"), tmp_path / "rows.jsonl"
     rows.write_text('{"text": "The answer is 72."}\n' * 60)
-    line = [sys.executable, "-c", READ, str(rows), str(folder), str(tmp_path / "cache")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    done = python("-c", READ, rows, folder, tmp_path / "cache")
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")

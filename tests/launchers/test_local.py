@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from multiprocessing import forkserver
@@ -13,6 +11,7 @@ from multiprocessing import forkserver
 import launched
 import psutil
 import pytest
+from interpreters import python
 
 from common.errors import LaunchError
 from common.machine import changed_environment
@@ -101,7 +100,7 @@ def test_workers_do_not_run_the_script(tmp_path):
         "import launched; from launchers import local; print('once')\n"
         f"local.run_workers(launched.meet, ({str(tmp_path)!r},), 2, {str(tmp_path / 'logs')!r})"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    done = python(script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("once") == 1
     assert [json.loads((tmp_path / f"{rank}.json").read_text())["sum"] for rank in range(2)] == [21, 21]
