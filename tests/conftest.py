@@ -1,7 +1,5 @@
 """Worker processes for tests that need several ranks, shared by the whole session."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The kernels for GPUs, run by Triton's interpreter on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from types import ModuleType

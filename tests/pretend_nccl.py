@@ -1,7 +1,5 @@
 """A process group like NCCL's for pretend GPUs (``pretend_cuda``): its operations do not make the host wait."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

@@ -1,7 +1,5 @@
 """Worker processes that stay alive over many test cases: starting four ranks costs more than most cases."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import io

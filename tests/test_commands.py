@@ -4,8 +4,6 @@ A page's commands run one after the other in one folder, so that a later one fin
 block of commands that needs more than one machine says so on the page: ``<!-- not run: why -->`` stands before it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Folders with a small tokenizer, in the styles of published ones, trained on a few sentences."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

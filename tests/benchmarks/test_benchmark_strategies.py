@@ -1,7 +1,5 @@
 """What ranks hold and send under each strategy: measured at a toy size, and as the pages compute it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The host time of small layers that two processes share."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

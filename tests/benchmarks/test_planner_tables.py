@@ -1,7 +1,5 @@
 """The planner held to what others have published, with figures that docs/planner.md and docs/layout.md state."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

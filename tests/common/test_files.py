@@ -1,7 +1,5 @@
 """What common.files writes is on the disk whole or not at all."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

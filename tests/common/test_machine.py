@@ -1,7 +1,5 @@
 """How this process's threads wait for each other, and how often it collects garbage."""
 
-from __future__ import annotations
-
 import pytest
 from interpreters import ROOT, python
 

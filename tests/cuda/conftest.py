@@ -1,7 +1,5 @@
 """Ranks whose GPUs are pretended (see ``pretend_cuda``), for the cases of ``tests/parallel``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

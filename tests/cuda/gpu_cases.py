@@ -1,7 +1,5 @@
 """What the tests of this folder run in a process with pretend GPUs."""
 
-from __future__ import annotations
-
 import time
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """What no CPU run would show: devices, streams, contexts, and what makes the host wait."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import gpu_cases

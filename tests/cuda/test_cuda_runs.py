@@ -1,7 +1,5 @@
 """Runs on GPUs, as far as they can be told without one: how ranks leave a group, and what a queue is told."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

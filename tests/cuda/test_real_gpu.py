@@ -4,8 +4,6 @@
 should, and nothing about a GPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

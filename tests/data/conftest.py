@@ -1,7 +1,5 @@
 """What the tests of the data sets share."""
 
-from __future__ import annotations
-
 import os
 import struct
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Rows of chats: whose tokens count, beside transformers' own mask, and what is refused before a run."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

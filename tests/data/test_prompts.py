@@ -1,7 +1,5 @@
 """Rows of prompts and answers: whose tokens count, and chat templates beside transformers."""
 
-from __future__ import annotations
-
 import json
 from datetime import date
 

@@ -1,7 +1,5 @@
 """Chat templates of others: what each row may take, and the process that renders them."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

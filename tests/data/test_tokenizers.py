@@ -1,7 +1,5 @@
 """Text in the tokens of a Hugging Face tokenizer."""
 
-from __future__ import annotations
-
 import json
 import random
 

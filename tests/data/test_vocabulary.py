@@ -1,7 +1,5 @@
 """GPT-2's vocabulary, and the tokens that a run adds to it."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

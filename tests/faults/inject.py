@@ -1,7 +1,5 @@
 """Inside a rank of a run: the next fault of the plan, at its point, by functions of the product that are wrapped."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Faults as data: what strikes which rank, where, what is known of it afterwards, and how the run has ended."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

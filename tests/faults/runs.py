@@ -1,7 +1,5 @@
 """train.py on a tiny GPT-2 with dropout, by its command line, under a plan of faults; and what it has become."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

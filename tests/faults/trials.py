@@ -1,7 +1,5 @@
 """What each kind of fault does to a run, and what is wrong with how the run ended."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -10,8 +10,6 @@ must not exist yet; the daemons listen on 127.0.0.1 only, and nothing of the mac
 The queue keeps account of memory, but no cgroups limit it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Small random models of transformers, and the comparison of a chain with one of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """BatchNorm with one update of its running statistics a step; torch's layer as the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

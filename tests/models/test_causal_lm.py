@@ -1,7 +1,5 @@
 """Any causal language model of transformers as a chain: the model's own numbers, layer by layer, or a refusal."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

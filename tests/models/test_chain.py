@@ -1,7 +1,5 @@
 """A model as a chain: any cut of it holds the weights of the whole."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernel for GPUs, run by Triton's interpreter on the CPU."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

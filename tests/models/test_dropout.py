@@ -1,7 +1,5 @@
 """Dropout by sample: the mask of a sample is its own, whatever it is computed with."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

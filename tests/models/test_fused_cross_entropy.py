@@ -1,7 +1,5 @@
 """The fused linear + cross entropy is the plain pair."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

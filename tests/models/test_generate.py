@@ -1,7 +1,5 @@
 """The tokens that a model draws, with and without the keys and values of those before."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

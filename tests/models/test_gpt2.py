@@ -1,7 +1,5 @@
 """GPT-2: its sizes, its initialisation, and Hugging Face's model as an outside reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The Llama family beside transformers' Llama, Qwen2 and Qwen3, which hold the same random weights."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

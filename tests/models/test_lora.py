@@ -1,7 +1,5 @@
 """LoRA: what is trained, what stays as it was, and what cannot have an adapter."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

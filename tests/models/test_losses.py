@@ -1,7 +1,5 @@
 """Losses as sums and counts: padding counts nothing, and the mean over everything is the usual one."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

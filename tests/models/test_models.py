@@ -1,7 +1,5 @@
 """Every model is what it says: its published size, the logits of an outside reference, the same wherever it is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Facts only: names, paths and versions that say nothing of a model are left out.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

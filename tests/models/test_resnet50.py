@@ -1,7 +1,5 @@
 """ResNet-50: how its weights start, its published split, its loss."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """The tutorial's language model: torch's own encoder layer as the reference, under the causal mask it was published
 without."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of parity: what is trained, under which layout, on which device, and how near it comes to one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path

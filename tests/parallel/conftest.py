@@ -1,7 +1,5 @@
 """Trainings under many layouts; one that several tests look at runs once."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Orders of a pipeline's work: torch's interleaved 1F1B, and how long one takes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from parallel.orders import UNMEASURED, Orders, StageSeconds

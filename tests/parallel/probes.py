@@ -1,7 +1,5 @@
 """Small functions that tests run on every rank. Here and not in the tests, so that the ranks can import them."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

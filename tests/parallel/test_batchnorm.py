@@ -1,7 +1,5 @@
 """BatchNorm: running statistics that do not depend on the layout, and normalisation across replicas."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

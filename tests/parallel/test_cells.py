@@ -1,7 +1,5 @@
 """Every cell of the table is the training of one process. ``python -m benchmarks parity`` makes the README's table."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

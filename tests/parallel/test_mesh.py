@@ -1,7 +1,5 @@
 """Ranks as a mesh of named axes, and the groups along them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Planned orders, in runs where a forward takes one tick and a backward two, and in runs that take what they take."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import Layout, Recipe

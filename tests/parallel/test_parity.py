@@ -1,7 +1,5 @@
 """What parity (``test_cells``) rests on: its mistakes are seen, and padding, half precision and recomputation."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """How layers are dealt to stages."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 What is refused in other words by the command line's own table (``tests/refusals/table.py``) is not said here.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replicas that share parameters, gradients and optimizer state train as one process does."""
 
-from __future__ import annotations
-
 import pytest
 from cases import Layout, Recipe, assert_same_training, train
 from cells import RECIPES

@@ -1,7 +1,5 @@
 """One stage: what it gives, and where its dropout comes from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """train.compile: how often a stage is compiled. The compiler only traces here: generating code takes minutes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo.config

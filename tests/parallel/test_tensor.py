@@ -1,7 +1,5 @@
 """Tensor parallelism: what is sent, what goes wrong where a rule is broken, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """How idle a pipeline was, from when its work ran."""
 
-from __future__ import annotations
-
 import pytest
 
 from parallel.timeline import (

@@ -1,7 +1,5 @@
 """Shapes and dtypes at stage borders, found without running anything, are those of a real run."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

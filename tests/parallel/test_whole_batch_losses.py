@@ -1,7 +1,5 @@
 """Losses that compare samples, ignore weights or draw: each number is that of a plain loop, in every layout."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Stages of equal cost, where the cost of a layer is measured."""
 
-from __future__ import annotations
-
 import time
 from itertools import combinations
 

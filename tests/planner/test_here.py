@@ -1,7 +1,5 @@
 """Seconds measured on this machine: their shape, what they grow with, and what a layout's step is made of them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

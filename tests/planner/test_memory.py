@@ -1,7 +1,5 @@
 """One formula for a rank's memory: mode=plan, parallel=auto, balance=size and the checks before a run agree."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from math import inf

@@ -1,7 +1,5 @@
 """The planner on paper: what is counted, predicted and chosen, and what is refused."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

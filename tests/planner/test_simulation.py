@@ -1,7 +1,5 @@
 """When a pipeline's work runs: in the order of real runs, and as long as the formula says."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
