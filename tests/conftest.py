@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE / "training")]  # ``ranks``, ``composed``, …; here and in the processes it starts
+# Where the tests' helpers are found, here and in the processes that it starts.
+sys.path[:0] = [str(HERE / room) for room in ("", "training", "parallel", "launchers", "cuda", "refusals")]
 import preloaded  # noqa: E402, F401
 
 from launchers import local  # noqa: E402

@@ -7,9 +7,7 @@ should, and nothing about a GPU.
 import dataclasses
 import os
 import re
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,15 +15,12 @@ from cases import Layout, assert_same_training, train
 from cells import GPU_LAYOUTS, ONE_GPU, PUBLISHED, on_gpus
 from commandline import train as train_command
 from composed import config
+from faults.runs import RECIPE, final_tensors
+from faults.trials import interrupt, moments
 
 from planner.memory import memory_of_ranks
 from training.optimizer.kinds import states_of
 from training.run.prepare import prepare
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``
-
-from faults.runs import RECIPE, final_tensors  # noqa: E402
-from faults.trials import interrupt, moments  # noqa: E402
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 pytestmark = [

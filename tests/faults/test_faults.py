@@ -1,14 +1,8 @@
 """Runs that meet with faults, in short; all of them, by the hundred: python -m benchmarks faults."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ``faults``
-
-from faults.plan import Fault  # noqa: E402
-from faults.trials import damage, interrupt, kill, moments, poison, soak, spaced  # noqa: E402
+from faults.plan import Fault
+from faults.trials import damage, interrupt, kill, moments, poison, soak, spaced
 
 
 def wrong(trials):

@@ -1,17 +1,16 @@
-"""Makes the project and the worker functions of these tests importable, also in processes they start; a SLURM, and
-what the same run gives without one."""
+"""Makes the project and the worker functions of these tests importable in processes they start; a SLURM, and what the
+same run gives without one."""
 
 import argparse
 import functools
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 _HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE.parents[1]), str(_HERE), str(_HERE.parent / "training")]
-os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
+_PATHS = str(_HERE.parents[1]), str(_HERE), str(_HERE.parent / "training")
+os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(scope="session")
