@@ -7,12 +7,12 @@ block of commands that needs more than one machine says so on the page: ``<!-- n
 import json
 import re
 import shlex
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from commandline import ROOT, free_port, train
+from file_formats import idx, shard
 
 from benchmarks import readme
 from common.packages import load_transformers
@@ -135,13 +135,8 @@ def prepare(folder: Path) -> None:
         (mine / "photos" / animal).mkdir(parents=True)
         for number in range(40):
             Image.new("RGB", (40, 32), (number, 0, 0)).save(mine / "photos" / animal / f"{number}.jpg")
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, 5000  # llm.c's magic number, version and number of tokens
     for split in ("train", "val"):
-        shard = header.tobytes() + np.arange(5000, dtype="<u2").tobytes()
-        (mine / "shards" / f"my_{split}_000000.bin").write_bytes(shard)
+        (mine / "shards" / f"my_{split}_000000.bin").write_bytes(shard(range(5000)))
     for split, n in (("train", 400), ("t10k", 100)):
         for kind, shape in (("images-idx3", (n, 28, 28)), ("labels-idx1", (n,))):
-            values = np.zeros(shape, dtype=np.uint8)
-            start = struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape)
-            (mine / "mnist" / f"{split}-{kind}-ubyte").write_bytes(start + values.tobytes())
+            (mine / "mnist" / f"{split}-{kind}-ubyte").write_bytes(idx(np.zeros(shape, dtype=np.uint8)))

@@ -1,12 +1,12 @@
 """What the tests of the data sets share."""
 
 import os
-import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from file_formats import idx
 
 # Data that is not part of the repository.
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data"
@@ -66,11 +66,6 @@ def everywhere():
         assert os.waitpid(child, 0)[1] == 0
 
     return check
-
-
-def idx(array: np.ndarray) -> bytes:
-    """An array of bytes in MNIST's format."""
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
 @pytest.fixture

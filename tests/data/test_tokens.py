@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from file_formats import shard
 
 from common.errors import DataError
 from data import tokens
@@ -12,11 +13,8 @@ from data.loader import EvalBatches
 from data.tokens import Tokens
 
 
-def write_llmc(path: Path, tokens, magic=20240520, version=1, says=None, dtype="<u2") -> Path:
-    """As dev/data/data_common.py of llm.c writes it."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(tokens) if says is None else says
-    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=dtype).tobytes())
+def write_llmc(path: Path, tokens, **format) -> Path:
+    path.write_bytes(shard(tokens, **format))
     return path
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from file_formats import idx
 
 from training.checkpoint.files import with_checksum
 
@@ -48,24 +48,13 @@ def option(path: str, text: str) -> Make:
     return file(f"{path}.yaml", f"# @package _global_\n{text}\n".encode())
 
 
-def shard(tokens: np.ndarray, says: int | None = None, version: int = 1) -> bytes:
-    """llm.c's format: 256 numbers of 32 bits, of which the third is how many tokens follow, then these in 16 bits."""
-    head = struct.pack("<iii", 20240520, version, len(tokens) if says is None else says).ljust(1024, b"\0")
-    return head + np.asarray(tokens).astype("<u2").tobytes()
-
-
 def rows(*lines: str, count: int = 40) -> bytes:
     """These lines of JSON, and rows of text after them up to ``count``."""
     more = [json.dumps({"text": f"row number {i}"}) for i in range(count - len(lines))]
     return "\n".join([*lines, *more]).encode()
 
 
-def idx(shape: tuple[int, ...], content: bytes) -> bytes:
-    """MNIST's format."""
-    return bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + content
-
-
-def mnist(images: bytes = idx((20, 4, 4), bytes(320)), labels: bytes = idx((20,), bytes(range(10)) * 2)) -> Make:
+def mnist(images: bytes = idx(np.zeros((20, 4, 4), "u1")), labels: bytes = idx(np.arange(20, dtype="u1") % 10)) -> Make:
     """The four files of MNIST, with the same content for training and test."""
 
     def make(folder: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from files import CONFIG, MANIFEST, Make, file, idx, manifest, mnist, option, rows, shard
+from file_formats import idx, shard
+from files import CONFIG, MANIFEST, Make, file, manifest, mnist, option, rows
 
 GPT2 = "model=gpt2 model.size=tiny data.seq_len=16 train.global_batch_size=4 "
 CONVNET = "model=convnet train.global_batch_size=4 "
@@ -341,12 +342,12 @@ DATA = {
         _row(TEXT, "UTF-16", "iconv -f UTF-16 -t UTF-8", content="some words".encode("utf-16")),
     ],
     "data.seq_len": [_row(TEXT, "tokens", content=b"a")],
-    "HERE/train-images-idx3-ubyte": Refusal(MNIST, file=mnist(images=idx((20, 4, 4), bytes(319)))),
+    "HERE/train-images-idx3-ubyte": Refusal(MNIST, file=mnist(images=idx(np.zeros((20, 4, 4), "u1"))[:-1])),
     "HERE/train-labels-idx1-ubyte": Refusal(
         MNIST, "sample 7 is 12", "0 to 9", "data.num_classes",
-        file=mnist(labels=idx((20,), bytes([*range(7), 12, *range(8, 10)] * 2))),
+        file=mnist(labels=idx(np.array([*range(7), 12, *range(8, 10)] * 2, "u1"))),
     ),
-    "20 images": Refusal(MNIST, "10 labels", file=mnist(labels=idx((10,), bytes(10)))),
+    "20 images": Refusal(MNIST, "10 labels", file=mnist(labels=idx(np.zeros(10, "u1")))),
 }  # fmt: skip
 
 # -- checkpoints and weights ----------------------------------------------------------------------------------------
