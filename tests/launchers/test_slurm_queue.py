@@ -49,19 +49,23 @@ def submit(folder, options=None, count=1, **more):
     return submitting.submit(command, [folder] * count, options or Slurm(), 2, folder, NASTY, **more)
 
 
+def run_by_bash(folder, srun, *words, **env):
+    """What a script prints where ``srun`` is this one."""
+    (tools := folder / "tools").mkdir()
+    (tools / "srun").write_text(f"#!/bin/sh\n{srun}\n")
+    (tools / "srun").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", **env}
+    return subprocess.Popen(["bash", *words], cwd=folder, env=env, stdout=subprocess.PIPE, text=True).communicate()[0]
+
+
 def test_no_value_becomes_a_shell_line(answer, tmp_path):
     commands = answer(stdout="7\n")
     comment = NASTY.replace("\n", " ")
     submit(tmp_path, Slurm(setup=["export EARLY=yes"], sbatch={"comment": comment}), env={"TEXT": NASTY, "A;B": "x"})
     (command,) = commands
     assert f"--job-name={NASTY}" in command and f"--comment={comment}" in command, "no shell reads these"
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "srun").write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
-    (tools / "srun").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-    process = subprocess.Popen(["bash", command[-1]], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
-    assert json.loads(process.communicate(timeout=30)[0]) == [[NASTY], NASTY, "yes"]
+    said = run_by_bash(tmp_path, 'shift 4\nexec "$@"', command[-1])
+    assert json.loads(said) == [[NASTY], NASTY, "yes"]
     assert not (tmp_path / "struck").exists()
     assert (tmp_path / "job.sh").stat().st_mode & 0o077 == 0, "it may hold secrets"
 
@@ -205,11 +209,7 @@ def test_a_container_is_an_option_of_srun_and_its_python_runs(answer, tmp_path):
     assert not [word for word in commands[-1] if "--container" in word or "--no-" in word], (
         "the script calls srun, which no image has"
     )
-    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"')
-    (tmp_path / "srun").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    process = subprocess.Popen(["bash", commands[-1][-1]], env=env, stdout=subprocess.PIPE, text=True)
-    words = process.communicate(timeout=30)[0].splitlines()
+    words = run_by_bash(tmp_path, 'printf "%s\\n" "$@"', commands[-1][-1]).splitlines()
     image, mounts = "--container-image=nvcr.io#nvidia/pytorch:25.06-py3", "--container-mounts=/a b:/c"
     assert words[4:10] == [image, mounts, "--no-container-mount-home", "env", "--block-signal=USR2", "python"]
 
@@ -250,12 +250,10 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch, tmp_path):
     ],
 )
 def test_a_job_of_ones_own_that_is_queued_again_goes_on(tmp_path, restarts, typed, saved, added):
-    (tmp_path / "srun").write_text("#!/bin/sh\necho $*\n")
-    (tmp_path / "srun").chmod(0o755)
     if saved:
         (tmp_path / "outputs/slurm-7/checkpoints/step-00000002").mkdir(parents=True)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
-    said = subprocess.check_output(["bash", submitting._TEMPLATE, *typed], cwd=tmp_path, env=environ, text=True)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
+    said = run_by_bash(tmp_path, "echo $*", submitting._TEMPLATE, *typed, **environ)
     assert said.split()[-1 - len(typed) - added :] == [
         "hydra.run.dir=outputs/slurm-7", *typed, *["train.resume=auto"] * added
     ]  # fmt: skip
