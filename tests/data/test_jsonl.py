@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import pickle
-import random
 from pathlib import Path
 
 import numpy as np
@@ -199,17 +198,6 @@ def test_a_row_is_a_line_that_is_not_blank_wherever_blocks_end(tmp_path, cache, 
     assert [rows.name(i).rpartition(" ")[2] for i in range(4)] == ["3", "6", "8", "2"]
 
 
-def test_random_files_are_read_as_line_by_line(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(jsonl_module, "_BLOCK_BYTES", 61)
-    draw = random.Random(7)
-    files, expected = [], []
-    for number in range(20):
-        lines = [draw.choice(["", " ", "\r", json.dumps({"text": "é" * draw.randrange(60)})]) for _ in range(50)]
-        files.append(written(tmp_path / str(number), "\n".join(lines).encode()))
-        expected += [json.loads(line)["text"] for line in lines if line.strip()]
-    assert everything(Rows(files, cache)) == expected
-
-
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path, cache):
     assert everything(Rows([written(tmp_path / "a", b'\xef\xbb\xbf{"text": "a"}\n')], cache)) == ["a"]
 
@@ -383,23 +371,3 @@ def test_a_long_row_costs_what_its_first_tokens_cost(tmp_path, rows_of, monkeypa
         for row, tokens in zip((0, 1, 2), (*whole, whole[1]), strict=True):
             assert inputs[row].tolist() == tokens[:-1] and targets[row].tolist() == tokens[1:]
     assert max(given) < 3000 < len(sentence) * 3000
-
-
-def test_own_memory_does_not_grow_with_the_rows(tmp_path, cache):
-    def anonymous_kib() -> int:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous"))
-
-    def index_and_read(path: Path) -> Rows:
-        rows = Rows([path], cache)
-        for start in range(0, len(rows), len(rows) // 10):
-            rows.texts(np.arange(start, start + 100), ["text"])
-        return rows
-
-    line = b'{"text": "' + b"x" * 20 + b'"}\n'
-    few, many = written(tmp_path / "few", line * 100_000), written(tmp_path / "many", line * 600_000)
-    kept = [index_and_read(few)]
-    before = anonymous_kib()
-    kept.append(index_and_read(many))
-    # The places of the rows would be 4.8 MB as an array of numpy, 20 MB as a list.
-    assert anonymous_kib() - before < 2000

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from interpreters import python
 
 from common.errors import DataError, TrainingError
 from conf.instantiate import resolve
@@ -120,30 +119,6 @@ def test_of_a_file_the_row_groups_and_the_column_that_are_needed_are_read_and_th
         rows.texts(np.array([10 * group]), ["text"])
     assert [group for group, _ in reads.groups[2:]] == [1, 2, 5], "three fit, and the one used last stays"
     assert len(parquet_module._decoded) == 3
-
-
-def test_memory_does_not_grow_with_the_file(tmp_path):
-    program = """
-import sys
-from pathlib import Path
-import numpy as np
-from data import parquet
-parquet._CACHE_BYTES = 8 << 20
-
-def peak():  # in KiB; resource's is the parent's where that is larger
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-
-rows = parquet.ParquetRows([Path(sys.argv[1])])
-rows.texts(np.arange(10), ["text"])
-before = peak()
-for start in range(0, len(rows), 256):
-    rows.texts(np.arange(start, min(start + 256, len(rows))), ["text"])
-print(len(rows), peak() - before)
-"""
-    texts = [f"{i} " + "x" * 2000 for i in range(60_000)]
-    file = write(tmp_path / "a.parquet", 1000, text=texts)
-    rows, grown = map(int, python("-c", program, file).stdout.split())
-    assert rows == 60_000 and grown < 60_000, "KiB, of 120,000 in the file"
 
 
 def test_threads_forked_and_started_processes_read_the_same_rows(tmp_path, monkeypatch, everywhere):

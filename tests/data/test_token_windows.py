@@ -44,14 +44,6 @@ def test_the_file_is_as_wide_as_the_vocabulary_needs(cache, vocab_size, dtype):
     assert inputs.tolist() == [[0, vocab_size - 1, 0]]
 
 
-def test_a_column_is_a_part_of_the_text_and_its_windows_are_samples(held):
-    source = ColumnWindows(held(range(23)), columns=3, seq_len=2)
-    assert len(source) == 9  # columns of 7 tokens, three windows each
-    inputs, targets = source.read(np.arange(6), epoch=0)
-    assert inputs.tolist() == [[0, 1], [7, 8], [14, 15], [2, 3], [9, 10], [16, 17]]
-    assert targets.tolist() == [[1, 2], [8, 9], [15, 16], [3, 4], [10, 11], [17, 18]]
-
-
 @pytest.mark.parametrize("tokens, columns, seq_len", [(2000, 20, 7), (145, 4, 35), (144, 4, 35)])
 def test_columns_are_the_published_batchify(held, tokens, columns, seq_len):
     """Written as in the tutorial: cut, reshape, walk in steps of bptt; its last window may be short, ours is not."""

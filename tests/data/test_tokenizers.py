@@ -72,12 +72,6 @@ def test_rows_are_padded_with_the_end_of_a_text(tmp_path, prepared, theirs):
     assert targets.tolist() == [may[1:] + [end] + [-100] * (8 - len(may)), [end] + [-100] * 7]
 
 
-def test_special_tokens_in_a_text_are_recognised_as_transformers_does(tmp_path, theirs):
-    vocabulary, text = HuggingFaceVocabulary(tokenizer_folder(tmp_path)), "<|im_start|>a<|im_end|><think>"
-    assert vocabulary.encode_texts([text]) == [theirs(tmp_path)(text).input_ids]
-    assert vocabulary.end in vocabulary.encode_texts([text])[0] and len(vocabulary.encode_texts([text])[0]) == 4
-
-
 ONLY_NAMED = {  # special tokens that tokenizer.json lacks
     "the end": {"eos_token": "<|new|>", "pad_token": "<pad>"},
     "a word of the vocabulary": {"eos_token": "clips"},

@@ -10,7 +10,7 @@ from common.errors import DataError
 from data.jsonl import Jsonl
 from data.text import Text
 from data.tokens import Tokens
-from data.vocabulary import END_OF_TEXT, GPT2Vocabulary, gpt2, parse_extra_tokens
+from data.vocabulary import GPT2Vocabulary, gpt2, parse_extra_tokens
 
 EXTRA = {"<a>": "start of an entity", "<b>": None}
 
@@ -24,12 +24,6 @@ def text(tmp_path):
 
 def first(data, count):
     return data.train.read(np.array([0]), 0)[0][0, :count].tolist()
-
-
-def test_the_vocabulary_is_gpt2s():
-    assert gpt2().n_vocab == 50257
-    assert gpt2().encode_ordinary("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    assert gpt2().decode([END_OF_TEXT]) == "<|endoftext|>"
 
 
 def test_a_vocabulary_file_that_is_not_the_published_one_is_refused(tmp_path, monkeypatch):
