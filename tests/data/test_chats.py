@@ -41,11 +41,7 @@ CHATS = [
     [*say("1 + 2?", "I add."), {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}],
     [*say("a", "b"), *say("c", "d", "a question without an answer")],
 ]
-TEMPLATES = {
-    "ChatML": ("qwen", CHATML_BLOCKS),
-    "Llama 3": ("llama3", LLAMA3_BLOCKS),
-    "marked": ("qwen", MARKED),
-}
+TEMPLATES = {"ChatML": ("qwen", CHATML_BLOCKS), "Llama 3": ("llama3", LLAMA3_BLOCKS), "marked": ("qwen", MARKED)}
 
 
 @pytest.fixture

@@ -74,10 +74,7 @@ def test_training_continues_each_column_from_step_to_step_and_the_replicas_share
     [
         (lambda file: ColumnWindows(file, 4, 10), r"10 in each of data.columns=4.*seq_len=10 needs 11"),
         (lambda file: ColumnWindows(file, 0, 10), "data.columns=0"),
-        (
-            lambda file: TrainBatches(ColumnWindows(file, 4, 3), 2, seed=1),
-            "data.columns=4 .*train.global_batch_size=2",
-        ),
+        (lambda file: TrainBatches(ColumnWindows(file, 4, 3), 2, seed=1), "data.columns=4 .*train.global_batch_size=2"),
     ],
 )
 def test_numbers_that_do_not_fit_are_errors_that_state_them(held, build, message):

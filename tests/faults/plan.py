@@ -8,15 +8,7 @@ from pathlib import Path
 
 # Points within a step, in its order; then a save's, as training.checkpoint.save lists them.
 STEP = ("forward", "backward", "all-reduce", "optimizer step")
-SAVE = (
-    "copy_tensors",
-    "write_file",
-    "describe",
-    "write_manifest",
-    "publish",
-    "update_link",
-    "remove_old",
-)
+SAVE = ("copy_tensors", "write_file", "describe", "write_manifest", "publish", "update_link", "remove_old")
 WRITERS = SAVE[:2]  # phases of every rank that writes; the others are rank 0's alone
 EVALUATION = "evaluation"
 MOMENT = "a moment"  # of the wall clock, after the step has begun

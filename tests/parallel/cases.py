@@ -110,6 +110,12 @@ def planned(
     return make_plan(parallel, chain, global_batch_size=batch, device=device, precision=precision, **(where or {}))
 
 
+def pretend_gpus(monkeypatch, count: int) -> None:
+    """Have torch say that there are so many."""
+    for name, said in {"is_available": True, "device_count": count, "get_device_capability": (9, 0)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, said=said: said)
+
+
 def plan_of(layout: Layout, recipe: Recipe, chain: Chain, **where) -> Plan:
     """The plan of a layout for a recipe."""
     return planned(layout, chain, recipe.global_batch, device=recipe.device, precision=recipe.precision, where=where)

@@ -8,12 +8,14 @@ import torch
 from cases import Layout, Recipe, assert_same_training, weights_of
 from cells import RECIPES
 from probes import in_bf16, norms
+from slow_cases import slow
 from small_models import VOCABULARY, chain_and_batches
 
 TOLERANCE = 1e-5  # relative, in float32
 
 SINGLE = Layout("single")
 PIPE_DDP = Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b")
+TWO_PARTS = Layout("pipelined", pp=2, chunks=4, schedule="interleaved_zero_bubble")
 TOY, GPT2 = RECIPES["toy"], RECIPES["gpt2"]
 
 
@@ -73,15 +75,7 @@ def test_the_ranks_of_a_replica_hold_every_layer_once_and_one_more_copy_of_the_t
 
 @pytest.mark.parametrize(
     "model, layout",
-    [("gpt2", Layout("single", chunks=8)), ("gpt2", PIPE_DDP)]
-    + [
-        pytest.param(
-            model,
-            Layout("pipelined", pp=2, chunks=4, schedule="interleaved_zero_bubble"),
-            marks=pytest.mark.slow,
-        )
-        for model in ("unet", "translator")
-    ],
+    [("gpt2", Layout("single", chunks=8)), ("gpt2", PIPE_DDP), slow("unet", TWO_PARTS), slow("translator", TWO_PARTS)],
     ids=str,
 )
 def test_activation_recomputation_gives_the_same_bits(trained, model, layout):
@@ -93,19 +87,14 @@ def test_activation_recomputation_gives_the_same_bits(trained, model, layout):
     "model, precision, layout",
     [
         ("gpt2", "bf16", PIPE_DDP),
-        pytest.param("gpt2", "fp16", PIPE_DDP, marks=pytest.mark.slow),
-        pytest.param("gpt2", "bf16_residual", PIPE_DDP, marks=pytest.mark.slow),
+        slow("gpt2", "fp16", PIPE_DDP),
+        slow("gpt2", "bf16_residual", PIPE_DDP),
         ("gpt2", "bf16_residual", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b")),
         ("translator", "bf16", Layout("pipelined", pp=2, chunks=4, schedule="1f1b")),
         # A cast that autocast keeps from the first micro-batch would get its gradient after its layer was reduced.
-        pytest.param("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4), marks=pytest.mark.slow),
+        slow("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4)),
         ("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4, reshard=False)),
-        pytest.param(
-            "gpt2",
-            "bf16",
-            Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble"),
-            marks=pytest.mark.slow,
-        ),
+        slow("gpt2", "bf16", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble")),
     ],
     ids=str,
 )
@@ -127,8 +116,8 @@ def test_the_first_half_precision_step_is_as_exact_as_in_float32(trained, model,
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b"), marks=pytest.mark.slow),
-        pytest.param(Layout("fsdp", dp=2, chunks=4), marks=pytest.mark.slow),
+        slow(Layout("pipe_ddp", dp=2, pp=2, chunks=4, schedule="1f1b")),
+        slow(Layout("fsdp", dp=2, chunks=4)),
         Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="interleaved_zero_bubble"),
     ],
     ids=str,
@@ -155,12 +144,7 @@ def test_a_layer_that_keeps_itself_in_float32_gets_gradients_with_float32_s_digi
 
 
 @pytest.mark.parametrize(
-    "precision, loss, weights",
-    [
-        ("bf16", 1e-3, 5e-2),
-        pytest.param("bf16_residual", 2e-3, 5e-2, marks=pytest.mark.slow),
-        pytest.param("fp16", 1e-4, 5e-3, marks=pytest.mark.slow),
-    ],
+    "precision, loss, weights", [("bf16", 1e-3, 5e-2), slow("bf16_residual", 2e-3, 5e-2), slow("fp16", 1e-4, 5e-3)]
 )
 def test_half_precision_steps_drift_by_rounding_only(trained, precision, loss, weights):
     """A weight that differs by float32's 1e-7 is at times cast to the next number of the half format, 2^-8 away in
@@ -198,8 +182,8 @@ def test_an_overflow_on_one_stage_halves_the_loss_scale_and_skips_the_step_on_ev
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout("pipe_ddp", dp=2, pp=2, chunks=4), marks=pytest.mark.slow),
-        pytest.param(Layout("ddp", dp=4, chunks=1), marks=pytest.mark.slow),
+        slow(Layout("pipe_ddp", dp=2, pp=2, chunks=4)),
+        slow(Layout("ddp", dp=4, chunks=1)),
         Layout("fsdp", dp=2, chunks=2),
     ],
     ids=str,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Layout, planned
+from cases import Layout, planned, pretend_gpus
 
 from common.errors import PlanError
 from conf.composition import compose
@@ -96,9 +96,7 @@ def test_parameters_that_are_not_trained_are_not_counted():
 
 
 def test_more_ranks_than_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    pretend_gpus(monkeypatch, 3)
     shared = plan(Layout("pipe_ddp", dp=2, pp=2, chunks=2), device="cuda")
     assert shared.shares_gpus and not plan(Layout("ddp", dp=2, chunks=2), device="cuda").shares_gpus
     assert "4 processes share 3 GPUs: tensors between them go through main memory" in describe_plan(
@@ -142,9 +140,7 @@ def test_of_an_unknown_optimizer_only_weights_and_gradients_are_certain(section,
 
 
 def test_more_stages_in_one_process_than_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    pretend_gpus(monkeypatch, 2)
     assert plan(Layout("model_parallel", pp=3), device="cuda").devices == ("cuda:0", "cuda:1", "cuda:0")
 
 

@@ -9,7 +9,6 @@ from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError, Sums
 from parallel.examination import examine
 from parallel.stage import Stage
-from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
 CPU = torch.device("cpu")
 
@@ -119,49 +118,6 @@ def test_images_in_channels_last_and_their_gradients_cross_a_border_as_they_lie_
     out.square().sum().backward()
     sent.backward(received.grad)
     assert [gradient.is_contiguous(memory_format=torch.channels_last) for gradient in gradients] == [True]
-
-
-class PassedOn(nn.Linear):
-    """Returns its weight, too, for a later layer."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().forward(x), self.weight
-
-
-def test_a_parameter_that_is_sent_stays_one_and_gets_its_gradient_from_a_backward_in_two_parts():
-    layers = [LayerSpec("passed_on", lambda: PassedOn(3, 3)), LayerSpec("last", nn.Identity)]
-    made = stage(Chain(layers, loss=SquaredError()), ["passed_on"])
-    weight, x = made.layers.get_parameter("passed_on.weight"), drawn(4, 3).requires_grad_()
-    gradients = [drawn(4, 3), drawn(3, 3)]
-    whole = torch.autograd.grad(made.layers(x), weight, gradients)
-    sent = made(x, samples=(0, 4))
-    _, deferred = backward_inputs(sent, gradients, [x], [weight])
-    for tensor in sent:
-        tensor.detach_()  # as torch's stage does
-    backward_weights(deferred)
-    assert weight.requires_grad
-    torch.testing.assert_close(weight.grad, *whole)
-
-
-class OfTwo(nn.Module):
-    """Owns the loss, and takes two tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(10, 5)
-
-    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * scale.unsqueeze(1)
-
-    def loss(self, x: torch.Tensor, scale: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> Sums:
-        return SquaredError()(self(x, scale), targets, weights)
-
-
-def test_a_layer_that_owns_the_loss_gets_what_the_layer_before_returned():
-    made = stage(Chain([LayerSpec("scaled", OfTwo)], loss=SquaredError()))
-    x, scale, targets = drawn(4, 10), drawn(4), drawn(4, 5)
-    loss = made(x, scale, samples=(0, 4), targets=targets)
-    assert loss.item() == pytest.approx(SquaredError()(made.layers(x, scale), targets, None).loss.item())
 
 
 def test_a_hook_computes_each_layer_and_the_loss_with_the_same_random_numbers(monkeypatch):

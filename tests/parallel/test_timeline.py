@@ -2,16 +2,7 @@
 
 import pytest
 
-from parallel.timeline import (
-    KEPT_STEPS,
-    WORK,
-    Interval,
-    Recording,
-    Timeline,
-    bubble_fraction,
-    now,
-    on_one_clock,
-)
+from parallel.timeline import KEPT_STEPS, WORK, Interval, Recording, Timeline, bubble_fraction, now, on_one_clock
 
 
 def work(start: float, end: float) -> Interval:

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 import torch
-from cases import Layout, planned
+from cases import Layout, planned, pretend_gpus
 from composed import compose, execute, plain
 
 from common.errors import PlanError
@@ -21,10 +21,7 @@ from training.run import prepare as preparing
 from training.run.checks import memory as memory_check
 from training.studies.planning import choice
 
-MODELS = {
-    "toy": ("model=toy", "data.samples=40"),
-    "gpt2": ("model=gpt2", "model.size=tiny", "data.seq_len=32"),
-}
+MODELS = {"toy": ("model=toy", "data.samples=40"), "gpt2": ("model=gpt2", "model.size=tiny", "data.seq_len=32")}
 COMMON = ("train.global_batch_size=16", "device=cpu", "logger=none", "parallel.threads=1")
 LAYOUTS = {
     "single": {},
@@ -177,9 +174,7 @@ def test_a_tied_weight_is_counted_once_on_the_stage_of_its_owner_and_again_on_ot
 
 
 def test_more_ranks_than_gpus_have_memory_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    pretend_gpus(monkeypatch, 1)
     chain = toy()
 
     def check(layout: Layout, states: int | None, memory: float) -> int:
