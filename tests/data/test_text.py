@@ -159,11 +159,12 @@ def test_the_real_wikitext2_has_its_published_size_and_survives_encoding(prepare
         assert text.count("\n") == line_count
         assert len(text.split()) + line_count == word_count
         source = getattr(data, split)
-        tokens = source.tokens.tolist()
-        assert gpt2().decode(tokens) == text + "<|endoftext|>"
-        assert len(source) == (len(tokens) - 1) // 256
-        inputs, targets = source.read(np.array([3]), 0)
-        assert inputs[0].tolist() == tokens[768:1024] and targets[0].tolist() == tokens[769:1025]
+        assert len(source) == (len(source.tokens) - 1) // 256
+        if split == "valid":  # of all of them it takes seconds
+            tokens = source.tokens.tolist()
+            assert gpt2().decode(tokens) == text + "<|endoftext|>"
+            inputs, targets = source.read(np.array([3]), 0)
+            assert inputs[0].tolist() == tokens[768:1024] and targets[0].tolist() == tokens[769:1025]
 
 
 def test_files_that_are_named_like_splits_and_divided_all_the_same_are_named(tmp_path, caplog):
