@@ -9,7 +9,8 @@
     zero_bubble/                     schedules that split the backward
     stage.py                         the layers of a rank
     examination.py                   what layers and the loss do that depends on the layout, seen before a run
-    shape_inference.py               what layers return and keep, inferred without numbers
+    shape_inference.py               what layers return and keep, and their work, inferred without numbers
+    watching.py                      the modes of torch by which both see each operator
     gradients.py, batchnorm.py       what replicas average
     placement.py, pieces.py          how a tensor is divided over the axes, and the part that a rank holds
     sharding.py, dtensor.py          parameters sharded among replicas
@@ -24,7 +25,7 @@ These modules use parts of torch that are private or undocumented and may change
                                   _n_microbatches
     host_group.py                 a subclass of ProcessGroup, with _get_backend, _set_group_name, _allgather_base and
                                   _reduce_scatter_base; the methods of ProcessGroupGloo
-    examination.py,               torch.utils._python_dispatch, torch._ops.OpOverload, Operator._schema,
+    watching.py,                  torch.utils._python_dispatch, torch._ops.OpOverload, Operator._schema,
     shape_inference.py            UntypedStorage._cdata, torch._subclasses.fake_tensor; torch._dynamo.reset (tried with
                                   2.13)
     stage.py, gradients.py        aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit

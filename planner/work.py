@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from data.dataset import Batch
 from models.chain import Chain
 from parallel.shape_inference import trace
-
-_aten = torch.ops.aten
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
-
-
-def _of_groups(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    """Count the products of groups: of rows, of columns, of what is summed over, or one for each of a batch."""
-    return 2 * x.numel() * weight.shape[-1] // (len(x) if x.dim() > weight.dim() else 1)
-
-
-# FLOPs of operators for which torch has no formula, from their arguments.
-_FORMULAS: dict[Any, Callable[..., float]] = {
-    _aten.mkldnn_rnn_layer: lambda x, w, u, *_, **__: 2 * x.shape[:-1].numel() * (w.numel() + u.numel()),
-    _aten._trilinear: lambda x, w, *_, **__: 2 * x.shape[:-1].numel() * w.numel(),  # nn.Bilinear
-    _aten._grouped_mm: _of_groups,
-    _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
-    _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
-    _aten.dot: lambda x, *_, **__: 2 * x.numel(),
-    _aten._euclidean_dist: lambda x, y, *_, **__: 2 * x.numel() * y.shape[-2],
-    _aten._cdist_forward: lambda x, y, *_, **__: 3 * x.numel() * y.shape[-2],
-}
-_KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces; of the operators of others, nothing is known
-# Operators without a formula whose work is more than a little for each of their numbers.
-_LARGE = re.compile(r"_mm$|attention|dist_|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
 
 
 class Tie(NamedTuple):
@@ -119,49 +89,6 @@ def part_of_rank(size: float, whole: float, tp: int, sequence: bool) -> float:
     return size / tp if sequence else whole + (size - whole) / tp
 
 
-class Counted(TorchDispatchMode):
-    """Adds up the work of the operators that run in the block."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry  # late: it looks for Triton
-
-        super().__init__()
-        self._formulas = flop_registry | _FORMULAS
-        self.uncounted: set[str] = set()
-        self.flops = self.attention = self.masked = self.moved = 0.0
-        self.products = 0
-        self.moved_by_width: dict[int, float] = defaultdict(float)
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        output = operator(*args, **(kwargs or {}))
-        if not isinstance(operator, OpOverload):
-            self.uncounted.add(str(operator))
-            return output
-        packet = operator.overloadpacket
-        if packet is _ATTENTION:
-            query, keys = args[0].shape, args[1].shape
-            flops = 4 * prod(query) * keys[2]
-            self.attention += flops
-            self.masked += flops / 2 if (args[4] if len(args) > 4 else (kwargs or {}).get("is_causal")) else 0.0
-            self.products += 2
-        elif packet in self._formulas:
-            self.flops += self._formulas[packet](*args, **(kwargs or {}), out_val=output)
-            self.products += 1
-        elif operator.namespace != "prim" and not operator.is_view:
-            if operator.namespace not in _KNOWN or _LARGE.search(packet.__name__):
-                self.uncounted.add(f"{operator.namespace}.{packet.__name__}")
-            tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and not t.is_nested]
-            if not any(isinstance(t, nn.Parameter) and t.dim() > 1 for t in tensors):  # casts, once for all samples
-                size = sum(t.numel() * t.itemsize for t in tensors)
-                self.moved += size
-                largest = max(tensors, key=Tensor.numel, default=None)
-                if largest is not None and largest.dim():
-                    self.moved_by_width[largest.shape[-1]] += size
-        return output
-
-
 def parameters_of(stage: Works) -> tuple[int, int]:
     """Return the numbers of all and of trained parameters of a stage. A tied one counts once if its owner is there."""
     parameters, trained = sum(work.parameters for work in stage), sum(work.trained for work in stage)
@@ -201,7 +128,7 @@ def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork]
     for least in (1, 2):
         some = torch.arange(least) % len(batch)
         try:
-            traces = trace(chain, batch.map(lambda tensor, some=some: tensor[some]), precision, "cpu", Counted)
+            traces = trace(chain, batch.map(lambda tensor, some=some: tensor[some]), precision, "cpu", count=True)
         except ValueError:
             if least == 2:
                 raise

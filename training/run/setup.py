@@ -20,7 +20,7 @@ from conf.masking import mask_secrets
 from data.dataset import Batch, DataSet, InMemory, Source
 from data.loader import EvalBatches, TrainBatches
 from models.chain import LOSS, Chain
-from parallel.examination import Examination, differs_by_halves, examine
+from parallel.examination import Examination, examine
 from parallel.gathering import gathering
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
@@ -97,6 +97,11 @@ class Setup:
         indices = np.zeros(self.plan.microbatch_size, dtype=np.int64)
         return Batch(*self.data.train.read(indices, 0))
 
+    def some(self, count: int) -> Batch:
+        """Return samples from all of the training data."""
+        rows = np.linspace(0, len(self.data.train) - 1, count)
+        return Batch(*self.data.train.read(rows.astype(np.int64), 0))
+
     @property
     def known(self) -> list[Batch]:
         """All samples of each split, training first, if they are tensors in memory."""
@@ -108,14 +113,13 @@ class Setup:
     @cached_property
     def work(self) -> tuple[Works, int]:
         """What each layer keeps and computes for one sample, and the samples of the smallest micro-batch it accepts."""
-        sample = Batch(*self.data.train.read(np.zeros(1, dtype=np.int64), 0))
-        return work_of(self.chain, sample, self.plan.precision)
+        return work_of(self.chain, self.some(1), self.plan.precision)
 
     @cached_property
     def examination(self) -> Examination:
         """The facts of the layers and of the loss in training."""
         with gathering(self.plan):
-            return examine(self.chain, self.sample, self.known or [self.sample])
+            return examine(self.chain, self.sample, self.known or [self.sample], some=self.some)
 
     @property
     def extents(self) -> dict[str, str]:
@@ -141,9 +145,7 @@ class Setup:
             size = f"{each}"
             draw = f"{self._named(drawing)} {'draws by itself' if len(drawing) == 1 else 'draw by themselves'}"
             lines.append(f"numbers depend on the micro-batch ({size} sample{'s' * (each > 1)}): {draw}")
-        source, twice = self.data.train, 2 * plan.microbatch_size
-        loss = LOSS not in drawing and differs_by_halves(self.chain, found, source, twice)
-        if whole := [*found.which("passes"), *[LOSS] * loss]:
+        if whole := [*found.which("passes"), *[LOSS] * (LOSS not in drawing and found.differs_by_halves)]:
             size = f"{each}"
             alike = f"the numbers of parallel=single parallel.chunks={pieces}"
             if pieces > 1:

@@ -20,7 +20,6 @@ from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
 from models.sequential import chain_of
 from parallel.shape_inference import TensorSpec, trace
-from planner.work import Counted
 from training import train
 from training.run.checks.samples import check_shapes
 from training.run.setup import Setup
@@ -370,7 +369,7 @@ def test_a_layer_that_runs_only_with_numbers_is_tried_with_them(forward):
     for changes in ({}, {"pipelined": True, "pp": 2}, {"mode": "plan"}):
         check_shapes(setup_of(partial(Own, forward), **changes))
     setup, before = setup_of(partial(Own, forward)), torch.get_rng_state()
-    traced = trace(setup.chain, setup.sample, "fp32", "cpu", Counted)
+    traced = trace(setup.chain, setup.sample, "fp32", "cpu", count=True)
     assert traced[1].outputs == (TensorSpec((4, 8), torch.float32),)
     assert torch.equal(torch.get_rng_state(), before)
     layers = setup.chain.build(setup.chain.names, 0, torch.device("cpu"))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch.cuda import get_device_properties
 
 from common.machine import check_memory
-from data.dataset import Batch
 from launchers import World
 from planner.memory import Memory, check_gpus, memory_of_ranks
 from planner.work import weights_of
@@ -61,7 +59,7 @@ def check_microbatch_fits(setup: Setup) -> None:
     Raises:
         UserError: The micro-batch does not fit.
     """
-    one = Batch(*setup.data.train.read(np.zeros(1, dtype=np.int64), 0))
+    one = setup.some(1)
     size = sum(tensor.nbytes for tensor in (*one.input_tensors, one.targets))
     count = setup.plan.microbatch_size
     check_memory(

@@ -1,0 +1,281 @@
+"""Modes of torch that see each operator: what it reads, writes and draws, what it computes and what is kept of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.batchnorm import StepBatchNorm
+
+_aten = torch.ops.aten
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _of_groups(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    """Count the products of groups: of rows, of columns, of what is summed over, or one for each of a batch."""
+    return 2 * x.numel() * weight.shape[-1] // (len(x) if x.dim() > weight.dim() else 1)
+
+
+# FLOPs of operators for which torch has no formula, from their arguments.
+_FORMULAS: dict[Any, Callable[..., float]] = {
+    _aten.mkldnn_rnn_layer: lambda x, w, u, *_, **__: 2 * x.shape[:-1].numel() * (w.numel() + u.numel()),
+    _aten._trilinear: lambda x, w, *_, **__: 2 * x.shape[:-1].numel() * w.numel(),  # nn.Bilinear
+    _aten._grouped_mm: _of_groups,
+    _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
+    _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
+    _aten.dot: lambda x, *_, **__: 2 * x.numel(),
+    _aten._euclidean_dist: lambda x, y, *_, **__: 2 * x.numel() * y.shape[-2],
+    _aten._cdist_forward: lambda x, y, *_, **__: 3 * x.numel() * y.shape[-2],
+}
+_KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces; of the operators of others, nothing is known
+# Operators without a formula whose work is more than a little for each of their numbers.
+_LARGE = re.compile(r"_mm$|attention|dist_|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
+# Operations whose arguments must all have one dtype; on the meta device they accept any.
+_PRODUCTS = {
+    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution,
+    _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm,
+}  # fmt: skip
+_BY_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Refused(ValueError):
+    """An error that torch raises on other devices than the meta device."""
+
+
+class Watch(TorchDispatchMode):
+    """Sees all operators in the block, also those that take functions."""
+
+    supports_higher_order_operators = True
+    compiles = False  # whether there was an operator that takes functions, such as torch.cond
+
+    def __exit__(self, kind, error, trace) -> None:
+        super().__exit__(kind, error, trace)
+        if (error is not None or self.compiles) and "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # it would go on to refuse functions such as torch.cond, which it met under this mode
+
+
+class Effects(Watch):
+    """Notes what the operators of a module do, also on the meta device.
+
+    Attributes:
+        draws: Whether one draws random numbers.
+        data_dependent: Whether a result or a shape depends on numbers, as that of ``.item()`` does.
+        fills: Whether one writes into a tensor that it does not return.
+        others: The parameters that are used and are none of the module's.
+    """
+
+    def __init__(
+        self, module: nn.Module, followed: Sequence[Tensor] = (), ranges: Mapping[int, tuple[int, int]] | None = None
+    ) -> None:
+        """Note the tensors of the module before its forward.
+
+        Args:
+            module: The module.
+            followed: Tensors of which it is noted what is computed from them.
+            ranges: The lowest and the highest number of integer tensors, by their ids.
+        """
+        super().__init__()
+        self.draws = self.data_dependent = self.fills = False
+        self.others: list[nn.Parameter] = []
+        self._module, self._before = module, _tensors_of(module)
+        self._parameters = {id(parameter) for parameter in module.parameters()}
+        self._read: set[int] = set()
+        self._written: set[int] = set()
+        self._computed = {id(tensor): tensor for tensor in followed}  # which keeps them, and thus their ids
+        self._ranges = ranges or {}
+
+    def wrote(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the storages of those tensors that were changed in place."""
+        return [storage for tensor in tensors if (storage := _storage_of(tensor)) in self._written]
+
+    def wrote_others(self) -> bool:
+        """Return whether tensors were changed in place that are none of the module's."""
+        return not self._written <= {*self._before.values()}
+
+    def changed(self) -> str | None:
+        """Return the name of a tensor that was changed and that a later step, or an evaluation, may read.
+
+        A tensor that is neither saved nor read is ignored, because it carries nothing from step to step.
+        """
+        saved, now = self._module.state_dict().keys(), _tensors_of(self._module)
+        changed = ((n, s) for n, s in self._before.items() if s in self._written or now.get(n) != s)
+        return next((name for name, storage in changed if name in saved or storage in self._read), None)
+
+    def computes(self, tensor: Any) -> bool:
+        """Return whether a tensor is one of those that are followed, or is computed from them."""
+        return id(tensor) in self._computed
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if isinstance(operator, OpOverload):
+            self._check(operator.overloadpacket, args)
+            self._note(operator, args, kwargs)
+        else:
+            self.compiles = True
+        result = operator(*args, **kwargs)
+        if self._computed and ".new_" not in str(operator) and "_like." not in str(operator):  # these use a shape only
+            if any(map(self.computes, tree_leaves((args, kwargs)))):
+                self._computed |= {id(t): t for t in tree_leaves(result) if isinstance(t, Tensor)}
+        return result
+
+    def _note(self, operator: OpOverload, args: tuple, kwargs: dict) -> None:
+        schema = operator._schema
+        given = {argument.name: argument.default_value for argument in schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            # Attention has this tag because it may apply dropout.
+            self.draws |= given.get("dropout_p", given.get("p")) != 0.0
+        if not _BY_NUMBERS.isdisjoint(operator.tags):
+            self.data_dependent |= not _indexed_by_numbers(operator, args)
+        for argument in schema.arguments:
+            value = given[argument.name]
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, Tensor):
+                    if isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters:
+                        self.others.append(tensor)
+                    self._access(schema, argument, _storage_of(tensor), given)
+
+    def _access(self, schema, argument, storage: int, given: dict) -> None:
+        alias = argument.alias_info
+        if argument.name in ("running_mean", "running_var") and (given.get("training") or given.get("train")):
+            self._written.add(storage)  # the schema does not say so
+        elif alias is None:
+            self._read.add(storage)
+        elif alias.is_write:
+            self._written.add(storage)
+            self.fills |= all(result.alias_info is None for result in schema.returns)
+            if not argument.is_out and schema.name not in ("aten::copy_", "aten::fill_", "aten::zero_"):
+                self._read.add(storage)
+
+    def _check(self, operation: Any, args: tuple) -> None:
+        """Refuse what the meta device accepts: integers in a product with weights, tokens beyond an embedding."""
+        if operation in _PRODUCTS:
+            dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
+            whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]
+            if whole and len(dtypes) > len(whole):
+                raise Refused(
+                    f"it computes with floating-point numbers and gets {whole[0]}: give inputs.float(), or write the "
+                    "file of data=arrays as float32"
+                )
+        elif operation is _aten.embedding and (limits := self._ranges.get(id(args[1]))) is not None:
+            rows = len(args[0])
+            if not 0 <= limits[0] <= limits[1] < rows:
+                raise Refused(f"it embeds 0 to {rows - 1} and gets whole numbers from {limits[0]} to {limits[1]}")
+
+
+def _indexed_by_numbers(operator: Any, args: tuple) -> bool:
+    """Return whether an operator is ``x[indices]``, whose shape is that of the indices, and not ``x[mask]``."""
+    masks = (torch.bool, torch.uint8)
+    return operator is _aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, int]:
+    """Return the storages of a module's parameters and buffers by name, without this project's BatchNorm statistics."""
+    statistics = {id(b) for norm in module.modules() if isinstance(norm, StepBatchNorm) for b in norm.buffers()}
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) not in statistics}
+
+
+class Measure(Watch):
+    """Adds up what autograd keeps of a micro-batch for its backward, and the work of the operators.
+
+    Attributes:
+        kept: Bytes of the storages that autograd saves, each once.
+        flops, attention, masked, products, moved: See ``planner.work.LayerWork``, here for the micro-batch.
+        moved_by_width: The bytes of ``moved`` by the last dimension of an operator's largest tensor.
+        uncounted: What has no formula for its FLOPs.
+    """
+
+    def __init__(self, known: dict[int, Tensor], count: bool, by_operator: bool) -> None:
+        """Start from 0.
+
+        Args:
+            known: Storages that are not counted as kept, by their addresses; those that are kept are added.
+            count: Whether to add up the work.
+            by_operator: Whether all that operators compute with counts as kept, where torch does not say what it saves.
+        """
+        super().__init__()
+        self.kept = self.products = 0
+        self.flops = self.attention = self.masked = self.moved = 0.0
+        self.moved_by_width: dict[int, float] = defaultdict(float)
+        self.uncounted: set[str] = set()
+        self._known, self._by_operator, self._formulas = known, by_operator, {}
+        self._hooks = saved_tensors_hooks(self._hold, lambda tensor: tensor)
+        if count:
+            from torch.utils.flop_counter import flop_registry  # late: it looks for Triton
+
+            self._formulas = flop_registry | _FORMULAS
+
+    def __enter__(self) -> Measure:
+        super().__enter__()
+        if not self._by_operator:
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if not self._by_operator:
+            self._hooks.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and (storage := tensor.untyped_storage())._cdata not in self._known:
+            self._known[storage._cdata] = tensor  # otherwise its address could be reused
+            self.kept += storage.nbytes()
+        return tensor
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not isinstance(operator, OpOverload):
+            self.compiles = True
+            self.uncounted.add(str(operator))
+            return operator(*args, **kwargs)
+        for tensor in tree_leaves((args, kwargs)) if self._by_operator else ():
+            if isinstance(tensor, Tensor):
+                self._hold(tensor)
+        output = operator(*args, **kwargs)
+        if operator is _aten.mkldnn_rnn_layer.default and not output[3].numel():
+            # Fake tensors do not know the size of oneDNN's workspace. What an LSTM keeps in it in each step of a
+            # sequence was measured with torch 2.13.
+            x, state, hidden = args[0], args[5], args[10]
+            steps = x.shape[:-1].numel() + state.shape[:-1].numel()
+            self.kept += x.itemsize * steps * (9 * hidden + 6 * max(hidden, x.shape[-1]))
+        if self._formulas:
+            self._count(operator, args, kwargs, output)
+        return output
+
+    def _count(self, operator: OpOverload, args: tuple, kwargs: dict, output: Any) -> None:
+        packet = operator.overloadpacket
+        if packet is _ATTENTION:
+            query, keys = args[0].shape, args[1].shape
+            flops = 4 * prod(query) * keys[2]
+            self.attention += flops
+            self.masked += flops / 2 if (args[4] if len(args) > 4 else kwargs.get("is_causal")) else 0.0
+            self.products += 2
+        elif packet in self._formulas:
+            self.flops += self._formulas[packet](*args, **kwargs, out_val=output)
+            self.products += 1
+        elif operator.namespace != "prim" and not operator.is_view:
+            if operator.namespace not in _KNOWN or _LARGE.search(packet.__name__):
+                self.uncounted.add(f"{operator.namespace}.{packet.__name__}")
+            tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and not t.is_nested]
+            if not any(isinstance(t, nn.Parameter) and t.dim() > 1 for t in tensors):  # casts, once for all samples
+                size = sum(t.numel() * t.itemsize for t in tensors)
+                self.moved += size
+                largest = max(tensors, key=Tensor.numel, default=None)
+                if largest is not None and largest.dim():
+                    self.moved_by_width[largest.shape[-1]] += size
