@@ -32,7 +32,7 @@ from models.fused_cross_entropy import FusedHead
 
 @dataclass(frozen=True)
 class Columns:
-    """A module whose outputs are divided: its own parameters are cut along their first dimension.
+    """Divides a module's outputs: its parameters, but not those of submodules, are cut along their first dimension.
 
     Attributes:
         groups: How many equal matrices lie side by side in it. Each is cut by itself.
@@ -52,17 +52,17 @@ class Columns:
 
 @dataclass(frozen=True)
 class Rows:
-    """An ``nn.Linear`` whose inputs are divided, as ``Columns`` has left them. The ranks' results are added up."""
+    """Divides the inputs of an ``nn.Linear``, as ``Columns`` has left them. The ranks' results are added up."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A token embedding, or the projection of a ``FusedHead``, of which each rank has some words."""
+    """Divides the words of a token embedding, or of the projection of a ``FusedHead``."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A module of which ranks cannot have parts.
+    """A module that cannot be divided.
 
     Attributes:
         reason: For the error message.
@@ -145,7 +145,7 @@ def own_computation(module: nn.Module) -> str:
 
 
 def check_pairs(table: Mapping[str, CutOf], layer: str, module: nn.Module) -> None:
-    """Check that a layer whose outputs are divided also adds its parts up. Raises ModelError."""
+    """Check that a layer with divided outputs also adds its parts up. Raises ModelError."""
     cuts = {name: cut_of(table, name) for name, _ in module.named_modules(prefix=layer)}
     kinds: dict[type, list[str]] = {}
     for name, cut in cuts.items():

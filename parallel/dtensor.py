@@ -25,7 +25,7 @@ def local(tensor: Tensor) -> Tensor:
 def split_of(tensor: Tensor) -> Split | None:
     """Return how replicas have sharded a tensor; None if each has the whole.
 
-    FSDP2 shards along one axis of its mesh, and the others have copies.
+    FSDP2 shards along one axis of its mesh, and has copies along the other.
     """
     if not is_sharded(tensor):
         return None

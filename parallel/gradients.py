@@ -123,7 +123,7 @@ class Gradients:
     def squared_norm(self, of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> Tensor:
         """Compute this rank's part of the squared norm of the whole model's gradients, or of the tensors from ``of``.
 
-        If several ranks hold the same tensor, as replicas do, one of them adds it (``Piece.counts``). The others add 0,
+        If several ranks hold the same tensor, as replicas do, one of them adds it (``Mesh.owns``). The others add 0,
         or NaN if their copy is not finite. A tied parameter is added by the stage that has its canonical name.
         """
         dtype, sums = sum_dtype(self._device), []

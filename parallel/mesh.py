@@ -18,7 +18,7 @@ along copies and shards together: each replica computes different samples. For p
     copy 1    rank 2       rank 3
                 ^- along copies: ranks 0 and 2 all-reduce what each holds after the reduce-scatter
 
-With parallel.comm_hook=hierarchical each replica has a copy of its own, and the columns are peers: the peers of a row
+With parallel.comm_hook=hierarchical each replica has its own copy, and the columns are peers: the peers of a row
 reduce gradients among themselves first. Peers and shards are different axes, so that no flag is needed to say whether a
 group shards its parameters.
 

@@ -8,7 +8,7 @@ A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an ent
 * A class says how a batch passes through the stages. How ranks share parameters and optimizer state is decided
   elsewhere: in ``parallel.sharding`` and ``training.optimizer``.
 
-A key of its own goes from ``conf.schema.Parallel`` through ``parallel.strategy.Options``.
+To add a configuration key, add it to ``conf.schema.Parallel`` and to ``parallel.strategy.Options``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks share every layer, and each computes with a part of its matrices (``models.cut``).
+"""Tensor parallelism: all ranks compute every layer, each with a part of its matrices (``models.cut``).
 
     x --enter--> columns of this rank --> ... --> rows of this rank --leave--> y
 
@@ -51,7 +51,7 @@ class TensorParallel:
     """Cuts the layers of one rank, and computes them together with the other ranks along ``tensor``.
 
     Attributes:
-        tp_axis: The ranks that share layers.
+        tp_axis: The ranks along the axis.
         splits: How parameters are divided among them, by canonical names.
         needs_sum: The names of replicated parameters with partial gradients, which must be summed over the ranks.
             Those inside a region are known after the first forward.
@@ -59,7 +59,7 @@ class TensorParallel:
     """
 
     def __init__(self, chain: Chain, mesh: Mesh, sequence: bool) -> None:
-        """Describe the ranks that share layers; with ``sequence`` they share the sequence between regions, too."""
+        """Describe the ranks; with ``sequence``, activations outside regions are split along the sequence."""
         self.tp_axis, self.index, self.sequence = mesh.axis(TENSOR), mesh.axis(TENSOR).index, sequence
         self.splits: dict[str, Split] = {}
         self.needs_sum: set[str] = set()
@@ -212,7 +212,7 @@ class TensorParallel:
             self._of_region[module] = given[0].requires_grad and _follows_enter(given[0])
 
     def _rows(self, name: str, module: nn.Linear, sequence_parallel: bool, x: Tensor) -> Tensor:
-        """Compute a linear layer of which each rank has some inputs, which ends the region."""
+        """Compute a linear layer from this rank's inputs, and end the region."""
         if not self._inside:
             raise PlanError(
                 f"parallel.tp={self.tp_axis.size}: the region of {name}, which has Rows(), has ended with other Rows() "
@@ -225,7 +225,7 @@ class TensorParallel:
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _embed(self, module: nn.Embedding, words: slice, tokens: Tensor) -> Tensor:
-        """Look up tokens [b, t], of which this rank has the range ``words`` of the vocabulary."""
+        """Look up tokens [b, t]. This rank has the range ``words`` of the vocabulary."""
         others = (tokens < words.start) | (tokens >= words.stop)
         rows = F.embedding((tokens - words.start).masked_fill(others, 0), module.weight)
         return _Sent.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.tp_axis)
