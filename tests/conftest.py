@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,6 +53,23 @@ def pytest_collection_modifyitems(items):
         (group,) = mark.args
         order[item] = group not in _FIRST, not item.nodeid.startswith("tests/training/")
     items.sort(key=order.get)
+
+
+@pytest.fixture
+def started():
+    """``started(*words, **options)``: a new interpreter (``subprocess.Popen``), which ends with the test."""
+    running = []
+
+    def start(*words: str, **options) -> subprocess.Popen:
+        options = {"cwd": HERE.parent, "stdout": subprocess.PIPE, "text": True, **options}
+        running.append(subprocess.Popen([sys.executable, *words], **options))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.kill()
+        if one.returncode is None:
+            one.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,15 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from composed import compose
+from interpreters import ROOT
 
 from benchmarks import readme, reference
 from conf import help
 from conf.words import quote_values
 
-ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}
 # These pages name what a reader adds; tests/training/command/test_extending.py runs it.
 ADDED = {"docs/own_model.md", "docs/extending.md"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from composed import typed
+from interpreters import ROOT
 from slow_cases import with_slow
 
 from benchmarks.planner import (
@@ -35,8 +36,7 @@ LIMITS = {
     "Megatron-LM 2021": 0.023, "Korthikanti 2022": 0.024, "torchtitan": 0.086, "vTrain": 0.069, "llm-foundry": 0.042,
     "llm-foundry H100": 0.034, "KempnerForge": 0.041,
 }  # fmt: skip
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE, LAYOUTS = ((DOCS / page).read_text() for page in ("planner.md", "layout.md"))
+PAGE, LAYOUTS = ((ROOT / "docs" / page).read_text() for page in ("planner.md", "layout.md"))
 
 
 @pytest.mark.parametrize("table", LIMITS)

@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,8 +11,6 @@ import pytest
 from common.errors import DataError
 from data import cache
 from data.cache import cache_root, cached_folder
-
-REPOSITORY = Path(__file__).parents[2]
 
 BUILDER = """
 import sys, time
@@ -31,9 +27,9 @@ print((cached_folder(root / "cache", "key", build) / "whole").read_text())
 """
 
 
-def start_builder(root: Path, seconds: float) -> subprocess.Popen:
-    command = [sys.executable, "-c", BUILDER, str(root), str(seconds)]
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+@pytest.fixture
+def start_builder(started, tmp_path):
+    return lambda seconds: started("-c", BUILDER, str(tmp_path), str(seconds))
 
 
 def visible(folder: Path) -> list[str]:
@@ -44,14 +40,14 @@ def build_whole(folder: Path) -> None:
     (folder / "whole").write_text("whole")
 
 
-def test_of_racing_processes_one_builds_and_all_get_the_whole(tmp_path):
-    racers = [start_builder(tmp_path, 0.5) for _ in range(3)]
+def test_of_racing_processes_one_builds_and_all_get_the_whole(tmp_path, start_builder):
+    racers = [start_builder(0.5) for _ in range(3)]
     assert [racer.communicate(timeout=20)[0] for racer in racers] == ["whole\n"] * 3
     assert (tmp_path / "builds.log").read_text() == "built\n"
 
 
-def test_a_killed_build_is_cleared_away_by_the_next(tmp_path):
-    killed = start_builder(tmp_path, 60)
+def test_a_killed_build_is_cleared_away_by_the_next(tmp_path, start_builder):
+    killed = start_builder(60)
     end = time.monotonic() + 10
     while not list(tmp_path.glob("cache/.*/half")):
         assert time.monotonic() < end, "nothing was built for 10 s"
@@ -59,7 +55,7 @@ def test_a_killed_build_is_cleared_away_by_the_next(tmp_path):
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not (tmp_path / "cache" / "key").exists()
-    assert start_builder(tmp_path, 0).communicate(timeout=20)[0] == "whole\n"
+    assert start_builder(0).communicate(timeout=20)[0] == "whole\n"
     assert visible(tmp_path / "cache") == ["key"]
 
 
@@ -91,14 +87,13 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
         cached_folder(tmp_path / "file" / "cache", "key", build_whole)
 
 
-def test_waiting_says_what_for(tmp_path, monkeypatch, caplog):
+def test_waiting_says_what_for(tmp_path, monkeypatch, caplog, start_builder):
     monkeypatch.setattr(cache, "_WARN_AFTER_S", 0.1)
-    builder = start_builder(tmp_path, 0.5)
+    start_builder(0.5)
     while not list(tmp_path.glob("cache/.*/half")):
         time.sleep(0.01)
     assert (cached_folder(tmp_path / "cache", "key", build_whole) / "whole").exists()
     assert f"waiting for another process to build {tmp_path}/cache/key" in caplog.text
-    builder.communicate(timeout=20)
 
 
 def test_the_default_is_the_users_cache_folder(tmp_path, monkeypatch):

@@ -4,12 +4,10 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from interpreters import ROOT
 
 
 def daemons(folder):

@@ -2,12 +2,10 @@
 
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 
 import pytest
-from commandline import ROOT
 
 SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 # Reads lines, and answers each by whether a stop is wanted.
@@ -23,22 +21,14 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def process():
-    started = []
-
+def process(started):
     def start(before=""):
-        one = subprocess.Popen(
-            [sys.executable, "-c", PROCESS.format(before=before)],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started.append(one)
+        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+        one = started("-c", PROCESS.format(before=before), **pipes)
         assert one.stdout.readline() == "ready\n"
         return one
 
-    yield start
-    for one in started:
-        one.kill()
-        one.communicate()
+    return start
 
 
 def ask(process):

@@ -2,10 +2,9 @@
 
 import signal
 import subprocess
-import sys
 
 import pytest
-from commandline import ROOT, free_port, wait_until
+from commandline import free_port, wait_until
 
 RANK = """
 import os, signal, sys, time
@@ -20,23 +19,14 @@ sys.exit(code)
 
 
 @pytest.fixture
-def torchrun(tmp_path):
+def torchrun(tmp_path, started):
     (tmp_path / "rank.py").write_text(RANK)
-    started = []
 
     def start(*codes):
         words = ["--nproc-per-node", f"{len(codes)}", "--master-port", f"{free_port()}", f"{tmp_path / 'rank.py'}"]
-        one = subprocess.Popen(
-            [sys.executable, "-m", "launchers.torchrun", *words, *codes],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        started.append(one)
-        return one
+        return started("-m", "launchers.torchrun", *words, *codes, stderr=subprocess.DEVNULL)
 
-    yield start
-    for one in started:
-        one.kill()
-        one.communicate()
+    return start
 
 
 @pytest.mark.parametrize(
@@ -60,19 +50,14 @@ def test_its_code_is_75_where_it_is_told_to_stop_itself(torchrun):
 
 
 @pytest.mark.slow
-def test_where_one_pod_is_evicted_every_pod_says_that_the_run_asks_to_be_continued(tmp_path):
+def test_where_one_pod_is_evicted_every_pod_says_that_the_run_asks_to_be_continued(tmp_path, started):
     port, run = free_port(), tmp_path / "run"
     words = ["train.py", "parallel=ddp", "device=cpu", "logger=none", "train.epochs=null", "train.steps=10000000"]
     words += ["train.eval_every=null", f"hydra.run.dir={run}", "train.resume=auto"]
-    agent = [sys.executable, "-m", "launchers.torchrun", "--nnodes", "2", "--nproc-per-node", "1"]
-    agent += ["--master-addr", "127.0.0.1", "--master-port", f"{port}"]
-    pods = [subprocess.Popen([*agent, "--node-rank", f"{number}", *words], cwd=ROOT) for number in range(2)]
-    try:
-        wait_until(lambda: (run / "metrics.jsonl").exists(), 150, "the first step")
-        pods[1].terminate()
-        assert [pod.wait(100) for pod in pods] == [75, 75]
-    finally:
-        for pod in pods:
-            pod.kill()
-            pod.wait()
+    agent = ["-m", "launchers.torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    agent += ["--master-port", f"{port}"]
+    pods = [started(*agent, "--node-rank", f"{number}", *words, stdout=None) for number in range(2)]
+    wait_until(lambda: (run / "metrics.jsonl").exists(), 150, "the first step")
+    pods[1].terminate()
+    assert [pod.wait(100) for pod in pods] == [75, 75]
     assert (run / "checkpoints" / "latest").exists()

@@ -29,13 +29,6 @@ def test_another_seed_gives_other_weights_and_layers_of_one_kind_differ():
     assert not torch.equal(weights[0][f"h.0.{name}"], weights[0][f"h.1.{name}"])
 
 
-def test_dots_in_layer_names_become_nesting_so_that_keys_are_the_whole_model_s():
-    layers = tiny().build(["h.1", "head"], 1, CPU)
-    assert layers.names == ["h.1", "head"]
-    assert "h.1.attn.c_attn.weight" in layers.state_dict()
-    assert layers["h.1"] is layers.get_submodule("h.1")
-
-
 def test_a_cast_dtype_starts_from_the_same_numbers():
     single, double = (toy().build(["net1"], 1, CPU, dtype) for dtype in (torch.float32, torch.float64))
     assert double["net1"].weight.dtype == torch.float64
