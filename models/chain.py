@@ -19,7 +19,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -390,9 +390,22 @@ class Chain:
             )
         return replace(self, loss=loss)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, for another process, without what can be built from them."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @cached_property
+    def _whole(self) -> Layers:
+        return self.skeleton(self.names)
+
     def skeleton(self, names: Sequence[str] | None = None) -> Layers:
-        """Build layers, by default all, on the meta device, without memory; raise ValueError for unknown names."""
-        wanted = set(self.names if names is None else names)
+        """Build layers on the meta device, without memory; raise ValueError for unknown names.
+
+        By default these are all layers, which are built once, for all who ask: they must not be changed.
+        """
+        if names is None:
+            return self._whole
+        wanted = set(names)
         unknown = wanted - set(self.names)
         if unknown:
             raise ValueError(f"no such layers: {sorted(unknown)}; this chain has {self.names}")
