@@ -94,11 +94,8 @@ def read_options(group: str, folders: Sequence[Path] = (FOLDER,)) -> list[Option
 def read_option(group: str, name: str, file: Path) -> Option:
     """Return an option of a group, as its file describes it."""
     text = file.read_text(encoding="utf-8")
-    root, about = yaml.compose(text), []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        about += [line[2:]] if not line.startswith("# @package") else []
+    root, head = yaml.compose(text), re.findall(r"\A(?:#.*\n)*", text)[0].splitlines()
+    about = "\n".join(line[2:] for line in head if not line.startswith("# @package"))
     tree, content = dict(_items(root)), yaml.safe_load(text) if isinstance(root, MappingNode) else {}
     section = _SECTIONS.get(group, group)
     section = section and section.format(name)
@@ -123,7 +120,7 @@ def read_option(group: str, name: str, file: Path) -> Option:
                 keys = _over(read_option(group, extended.stem, extended).keys, keys)
     sets += [word for key, node in others.items() for word in _words(node, key)]
     typed = f"callbacks=[{name}]" if group == "callbacks" else f"{group}={name}"
-    return Option(typed, "\n".join(about), keys, sets, [*(content.get("recipes") or ())], schema)
+    return Option(typed, about, keys, sets, [*(content.get("recipes") or ())], schema)
 
 
 def _over(keys: Sequence[Key], given: Sequence[Key]) -> list[Key]:
