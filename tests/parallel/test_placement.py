@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard
 
-from parallel.mesh import SHARDS, TENSOR, Mesh
+from parallel.dtensor import split_of
+from parallel.mesh import COPIES, SHARDS, TENSOR, Mesh
 from parallel.partition import even_split
 from parallel.pieces import piece_of
 from parallel.placement import Placement, Split
@@ -66,3 +68,12 @@ def test_the_whole_is_put_together_from_unequal_parts(shape, dim, groups, sizes)
             return [F.pad(each.flatten(), (0, len(padded) - each.numel())) for each in parts]
 
         assert torch.equal(split.gather(part, SimpleNamespace(all_gather=all_gather)), whole)
+
+
+@pytest.mark.parametrize("rows, ranks", [(5, 4), (8, 4), (1, 3), (7, 1)])
+def test_a_dtensor_of_fsdp2_is_divided_as_torch_chunk_divides(rows, ranks):
+    mesh = SimpleNamespace(mesh_dim_names=(COPIES, SHARDS), shape=(2, ranks))
+    dtensor = SimpleNamespace(placements=(Replicate(), Shard(0)), device_mesh=mesh, shape=torch.Size((rows, 3)))
+    assert split_of(dtensor) == Split(SHARDS, 0, chunks(rows, ranks))
+    dtensor.placements = (Replicate(), Replicate())
+    assert split_of(dtensor) is None and split_of(torch.ones(rows, 3)) is None
