@@ -65,8 +65,9 @@ class Loop:
         own = (recipe(setup, self.schedule), setup.evaluation) if strategy.mesh.rank == 0 else None
         self.recipe, evaluation = strategy.mesh.gather(own)[0]
         run_dir = checkpoints.folder.parent
-        seen = TrainingRun(setup.cfg, run_dir, strategy, recorder.record, recorder.histogram, recorder.say, evaluation)
-        self.callbacks = Callbacks(setup.cfg.callbacks, seen)
+        outputs = recorder.record, recorder.histogram, recorder.say
+        run_view = TrainingRun(setup.cfg, run_dir, strategy, *outputs, evaluation)
+        self.callbacks = Callbacks(setup.cfg.callbacks, run_view)
         self.outcome = Outcome()
         self._begun = 0
         self._called: dict[str, Any] | None = None  # the callbacks' state after the last step that counted, if not now

@@ -34,7 +34,7 @@ class Skipping:
         counted: The last step that counted. Checkpoints have its number: steps skipped since then are repeated.
         row: The number of steps skipped since then, by reason.
         rolls_back: Whether the last step was the last of ``train.spike_rollback`` spikes.
-        seen: The number of losses in ``mean``.
+        losses_averaged: The number of losses in ``mean``.
         mean: The running mean of the losses of steps that counted.
         note: The end of a sentence about the last step, for the first step of each reason; else empty.
     """
@@ -42,7 +42,7 @@ class Skipping:
     def __init__(self, config: Any) -> None:
         """Keep ``config``, the section ``train`` of the configuration."""
         self._config = config
-        self.skipped = self.counted = self.seen = 0
+        self.skipped = self.counted = self.losses_averaged = 0
         self.row = Counter[str]()
         self.mean, self.note, self.rolls_back = 0.0, "", False
         self._explained: set[str] = set()
@@ -51,7 +51,8 @@ class Skipping:
     def loss_limit(self) -> float:
         """The largest loss that is not a spike; infinite if spikes are not detected, or if the mean is not positive."""
         factor = self._config.spike_factor
-        if factor is None or self.seen < _FEWEST_LOSSES or self.mean <= 0:  # a multiple of a negative mean is below it
+        # A multiple of a negative mean is below it.
+        if factor is None or self.losses_averaged < _FEWEST_LOSSES or self.mean <= 0:
             return math.inf
         return factor * self.mean
 
@@ -74,8 +75,8 @@ class Skipping:
         self.note, self.rolls_back = "", False
         if result.usable:
             self.row.clear()
-            self.seen += 1
-            self.mean += max(1 / self.seen, _NEW_WEIGHT) * (result.loss - self.mean)
+            self.losses_averaged += 1
+            self.mean += max(1 / self.losses_averaged, _NEW_WEIGHT) * (result.loss - self.mean)
             self.counted = step
             return ""
         reason = _EMPTY if not result.terms else _SPIKE if result.spike else _NOT_FINITE
@@ -128,15 +129,15 @@ class Skipping:
         """
         newest = load_chosen(lambda: Checkpoint.newest(folder, verify=True), strategy, optimizer)
         if newest is None:
-            return "the loss keeps jumping, and there is no checkpoint yet to go back to (train.checkpoint_every)"
+            return "repeated loss spikes, and there is no checkpoint yet to go back to (train.checkpoint_every)"
         self.counted = newest.step
-        return f"the loss keeps jumping: back to the weights of step {self.counted}, and on with the next batches"
+        return f"repeated loss spikes: restored the weights of step {self.counted}, continuing with the next batch"
 
     def state_dict(self) -> dict[str, float]:
         """Return the state with which a run that is resumed after ``counted`` decides as this one: no row is open."""
-        return {"skipped": self.skipped - self.row.total(), "seen": self.seen, "mean": self.mean}
+        return {"skipped": self.skipped - self.row.total(), "seen": self.losses_averaged, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the ``state_dict`` of the run that is resumed."""
         self.skipped = int(state["skipped"])
-        self.seen, self.mean = int(state["seen"]), float(state["mean"])
+        self.losses_averaged, self.mean = int(state["seen"]), float(state["mean"])

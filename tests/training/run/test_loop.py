@@ -112,7 +112,7 @@ def test_a_jump_of_the_loss_is_skipped_where_that_is_asked_for_and_never_saved(t
 def test_jumps_in_a_row_lead_back_to_the_newest_checkpoint(tmp_path, spoil, capsys, monkeypatch):
     spoil("jump", 15, 16)
     run(tmp_path, *TWENTY, GUARDED, "train.spike_rollback=2", "optim.momentum=0.9")
-    assert "step 16: the loss keeps jumping: back to the weights of step 12" in capsys.readouterr().err
+    assert "step 16: repeated loss spikes: restored the weights of step 12" in capsys.readouterr().err
     assert [line["step"] for line in steps(tmp_path)] == list(range(1, 21)), "no step stands there twice"
     assert skipped(tmp_path) == [15, 16]
     # Steps 13 and 14 were undone: the weights of step 12 meet the batches from 17 on.

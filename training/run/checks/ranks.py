@@ -118,8 +118,8 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
         return None
     listed = ", ".join(f"{rank} ({node})" for rank, (_, node) in other.items())
     differs = (
-        f"the run directory {run_dir} is another one on rank{'s' * (len(other) > 1)} {listed} than on rank 0 "
-        f"({answers[0][2]}): a file that rank 0 made there did not appear in {waited_s:g} s"
+        f"{'ranks' if len(other) > 1 else 'rank'} {listed} {'do' if len(other) > 1 else 'does'} not see rank 0's run "
+        f"directory {run_dir} ({answers[0][2]}): a file that rank 0 made there did not appear in {waited_s:g} s"
     )
     if not any(writing for writing, _ in other.values()):
         return f"{differs}. They cannot load a checkpoint, so the run cannot be resumed or restarted"
