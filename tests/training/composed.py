@@ -1,8 +1,7 @@
 """Configurations and runs without a command line: in this process, or on each rank of a pool."""
 
-from __future__ import annotations
-
 import itertools
+import json
 import os
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from conf.instantiate import to_config, to_dict
 from data.loader import TrainBatches
 from launchers.world import STORE_FILE
 from training.checkpoint.configuration import saved_config
+from training.checkpoint.files import with_checksum
 
 # Ranks and command line of each strategy, all with four micro-batches a step.
 LAYOUTS = {
@@ -97,9 +97,9 @@ def for_rank(folder: Path, *overrides: str, **sections) -> tuple[dict, str, str]
     return to_dict(compose(*QUIET, *overrides)) | sections, str(folder), str(folder / f"meeting-{time.monotonic_ns()}")
 
 
-def run_layout(ranks, layout: str, folder: Path, *overrides: str, **sections) -> Path:
-    """A training under one of LAYOUTS, on a pool of ranks; returns ``folder``."""
-    size, where = LAYOUTS[layout]
+def run_layout(ranks, layout: str | tuple[int, list[str]], folder: Path, *overrides: str, **sections) -> Path:
+    """A training under one of LAYOUTS, or one like them, on a pool of ranks; returns ``folder``."""
+    size, where = LAYOUTS[layout] if isinstance(layout, str) else layout
     ranks.run(size, run_on_rank, *for_rank(folder, *overrides, *where, **sections))
     return folder
 
@@ -144,6 +144,13 @@ def saved(folder: Path, step: int, kind: str = "model") -> dict:
         assert not found.keys() & tensors.keys(), "a tensor stands in two files"
         found |= tensors
     return found
+
+
+def rewrite_manifest(checkpoint: Path, change) -> None:
+    """The manifest of a checkpoint as its ``change(manifest)`` leaves it, with a checksum that fits."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    change(manifest)
+    (checkpoint / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
 
 
 def change_batches(monkeypatch, steps, change) -> None:

@@ -1,11 +1,10 @@
 """What the tests of training share: a small text, small disks, and runs of the command line."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 from pathlib import Path
 
+import hugging_face
 import pytest
 from commandline import Started, train, wait_until
 
@@ -16,6 +15,19 @@ def text(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text(Path(argparse.__file__).read_text())
     return ["data=text", f"data.root={folder}/text.txt", f"data.cache_dir={folder}/cache", "data.seq_len=32"]
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory):
+    """The folder of train.jsonl and test.jsonl: questions and answers."""
+    return hugging_face.write_rows(tmp_path_factory.mktemp("rows") / "gsm8k")
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """A folder as Hugging Face's, of a small random GPT-2."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    return hugging_face.make_gpt2(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture

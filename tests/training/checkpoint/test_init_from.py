@@ -1,7 +1,5 @@
 """Starting from exported or Hugging Face weights, with a vocabulary that grows."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,7 +7,6 @@ import shutil
 import pytest
 import torch
 from composed import config, execute, losses, run, run_layout, saved
-from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import TrainingError, UserError
@@ -30,13 +27,6 @@ def recipe(text):
     sizes = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.dropout=0.1"]
     length = ["train.steps=3", "train.global_batch_size=8", "train.precision=fp32", "train.eval_batches=1"]
     return [*sizes, *text, *length, "optim=sgd", "optim.lr=0.1", "scheduler=constant"]
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """A folder as Hugging Face's, with weights of some size."""
-    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
-    return make_gpt2(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture
@@ -63,22 +53,28 @@ def reference(recipe, published, tmp_path_factory):
     return folder
 
 
+def rows_of(folder):
+    return load_file(folder / "model.safetensors")["transformer.wte.weight"]
+
+
+def mean_of(rows, text):
+    """The row of a token that is described by a text."""
+    return rows[gpt2().encode_ordinary(text)].mean(dim=0)
+
+
 def test_stages_and_replicas_start_from_the_same_weights_as_one_process(ranks, recipe, published, reference, tmp_path):
-    folder = tmp_path / "run"
-    run_layout(ranks, "pipe_ddp", folder, *recipe, EXTRA, f"model.init_from='{published}'")
+    folder = run_layout(ranks, "pipe_ddp", tmp_path, *recipe, EXTRA, f"model.init_from='{published}'")
     assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
     ours, wanted = saved(folder, 3), saved(reference, 3)
-    for name, tensor in wanted.items():
-        assert (ours[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+    assert all((ours[name] - tensor).norm() <= 1e-5 * tensor.norm() for name, tensor in wanted.items())
 
 
 def test_the_first_weights_are_the_files_and_the_new_rows_means_of_its_rows(recipe, published, tmp_path):
     run(tmp_path, *recipe, EXTRA, f"model.init_from='{published}'", *NO_STEP)
     ours, theirs = saved(tmp_path, 1), load_file(published / "model.safetensors")
     assert torch.equal(ours["h.1.mlp.c_fc.weight"], theirs["transformer.h.1.mlp.c_fc.weight"].t())
-    rows = theirs["transformer.wte.weight"]
+    rows, described = rows_of(published), mean_of(rows_of(published), "start of an entity")
     assert ours[EMBEDDING].shape == (50304, 32) and torch.equal(ours[EMBEDDING][:50257], rows)
-    described = rows[gpt2().encode_ordinary("start of an entity")].mean(dim=0)
     assert torch.allclose(ours[EMBEDDING][50257], described, atol=1e-6)
     assert torch.allclose(ours[EMBEDDING][50258:], rows.mean(dim=0).expand(46, -1), atol=1e-6)
 
@@ -90,8 +86,7 @@ def test_the_rule_holds_for_drawn_weights_too_and_all_others_stay(ranks, recipe,
     changed = (before != after).any(dim=1).nonzero().flatten().tolist()
     assert changed == [50257, 50258]
     assert torch.allclose(after[50258], before[:50257].mean(dim=0), atol=1e-7)
-    described = before[gpt2().encode_ordinary("start of an entity")].mean(dim=0)
-    assert torch.allclose(after[50257], described, atol=1e-7)
+    assert torch.allclose(after[50257], mean_of(before, "start of an entity"), atol=1e-7)
 
 
 def test_a_run_that_goes_on_keeps_what_its_new_rows_have_learned(recipe, published, reference, tmp_path):
@@ -101,25 +96,28 @@ def test_a_run_that_goes_on_keeps_what_its_new_rows_have_learned(recipe, publish
     assert torch.equal(saved(tmp_path, 4)[EMBEDDING], saved(reference, 3)[EMBEDDING])
 
 
-def test_an_export_with_its_tokens_is_started_from_as_it_is(recipe, reference, tmp_path):
-    export = ["mode=export", f"checkpoint='{reference}'", "parallel=pipe_ddp"]
-    execute(config(*recipe, EXTRA, *export), tmp_path, None)
-    folder = tmp_path / "export"
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 50259
+@pytest.fixture(scope="module")
+def exported(recipe, reference, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    execute(config(*recipe, EXTRA, "mode=export", f"checkpoint='{reference}'", "parallel=pipe_ddp"), folder, None)
+    return folder / "export"
+
+
+def test_an_export_with_its_tokens_is_started_from_as_it_is(recipe, reference, exported, tmp_path):
+    assert json.loads((exported / "config.json").read_text())["vocab_size"] == 50259
     (more,) = quote_values(['model.extra_tokens={"<a>": "the", "<b>": null, "<c>": "the"}'])
-    run(tmp_path / "again", *recipe, more, f"model.init_from='{folder}'", *NO_STEP)
-    again, wanted = saved(tmp_path / "again", 1), saved(reference, 3)
+    run(tmp_path, *recipe, more, f"model.init_from='{exported}'", *NO_STEP)
+    again, wanted = saved(tmp_path, 1), saved(reference, 3)
     assert torch.equal(again[EMBEDDING][:50259], wanted[EMBEDDING][:50259]), "trained rows stay"
-    assert torch.allclose(again[EMBEDDING][50259], wanted[EMBEDDING][gpt2().encode_ordinary("the")[0]], atol=1e-6)
+    assert torch.allclose(again[EMBEDDING][50259], mean_of(wanted[EMBEDDING], "the"), atol=1e-6)
     assert torch.equal(again["h.0.attn.c_attn.weight"], wanted["h.0.attn.c_attn.weight"])
     with pytest.raises(TrainingError, match='tokens <a>, <b> .*does not begin with them: empty.*"<a>": null, "<b>"'):
-        prepare(config(*recipe, f"model.init_from='{folder}'"))
+        prepare(config(*recipe, f"model.init_from='{exported}'"))
 
 
-def test_the_exported_tokenizer_knows_the_new_tokens(recipe, reference, tmp_path):
+def test_the_exported_tokenizer_knows_the_new_tokens(exported):
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers comes with transformers (requirements-dev.txt)")
-    execute(config(*recipe, EXTRA, "mode=export", f"checkpoint='{reference}'"), tmp_path, None)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "export" / "tokenizer.json"))
+    theirs = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     text = "say <a>x<b> def f(x):\n\treturn  'é' # It's 12  \n\n<|x|>"
     assert theirs.encode(text).ids == gpt2(("<a>", "<b>")).encode(text, allowed_special="all")
     assert theirs.get_vocab_size() == 50259
@@ -131,9 +129,36 @@ def test_tokens_beyond_the_padding(recipe, published, tmp_path):
     run(tmp_path, *recipe, extra, f"model.init_from='{published}'", *NO_STEP)
     rows = saved(tmp_path, 1)[EMBEDDING]
     assert len(rows) == 50432
-    entity = rows[gpt2().encode_ordinary("entity")].mean(dim=0)
-    assert torch.allclose(rows[50257 + 49], entity, atol=1e-6)
+    assert torch.allclose(rows[50257 + 49], mean_of(rows, "entity"), atol=1e-6)
     assert torch.allclose(rows[50257 + 48], rows[:50257].mean(dim=0), atol=1e-6)
+
+
+# -- files that do not fit ---------------------------------------------------------------------------------------------
+
+BARE = ["model=gpt2", "data.seq_len=16", "train.global_batch_size=4", "train.precision=fp32"]
+# What is typed, what is otherwise in config.json (None: there is none), another tensor in the file, and what is said.
+DO_NOT_FIT = [
+    ("model.n_head=8", {}, None, r"/config.json says n_head=4, the model has 8; leave model.size and model.n_head out"),
+    ("model.n_embd=64", {}, None, "/config.json says n_embd=32, the model has 64"),
+    ("model.n_layer=3", {}, None, "/config.json says n_layer=2, the model has 3"),
+    ("model.size=350M", {}, None, "says n_head=4, the model has 16; leave model.size and"),
+    ("model.vocab_size=300", {}, None, "says vocab_size=50257, the model has 300"),
+    ("seed=1", {}, torch.zeros(50305, 32), r"wte.weight has \(50305, 32\), the model \(50304, 32\)"),
+    ("model.n_embd=64", None, None, r"wte.weight has \(50257, 32\), the model \(50304, 64\).* and \d+ more"),
+    ("model.n_layer=3", None, None, "h.2.ln_1.weight is missing"),
+    ("seed=1", {"activation_function": "relu"}, None, "has activation_function=relu"),
+    ("seed=1", {"architectures": ["MixtralForCausalLM"]}, None, "is MixtralForCausalLM; use model=transformers"),
+]
+
+
+@pytest.mark.parametrize("words, entries, embedding, says", DO_NOT_FIT)
+def test_weights_that_do_not_fit_the_model_are_named_before_the_run(recipe, altered, words, entries, embedding, says):
+    others = {} if embedding is None else {"transformer.wte.weight": embedding}
+    folder = altered(lambda state: state.update(others), **entries or {})
+    if entries is None:
+        (folder / "config.json").unlink()
+    with pytest.raises(UserError, match=says):
+        prepare(config(*recipe, words, f"model.init_from='{folder}'"))
 
 
 def test_fewer_words_than_gpt2s_cannot_be_grown(recipe):
@@ -141,47 +166,8 @@ def test_fewer_words_than_gpt2s_cannot_be_grown(recipe):
         prepare(config(*recipe, EXTRA, "model.vocab_size=1000"))
 
 
-# -- files that do not fit ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "words, changed, says",
-    [
-        ("model.n_head=8", {}, r"/config.json says n_head=4, the model has 8; leave model.size and model.n_head out"),
-        ("model.n_embd=64", {}, "/config.json says n_embd=32, the model has 64"),
-        ("model.n_layer=3", {}, "/config.json says n_layer=2, the model has 3"),
-        ("model.size=350M", {}, "says n_head=4, the model has 16; leave model.size and"),
-        ("model.vocab_size=300", {}, "says vocab_size=50257, the model has 300"),
-        ("seed=1", {"wte": torch.zeros(50305, 32)}, r"wte.weight has \(50305, 32\), the model \(50304, 32\)"),
-    ],
-)
-def test_weights_that_do_not_fit_the_model_are_named(recipe, altered, words, changed, says):
-    folder = altered(lambda state: state.update({f"transformer.{name}.weight": t for name, t in changed.items()}))
-    with pytest.raises(UserError, match=says):
-        prepare(config(*recipe, words, f"model.init_from='{folder}'"))
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        ("model.n_embd=64", r"wte.weight has \(50257, 32\), the model \(50304, 64\).* and \d+ more"),
-        ("model.n_layer=3", "h.2.ln_1.weight is missing"),
-    ],
-)
-def test_without_config_json_names_and_shapes_say_what_does_not_fit(recipe, altered, words, says):
-    (folder := altered()).joinpath("config.json").unlink()
-    with pytest.raises(TrainingError, match=says):
-        prepare(config(*recipe, words, f"model.init_from='{folder}'"))
-
-
-def test_a_config_json_that_describes_other_numbers_ends_the_run_before_it_starts(recipe, altered):
-    folder = altered(activation_function="relu")
-    with pytest.raises(UserError, match="has activation_function=relu"):
-        prepare(config(*recipe, f"model.init_from='{folder}'"))
-
-
 def test_a_head_in_the_file_must_be_the_embedding_to_which_the_model_ties_it(recipe, altered, published):
-    rows = load_file(published / "model.safetensors")["transformer.wte.weight"]
+    rows = rows_of(published)
     other = rows.clone()
     other[-1, -1] += 1e-3
     folder = altered(lambda state: state.update({"lm_head.weight": rows}))
@@ -189,9 +175,6 @@ def test_a_head_in_the_file_must_be_the_embedding_to_which_the_model_ties_it(rec
     save_file(load_file(folder / "model.safetensors") | {"lm_head.weight": other}, folder / "model.safetensors")
     with pytest.raises(TrainingError, match="lm_head.weight differs from transformer.wte.weight"):
         prepare(config(*recipe, f"model.init_from='{folder}'"))
-
-
-BARE = ["model=gpt2", "data.seq_len=16", "train.global_batch_size=4", "train.precision=fp32"]
 
 
 def test_a_folder_says_the_sizes_and_trained_weights_the_rate(text, published, tmp_path):
@@ -213,12 +196,6 @@ def test_a_folder_comes_out_with_the_words_that_it_had(text, published, tmp_path
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (published, tmp_path / "export"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert json.loads((tmp_path / "export" / "config.json").read_text())["vocab_size"] == 50257
-
-
-def test_another_architecture_is_named_before_anything_starts(text, altered):
-    folder = altered(architectures=["MixtralForCausalLM"])
-    with pytest.raises(UserError, match="config.json is MixtralForCausalLM; use model=transformers"):
-        prepare(config(*BARE, *text, f"model.init_from='{folder}'"))
 
 
 def test_a_folder_with_other_tokens_than_gpt2s_says_so_and_has_its_own(text, published, tmp_path):
@@ -261,10 +238,6 @@ def test_a_name_of_the_hub_is_what_was_downloaded(text, published, tmp_path, mon
     assert torch.equal(saved(tmp_path / "run", 1)[EMBEDDING][:50257], rows_of(published))
 
 
-def rows_of(folder):
-    return load_file(folder / "model.safetensors")["transformer.wte.weight"]
-
-
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_a_name_that_was_not_downloaded_says_what_to_type(text, tmp_path, monkeypatch, model):
     hub(tmp_path / "hf", monkeypatch)
@@ -289,18 +262,6 @@ def test_what_holds_no_weights_is_refused_with_the_way_out(recipe, reference, tm
     for path, says in ((tmp_path, "is a pickle"), (tmp_path / "empty", "holds no model.safetensors"), latest):
         with pytest.raises(TrainingError, match=says):
             prepare(config(*recipe, f"model.init_from='{path}'"))
-
-
-def test_any_other_model_starts_from_its_own_export(tmp_path):
-    length = ["train.epochs=null", "train.steps=2"]
-    run(tmp_path / "run", *length)
-    execute(config(*length, "mode=export", f"checkpoint='{tmp_path / 'run'}'"), tmp_path, None)
-    from_export = f"model.init_from='{tmp_path / 'export'}'"
-    run(tmp_path / "again", *length, "train.steps=1", "optim.lr=0", from_export)
-    again, wanted = saved(tmp_path / "again", 1), saved(tmp_path / "run", 2)
-    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
-    with pytest.raises(TrainingError, match=r"net1.weight has \(10, 10\), the model \(20, 10\)"):
-        prepare(config(*length, from_export, "model.hidden=20"))
 
 
 def test_any_model_with_a_vocabulary_grows_by_rows_that_are_the_mean_of_its_own(text, tmp_path):

@@ -1,6 +1,4 @@
-"""docs/finetuning.md as it stands, with a tiny random model; and folders of Hugging Face's, in and out."""
-
-from __future__ import annotations
+"""Folders of Hugging Face's, in and out; docs/finetuning.md and docs/transformers.md as they stand, on tiny models."""
 
 import json
 import re
@@ -13,7 +11,7 @@ import pytest
 import torch
 from commandline import ROOT, train
 from composed import config, execute, losses, run, run_layout
-from hugging_face import EXPERTS, make_folder, words, write_rows
+from hugging_face import EXPERTS, make_folder, words
 from safetensors.torch import load_file, save_file
 from slow_cases import with_slow
 from tokenizers import Tokenizer
@@ -37,11 +35,6 @@ OF_TRANSFORMERS = {
     "qwen3_moe": {"kind": "Qwen3Moe", **EXPERTS},
     "mixtral": {"kind": "Mixtral", "parts": "60KB", **EXPERTS},
 }
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("rows") / "gsm8k")
 
 
 @pytest.fixture(scope="module")
@@ -191,15 +184,15 @@ def test_rotations_in_the_file_that_are_not_the_models_are_an_error(folders, row
             prepare(config(*words(folder, rows)))
 
 
-@pytest.mark.parametrize(
-    "word, says",
-    [
-        ("model.size=llama3.2-1B", "says hidden_size=48, the model has 2048; leave model.size and"),
-        ("model.n_layer=5", "says num_hidden_layers=4, the model has 5"),
-        ("model.vocab_size=300", "says vocab_size=416, the model has 300"),
-        ("data.seq_len=500", "data.seq_len=500 is longer than the model's 128 positions"),
-    ],
-)
+DO_NOT_FIT = [
+    ("model.size=llama3.2-1B", "says hidden_size=48, the model has 2048; leave model.size and"),
+    ("model.n_layer=5", "says num_hidden_layers=4, the model has 5"),
+    ("model.vocab_size=300", "says vocab_size=416, the model has 300"),
+    ("data.seq_len=500", "data.seq_len=500 is longer than the model's 128 positions"),
+]
+
+
+@pytest.mark.parametrize("word, says", DO_NOT_FIT)
 def test_what_does_not_fit_the_folder_is_an_error_before_anything_starts(folders, rows, word, says):
     with pytest.raises(UserError, match=says):
         prepare(config(*words(folders("llama, tied"), rows, word)))
@@ -213,30 +206,53 @@ def test_a_part_that_is_missing_is_named(folders, rows, tmp_path):
         prepare(config(*words(folder, rows)))
 
 
-@pytest.mark.slow
-def test_the_page_leads_from_a_folder_to_a_folder(rows, folders, chats, tmp_path, capsys):
-    """Its commands in their order, with few steps; then its program, whose last line is a difference of logits."""
-    page = (ROOT / "docs" / "finetuning.md").read_text()
-    for word, place in (
-        ("FOLDER", folders("llama, tied")),
-        ("GSM8K", rows),
-        ("CHATS", chats),
-        ("runs/", f"{tmp_path}/runs/"),
-    ):
-        page = page.replace(f"={word}", f"={place}").replace(f'"{word}', f'"{place}')
-    commands = re.findall(r"^    python train.py (.*)$", page.partition("```python")[0], flags=re.M)
-    assert len(commands) == 6
-    short = ["data.seq_len=64", "train.epochs=null", "train.steps=12", "optim.lr=0.02", "train.eval_every=null"]
-    runs = []
+def commands(page, tmp_path, **places):
+    """The six commands of a page, with folders in the place of its words, and the run directory of each."""
     (tmp_path / "runs").mkdir()
-    for number, command in enumerate(commands):
+    text = (ROOT / "docs" / page).read_text()
+    for word, place in {**places, "runs/": f"{tmp_path}/runs/"}.items():
+        text = text.replace(f"={word}", f"={place}").replace(f'"{word}', f'"{place}')
+    found = re.findall(r"^    python train.py (.*)$", text.partition("```python")[0], flags=re.M)
+    assert len(found) == 6
+    lines = []
+    for number, command in enumerate(found):
         line, where = shlex.split(command), tmp_path / "runs" / str(number)
         if line[-1].startswith("hydra.run.dir="):
             where = Path(line.pop().partition("=")[2])
-        line += short if "data.root=" in command else ["sample.tokens=20"] * ("mode=sample" in line)
-        runs.append(train([*line, "device=cpu", "logger=none"], where))
-        assert runs[-1].code == 0, runs[-1].console
+        lines.append((line, where))
+    return text, lines
+
+
+def trained(line, where):
+    run = train([*line, "device=cpu", "logger=none"], where)
+    assert run.code == 0, run.console
+    return run
+
+
+@pytest.mark.slow
+def test_the_page_leads_from_a_folder_to_a_folder(rows, folders, chats, tmp_path, capsys):
+    """Its commands in their order, with few steps; then its program, whose last line is a difference of logits."""
+    page, lines = commands("finetuning.md", tmp_path, FOLDER=folders("llama, tied"), GSM8K=rows, CHATS=chats)
+    short = ["data.seq_len=64", "train.epochs=null", "train.steps=12", "optim.lr=0.02", "train.eval_every=null"]
+    runs = []
+    for line, where in lines:
+        more = short if "data.root=" in " ".join(line) else ["sample.tokens=20"] * ("mode=sample" in line)
+        runs.append(trained([*line, *more], where))
     assert all(run.losses[-1] < run.losses[0] - 0.1 for run in runs[:2])
     exec(compile(re.search(r"```python\n(.*?)```", page, flags=re.S)[1], "finetuning.md", "exec"), {})
     printed = capsys.readouterr().out.strip().splitlines()
     assert float(re.search(r"tensor\(([\d.e-]+)", printed[-1])[1]) < 1e-4, printed
+
+
+@pytest.mark.slow
+def test_the_page_of_transformers_runs_with_a_gemma_2(rows, tmp_path):
+    folder = make_folder(tmp_path / "published", "Gemma2", head_dim=12)
+    short = ["train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.eval_every=null"]
+    more = {  # the logits of 50,257 tokens are 100 MB
+        "data=jsonl": ["data.seq_len=64"], "mode=verify": ["verify.steps=1"],
+        "model.config=": ["model.vocabulary=words", "data.max_vocabulary=416"],
+    }  # fmt: skip
+    for line, where in commands("transformers.md", tmp_path, FOLDER=folder, ROWS=rows)[1]:
+        typed = " ".join(line)
+        line += [] if "checkpoint=" in typed else [*short, f"data.cache_dir='{tmp_path / 'cache'}'"]
+        trained([*line, *(word for key, words in more.items() if key in typed for word in words)], where)

@@ -28,17 +28,19 @@ class TwoRanks(Mesh):
         return [value, ("n2", list({**dict(value[1]), **self.other}.items()))]
 
 
-@pytest.mark.parametrize("name", ["project files", "torch", "Python", "data", None])
-def test_ranks_that_differ_are_refused_with_both_values(monkeypatch, name):
+DRAWN, COPY = "generator with a fixed seed, .* if they read files, the same; launcher", "the same working copy"
+
+
+@pytest.mark.parametrize("names", [["project files"], ["torch"], ["Python"], ["data"], ["data", "torch"]], ids=str)
+def test_ranks_that_differ_are_refused_with_both_values_and_the_way_out(monkeypatch, names):
     setup = prepare(config(*FEW))
-    if name is None:
-        assert check_ranks(TwoRanks({COPIES: 2}), setup) is None
-        return
-    monkeypatch.setattr(TwoRanks, "other", {name: "0123456789ab"})
-    with pytest.raises(LaunchError) as error:
+    assert check_ranks(TwoRanks({COPIES: 2}), setup) is None
+    monkeypatch.setattr(TwoRanks, "other", dict.fromkeys(names, "0123456789ab"))
+    with pytest.raises(LaunchError, match=DRAWN if names == ["data"] else COPY) as error:
         check_ranks(TwoRanks({COPIES: 2}), setup)
     said = str(error.value)
-    assert f"{name}: {describe_rank(setup)[name]} on rank 0 (" in said and "0123456789ab on rank 1 (n2)" in said
+    for name in names:
+        assert f"{name}: {describe_rank(setup)[name]} on rank 0 (" in said and "0123456789ab on rank 1 (n2)" in said
     assert "launcher.allow_mixed=true" in said
     setup.cfg.launcher.allow_mixed = True
     assert "0123456789ab on rank 1 (n2)" in check_ranks(TwoRanks({COPIES: 2}), setup)

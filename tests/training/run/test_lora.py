@@ -1,15 +1,13 @@
 """LoRA in whole runs: checkpoints of adapters, the base that they belong to, and what other programs read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace
 
+import hugging_face
 import pytest
 import torch
 from composed import again, config, losses, run, run_layout, saved
-from hugging_face import make_gpt2
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, TrainingError
@@ -41,13 +39,6 @@ def recipe(text):
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """A base as Hugging Face keeps it, of random weights."""
-    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
-    return make_gpt2(tmp_path_factory.mktemp("published"))
-
-
-@pytest.fixture(scope="module")
 def trained(recipe, published, tmp_path_factory):
     """Four steps of ``single`` from the published base."""
     folder = tmp_path_factory.mktemp("trained")
@@ -55,24 +46,46 @@ def trained(recipe, published, tmp_path_factory):
     return folder
 
 
-def test_a_checkpoint_holds_what_was_trained_and_nothing_else(trained):
+@pytest.fixture(scope="module")
+def of_transformers(rows, tmp_path_factory):
+    """The same of a Gemma 2, by the code of transformers."""
+    folder = tmp_path_factory.mktemp("of_transformers")
+    base = hugging_face.make_folder(folder / "base", "Gemma2", head_dim=12, sliding_window=8)
+    words = hugging_face.words(base, rows, model="transformers")
+    recipe = ["train.epochs=null", "train.steps=4", "train.precision=fp32", "train.eval_batches=1", "optim.lr=2e-3"]
+    lora = ["model.lora.rank=4", "model.lora.targets=[q_proj,v_proj]", "train.checkpoint_every=2", "parallel.chunks=4"]
+    run(folder / "run", *words, *recipe, "optim=adamw", "optim.eps=1e-5", *lora)
+    return folder / "run"
+
+
+ADAPTED = pytest.mark.parametrize(
+    "kind, count", [("trained", 2), pytest.param("of_transformers", 4, marks=pytest.mark.slow)]
+)
+
+
+@ADAPTED
+def test_a_checkpoint_holds_what_was_trained_and_nothing_else(request, kind, count):
+    trained = request.getfixturevalue(kind)
     weights, states = saved(trained, 4), saved(trained, 4, "optimizer")
-    assert len(weights) == 2 * 2 * 2 and all(".lora_" in name for name in weights)
+    assert len(weights) == count * 2 * 2 and all(".lora_" in name for name in weights)
     assert {name.partition("/")[0] for name in states} == weights.keys()
     assert not any(torch.equal(weights[name], tensor) for name, tensor in saved(trained, 2).items())
 
 
-def test_another_layout_goes_on_with_the_same_losses(ranks, trained, tmp_path):
-    words = ["train.steps=4", f"train.resume='{trained / 'checkpoints' / 'step-00000002'}'"]
-    tree = to_dict(again(trained, *words))
+@ADAPTED
+def test_another_layout_goes_on_with_the_same_losses(ranks, request, kind, count, tmp_path):
+    trained = request.getfixturevalue(kind)
+    tree = to_dict(again(trained, "train.steps=4", f"train.resume='{trained / 'checkpoints' / 'step-00000002'}'"))
     sections = {key: tree[key] for key in ("model", "data", "train", "optim", "scheduler")}
-    run_layout(ranks, "pipe_fsdp", tmp_path / "run", "model=gpt2", **sections)
+    run_layout(ranks, "pipe_fsdp", tmp_path / "run", f"model={tree['model']['name']}", **sections)
     assert losses(tmp_path / "run") == pytest.approx(losses(trained)[2:], rel=1e-5)
     ours, wanted = saved(tmp_path / "run", 4), saved(trained, 4)
     assert all((ours[name] - tensor).norm() <= 1e-4 * tensor.norm() for name, tensor in wanted.items())
 
 
-def test_an_evaluation_has_the_trained_model_s_loss(trained, tmp_path):
+@ADAPTED
+def test_an_evaluation_has_the_trained_model_s_loss(request, kind, count, tmp_path):
+    trained = request.getfixturevalue(kind)
     cfg = again(trained, "mode=eval", "train.eval_batches=1")
     (tmp_path / "eval").mkdir()
     evaluated = training(cfg, tmp_path / "eval", setup=prepare(cfg))["best_val_loss"]
@@ -130,17 +143,9 @@ def test_exports_compute_what_the_adapters_compute(trained, published, tmp_path)
     assert_exports_compute_what_the_adapters_compute(trained, published, tmp_path)
 
 
-def test_so_do_those_of_the_llama_family(text, published, tmp_path):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=50257, **sizes, **heads))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-    model.save_pretrained(tmp_path / "base")
+def test_so_do_those_of_the_llama_family(text, tmp_path):
+    hugging_face.make_folder(tmp_path / "base", vocab_size=50257, num_hidden_layers=2, max_position_embeddings=256)
+    (tmp_path / "base" / "tokenizer.json").unlink()  # whose tokens are fewer
     words = ["model=llama", f"model.init_from='{tmp_path}/base'", "model.tokenizer=null", *text, "train.precision=fp32"]
     words += ["train.steps=4", "train.global_batch_size=8", "train.eval_batches=1", "optim.lr=0.02"]
     run(tmp_path / "run", *words, "scheduler=constant", "model.lora.rank=4", "model.lora.targets=null")

@@ -10,13 +10,12 @@ from slow_cases import with_slow
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from common.errors import DataError, LaunchError
+from common.errors import DataError
 from data.dataset import DataSet, InMemory, Source
 from data.loader import EvalBatches, TrainBatches
 from launchers import WorkerFailed
 from models.losses import IGNORED, TokenCrossEntropy
 from training import train
-from training.run.checks import ranks
 from training.run.checks.samples import check_read
 
 WORDS = ["optim=sgd", "optim.lr=0.5", "train.epochs=null", "train.steps=3", "train.global_batch_size=8", "logger=none"]
@@ -74,24 +73,6 @@ def test_ranks_that_prepare_other_data_do_not_train_together(tmp_path):
     words = [*WORDS, "parallel=ddp", f"hydra.run.dir={tmp_path}/run"]
     with pytest.raises(WorkerFailed, match=r"do not run the same: data: .* on rank 0 .* on rank 1 .*a fixed seed"):
         train(*words, model=nn.Sequential(nn.Linear(4, 4)), loss=nn.MSELoss(), data=Shuffled())
-
-
-@pytest.mark.parametrize(
-    ("differs", "said"),
-    [
-        ({"data": ("a", "b")}, "generator with a fixed seed, .* if they read files, the same; launcher"),
-        ({"data": ("a", "b"), "torch": ("1", "2")}, "Give every machine the same working copy"),
-    ],
-)
-def test_ranks_of_torchrun_are_told_that_data_may_be_drawn_if_only_these_differ(monkeypatch, differs, said):
-    class Two:
-        def gather(self, mine):
-            theirs = [{name: both[rank] for name, both in differs.items()} for rank in (0, 1)]
-            return [("n1", {**dict(mine[1]), **other}.items()) for other in theirs]
-
-    monkeypatch.setattr(ranks, "describe_rank", lambda setup: {"torch": "1", "data": "a"})
-    with pytest.raises(LaunchError, match=said):
-        ranks.check_ranks(Two(), SimpleNamespace(cfg=SimpleNamespace(launcher=SimpleNamespace(allow_mixed=False))))
 
 
 class Thinned(InMemory):

@@ -10,15 +10,8 @@ from tokenizer_folders import tokenizer_folder
 NAMES = list(LAYOUTS)
 RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
 SAVED, NEXT = 2, 4
-COMMON = [
-    "train.epochs=null",
-    "train.global_batch_size=8",
-    "train.precision=fp64",
-    "train.eval_batches=2",
-    "scheduler=constant",
-    "optim=adamw",
-    "optim.lr=1e-3",
-]
+COMMON = ["train.epochs=null", "train.global_batch_size=8", "train.precision=fp64", "train.eval_batches=2"]
+COMMON += ["scheduler=constant", "optim=adamw", "optim.lr=1e-3"]
 
 
 @pytest.fixture(scope="session")

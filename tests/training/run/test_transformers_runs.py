@@ -1,21 +1,15 @@
 """model=transformers in whole runs, beside transformers' own model that torch's AdamW trains on the same batches."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
-from composed import again, config, losses, run, run_layout, saved
-from hugging_face import EXPERTS, make_folder, words, write_rows
+from composed import again, config, losses, run, saved
+from hugging_face import EXPERTS, make_folder, words
 from slow_cases import with_slow
 
-from conf.instantiate import to_dict
 from data.loader import TrainBatches
 from training.command.modes.sample import sample
 from training.run.prepare import prepare
-from training.run.rank import run as training
 
 pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
 KINDS = {
@@ -34,11 +28,6 @@ RECIPE = [
     "train.epochs=null", f"train.steps={STEPS}", "train.precision=fp32", "train.grad_clip=null", "parallel=single",
     "train.eval_every=null", "optim=adamw", "optim.lr=2e-3", f"optim.eps={EPSILON}", "scheduler=constant",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("rows") / "gsm8k")
 
 
 def read(folder):
@@ -93,23 +82,3 @@ def greedy(model, data):
         given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=DRAWN, min_new_tokens=DRAWN
     )
     return data.vocabulary.decode(drawn[0].tolist())
-
-
-def test_adapters_go_on_in_another_layout_and_are_evaluated(ranks, rows, tmp_path):
-    folder = make_folder(tmp_path / "published", "Gemma2", **KINDS["Gemma2"])
-    lora = ["model.lora.rank=4", "model.lora.targets=[q_proj,v_proj]", "train.checkpoint_every=2", "parallel.chunks=4"]
-    length = ["train.steps=4", "train.eval_every=4", "train.eval_batches=1"]
-    run(tmp_path / "run", *words(folder, rows, *RECIPE, *lora, *length, model="transformers"))
-    weights = saved(tmp_path / "run", 4)
-    assert len(weights) == 4 * 2 * 2 and all(".lora_" in name for name in weights)
-    tree = to_dict(again(tmp_path / "run", f"train.resume='{tmp_path / 'run' / 'checkpoints' / 'step-00000002'}'"))
-    sections = {key: tree[key] for key in ("model", "data", "train", "optim", "scheduler")}
-    run_layout(ranks, "pipe_fsdp", tmp_path / "more", "model=transformers", **sections)
-    assert losses(tmp_path / "more") == pytest.approx(losses(tmp_path / "run")[2:], rel=1e-5)
-    for name, tensor in saved(tmp_path / "more", 4).items():
-        assert (tensor - weights[name]).norm() <= 1e-4 * weights[name].norm(), name
-    (tmp_path / "eval").mkdir()
-    cfg = again(tmp_path / "run", "mode=eval", "train.eval_batches=1")
-    evaluated = training(cfg, tmp_path / "eval", setup=prepare(cfg))["best_val_loss"]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert evaluated == pytest.approx(summary["best_val_loss"])
