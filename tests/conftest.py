@@ -11,7 +11,8 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 # Where the tests' helpers are found, here and in the processes that it starts.
-sys.path[:0] = [str(HERE / room) for room in ("", "training", "parallel", "launchers", "cuda", "refusals")]
+ROOMS = ("", "training", "training/studies/verify", "parallel", "launchers", "cuda", "refusals")
+sys.path[:0] = [str(HERE / room) for room in ROOMS]
 import preloaded  # noqa: E402, F401
 
 from launchers import local  # noqa: E402

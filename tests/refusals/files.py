@@ -1,7 +1,5 @@
 """Files that cannot be used: each function returns one that writes them into the folder that it is given."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

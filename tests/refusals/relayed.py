@@ -4,8 +4,6 @@ The attacker has rewritten the other rank's address in the store. Every connecti
 relay, which replaces messages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -4,8 +4,6 @@ The table's keys are what the line must name: the key of the configuration, the 
 it must say, which is the numbers and the way out. ``HERE`` is a folder of the row's own with the files that it needs.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -49,6 +47,11 @@ WORDS = {
         Refusal("train.stepz=5", "did you mean train.steps?"),
         Refusal("-m ++train.stepz=3 seed=1,2 hydra.sweep.dir=sweep", "did you mean train.steps?"),
     ],
+    "no key train.lr": Refusal("train.lr=1", "did you mean optim.lr?"),
+    "no key dp": Refusal("dp=2", "did you mean parallel.dp?"),
+    "no key steps": Refusal("steps=2", "did you mean train.steps or verify.steps?"),
+    "no key parallel.chnks": Refusal("parallel.chnks=2", "did you mean parallel.chunks? There are:"),
+    "no key nonsense": Refusal("nonsense=2", "there are hydra,"),
     "experiment has an option already": Refusal(
         "+experiment=convnet_mnist", "drop the plus of +experiment=convnet_mnist", "override experiment: convnet_mnist"
     ),

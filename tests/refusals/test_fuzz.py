@@ -5,6 +5,7 @@ import struct
 from contextlib import suppress
 
 import numpy as np
+from files import MANIFEST
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -34,15 +35,7 @@ ENTRIES = ("format", "step", "seed", "optimizer", "layout", "tied", "loss_scale"
 @BOUNDED
 @given(st.dictionaries(st.sampled_from(ENTRIES), JSON), st.booleans())
 def test_manifests(tmp_path, changes, sealed):
-    whole = {
-        "format": 2,
-        "step": 1,
-        "optimizer": "torch.optim.SGD",
-        "layout": {"parallel": "single", "dp": 1, "pp": 1, "chunks": 1, "stages": [["a"]]},
-        "loss_scale": {"scale": 1.0, "good_steps": 0},
-        "files": {},
-        **changes,
-    }
+    whole = {**MANIFEST, **changes}
     (tmp_path / "manifest.json").write_text(json.dumps(with_checksum(whole) if sealed else whole))
     with suppress(CheckpointError):
         Checkpoint(tmp_path)

@@ -191,7 +191,8 @@ AT_ONCE = {
     "a Dataset of torch": (lambda: train(data=torch.utils.data.TensorDataset(INPUTS, LABELS)), WRITE_TENSORS),
     "targets of no adapters": (lambda: train("model.lora.targets=[0]", model=chain()), "without model.lora.rank"),
     "a tokenizer for tensors": (
-        lambda: train("model=llama", "+model.tokenizer=x", data=data()), "model.tokenizer has no effect",
+        lambda: train("model=llama", "+model.tokenizer=x", data=data()),
+        "model.tokenizer has no effect",
     ),
     "a key of no section": (lambda: load_config("+train.foo=1"), "no key train.foo"),
     "a key that a program adds": (lambda: train(config=with_foo()), "no key model.lora.foo"),
@@ -262,21 +263,7 @@ def test_what_is_of_a_wrong_kind_is_refused_at_once(name):
         misuse()
 
 
-def test_a_loss_that_gathers_is_refused_before_the_run_where_micro_batches_divide_the_samples(cfg):
-    tree, gathers = to_dict(cfg), Loss(lambda o, t: Sums(summed(gather(o), gather(t)), torch.tensor(len(gather(o)))))
-    tree["parallel"]["chunks"] = 2
-    objects = {"model": chain(gathers), "data": data()}
-    set_given(objects)
-    try:
-        with pytest.raises(UserError, match=r"gather\(\) compares all samples.*chunks=2.*set parallel.chunks=1"):
-            prepare(with_given(to_config(tree), objects))
-    finally:
-        set_given({})
-
-
-@pytest.mark.parametrize("name", BEFORE_THE_RUN)
-def test_what_does_not_fit_together_is_refused_before_the_run(name, cfg):
-    model, samples, message = BEFORE_THE_RUN[name]
+def assert_refused(cfg, model, samples, message):
     objects = {"model": model, "data": copy.copy(samples)}
     set_given(objects)
     try:
@@ -284,6 +271,18 @@ def test_what_does_not_fit_together_is_refused_before_the_run(name, cfg):
             prepare(to_config(to_dict(with_given(cfg, objects))))
     finally:
         set_given({})
+
+
+def test_a_loss_that_gathers_is_refused_before_the_run_where_micro_batches_divide_the_samples(cfg):
+    tree, gathers = to_dict(cfg), Loss(lambda o, t: Sums(summed(gather(o), gather(t)), torch.tensor(len(gather(o)))))
+    tree["parallel"]["chunks"] = 2
+    says = r"gather\(\) compares all samples.*chunks=2.*set parallel.chunks=1"
+    assert_refused(to_config(tree), chain(gathers), data(), says)
+
+
+@pytest.mark.parametrize("name", BEFORE_THE_RUN)
+def test_what_does_not_fit_together_is_refused_before_the_run(name, cfg):
+    assert_refused(cfg, *BEFORE_THE_RUN[name])
 
 
 def test_no_experiment_is_the_default_and_foreach_takes_the_place_of_fused(tmp_path):

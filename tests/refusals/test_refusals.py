@@ -12,13 +12,18 @@ OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY
 OFFLINE |= {"no_proxy": "", "NO_PROXY": ""}
 
 
+@pytest.fixture(scope="module")
+def before():
+    return ranks()
+
+
 def ranks():
     """The processes that are children of a fork server of this process's, as every worker of a run is."""
     return {rank.pid for server in psutil.Process().children() for rank in server.children()}
 
 
 @pytest.mark.parametrize("names, refusal", TABLE, ids=lambda value: getattr(value, "words", value)[:80])
-def test_what_cannot_be_done_is_refused(names, refusal, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_done_is_refused(names, refusal, before, tmp_path, monkeypatch, capsys):
     from train import main
 
     here, place = tmp_path / "files", tmp_path / "place"
@@ -31,7 +36,6 @@ def test_what_cannot_be_done_is_refused(names, refusal, tmp_path, monkeypatch, c
     monkeypatch.chdir(place)
     words = shlex.split(refusal.words.replace("HERE", str(here)))
     own_folder = [] if "hydra." in refusal.words else ["hydra.run.dir=run"]
-    before = ranks()
     code = main(["logger=none", "device=cpu", f"data.cache_dir={tmp_path}/cache", *own_folder, *words])
     printed = capsys.readouterr()
 
@@ -40,7 +44,7 @@ def test_what_cannot_be_done_is_refused(names, refusal, tmp_path, monkeypatch, c
     assert line.startswith("error: ")
     said = [text.replace("HERE", str(here)) for text in (names, *refusal.says)]
     assert [text for text in said if text not in line] == [], line
-    assert "step 1" not in printed.out and ranks() == before, "something was begun"
+    assert "step 1" not in printed.out and ranks() <= before, "something was begun"
     assert list(place.iterdir()) == [], "something was left behind"
     assert not list(tmp_path.glob("cache/**/*.tmp")), "half of something was built"
 

@@ -1,7 +1,5 @@
 """Ranks that read other files than the first, as on machines that have them on disks of their own."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from unittest.mock import patch
 

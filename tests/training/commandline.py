@@ -1,7 +1,5 @@
 """train.py as a user starts it: a process of its own, whose console, files and children tests can look at."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import multiprocessing.util

@@ -1,7 +1,5 @@
 """Small models that are trained for a step and exported, for the tests of what is served."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

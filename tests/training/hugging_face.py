@@ -1,7 +1,5 @@
 """A folder as Hugging Face's, with a tiny random model and a tokenizer made on the spot: nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

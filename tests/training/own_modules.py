@@ -1,7 +1,5 @@
 """Modules that are no chain, for the tests: their forwards are their own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,8 +1,7 @@
 """Directories as the jobs of a sweep leave them, made by hand."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from training.reporting.job_record import FINISHED, Job, write_job
@@ -13,30 +12,25 @@ def leave(
     num: int,
     *overrides: str,
     times: list[float] | None = None,
+    losses: Sequence[float] | None = None,
     status: str = FINISHED,
     error: str | None = None,
-    batch: int = 60,
-    model: str = "resnet50",
-    chunks: int | None = None,
-    parallel: str = "single",
+    **results,
 ) -> Path:
-    """Writes the directory of a job whose steps took ``times`` seconds; with ``chunks``, in a GPipe of two stages."""
+    """Writes the directory of a job whose steps took ``times`` seconds; ``results`` are more of its summary."""
     folder = sweep / str(num)
     folder.mkdir(parents=True)
     write_job(folder, Job(num, overrides, status, error, 12.5))
     if times is None:
         return folder
-    lines = [{"step": i, "loss": 2 / i, "step_time_s": t} for i, t in enumerate(times, start=1)]
+    steps = zip(times, losses or [2 / i for i in range(1, len(times) + 1)], strict=losses is None)
+    lines = [{"step": i, "loss": loss, "step_time_s": t} for i, (t, loss) in enumerate(steps, start=1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if status == FINISHED:
         median = sorted(times[2:])[len(times[2:]) // 2]
-        summary = {"model": model, "parallel": parallel, "chunks": 1, "final_loss": 2 / len(times)}
-        summary |= {"step_time_s": median, "samples_per_s": batch / median, "peak_memory_bytes": [3 << 30, 2 << 30]}
-        summary |= {"stages": [{"layers": ["a", "b"], "parameters": 7}]}
-        if chunks is not None:
-            ideal = 1 / (chunks + 1)
-            summary |= {"parallel": "pipelined", "schedule": "gpipe", "chunks": chunks}
-            summary |= {"ideal_bubble_fraction": ideal, "bubble_fraction": 1.2 * ideal}
+        summary = {"model": "resnet50", "parallel": "single", "chunks": 1, "final_loss": lines[-1]["loss"]}
+        summary |= {"step_time_s": median, "samples_per_s": 60 / median, "peak_memory_bytes": [3 << 30, 2 << 30]}
+        summary |= {"stages": [{"layers": ["a", "b"], "parameters": 7}], **results}
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -51,5 +45,7 @@ def chunk_sweep(sweep: Path) -> Path:
             leave(sweep, num, *overrides, status="failed", error=error)
         else:
             times = [seconds[chunks] * (1 + 0.03 * (i % 5 - 2)) for i in range(12)]
-            leave(sweep, num, *overrides, times=times, chunks=chunks)
+            ideal = 1 / (chunks + 1)
+            bubble = {"ideal_bubble_fraction": ideal, "bubble_fraction": 1.2 * ideal}
+            leave(sweep, num, *overrides, times=times, parallel="pipelined", schedule="gpipe", chunks=chunks, **bubble)
     return sweep

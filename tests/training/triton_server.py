@@ -1,7 +1,5 @@
 """A Triton server on the loopback interface, from the folder that ``triton_install/install`` has made."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

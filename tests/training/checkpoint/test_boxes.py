@@ -1,7 +1,5 @@
 """Pieces of tensors that are cut in any dimension, in files: written by several ranks, read by several others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

@@ -6,7 +6,7 @@ import shlex
 import shutil
 
 import pytest
-from composed import QUIET, config, execute, losses, records, run, saved, steps, typed
+from composed import QUIET, config, execute, losses, records, rewrite_manifest, run, saved, steps, typed
 from omegaconf import OmegaConf
 
 from common.errors import CheckpointError, TrainingError
@@ -61,8 +61,7 @@ def test_the_console_shows_what_was_typed_and_not_all_that_the_checkpoint_brings
 
 def test_a_path_may_begin_with_the_home_folder(words, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(words.parent))
-    typed = ["train.resume='~/a run'", "train.steps=3", "parallel.threads=1", "device=cpu", "logger=none"]
-    assert main([*typed, f"hydra.run.dir={tmp_path}/run"]) == 0
+    assert main(["train.resume='~/a run'", "train.steps=3", *QUIET, f"hydra.run.dir={tmp_path}/run"]) == 0
     assert [line["step"] for line in steps(tmp_path / "run")] == [3]
 
 
@@ -107,25 +106,23 @@ def test_what_was_masked_must_be_typed_again(words, tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL", "somebody/model")
     cfg = to_config(to_dict(compose([*QUIET, "model=gpt2", "model.init_from=${oc.env:MODEL}"])))
     assert kept(cfg)["left_out"] == ["model.init_from"]
+
+    def leave_out(manifest):
+        del manifest["config"]["train"]["spike_factor"]
+        manifest["config"]["left_out"] = ["train.spike_factor"]
+
     run = shutil.copytree(words, tmp_path / "run", symlinks=True)
-    manifest = run / "checkpoints" / "step-00000002" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["config"]["left_out"] = ["train.spike_factor"]
-    del content["config"]["train"]["spike_factor"]
-    manifest.write_text(json.dumps(with_checksum(content)))
+    rewrite_manifest(run / "checkpoints" / "latest", leave_out)
     with pytest.raises(TrainingError, match=r"does not keep train.spike_factor, .*: type train.spike_factor= again"):
         composed("mode=eval", f"checkpoint={run}")
     assert composed("mode=eval", f"checkpoint={run}", "train.spike_factor=3").train.spike_factor == 3
 
 
-def test_a_reference_in_a_foreign_checkpoint_is_not_followed(tmp_path, monkeypatch):
+def test_a_reference_in_a_foreign_checkpoint_is_not_followed(words, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME_OF_SECRETS", "found out")
-    run(tmp_path / "toy", "train.epochs=null", "train.steps=1")
-    path = tmp_path / "toy" / "checkpoints" / "step-00000001" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["config"]["model"]["init_from"] = "${oc.env:HOME_OF_SECRETS}"
-    path.write_text(json.dumps(with_checksum(manifest)))
-    assert composed(f"checkpoint='{tmp_path}/toy'").model.init_from == "${oc.env:HOME_OF_SECRETS}"
+    run, reference = shutil.copytree(words, tmp_path / "run", symlinks=True), "${oc.env:HOME_OF_SECRETS}"
+    rewrite_manifest(run / "checkpoints" / "latest", lambda it: it["config"]["model"].update(init_from=reference))
+    assert composed(f"checkpoint='{run}'").model.init_from == reference
 
 
 def test_training_from_a_checkpoint_says_how_to_go_on(words, tmp_path):
@@ -203,27 +200,26 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_the_same_command_resumes_the_same_training(a_run, command):
-    trained = a_run.trained_by(*command.split())
-    assert not differing(trained, a_run.resumed(*command.split()))
-    assert not differing(trained, a_run.resumed()), "with nothing typed"
+    assert_it_is_resumed(a_run, command.split())
+
+
+def assert_it_is_resumed(a_run, command, **older):
+    """By the same words, and by none."""
+    trained = a_run.trained_by(*command, **older)
+    assert not differing(trained, a_run.resumed(*command))
+    assert not differing(trained, a_run.resumed())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [f"{group}={name}" for group in ("model", "experiment") for name in options(group)])
 @pytest.mark.parametrize("more", ["", "optim=adamw optim.lr=0.001", "optim=sgd scheduler=constant", "debug=overfit"])
 def test_it_does_for_every_model_and_experiment_whatever_is_typed(a_run, chosen, more):
-    command = [chosen, *more.split(), "train.global_batch_size=4", "seed=3"]
-    trained = a_run.trained_by(*command)
-    assert not differing(trained, a_run.resumed(*command))
-    assert not differing(trained, a_run.resumed())
+    assert_it_is_resumed(a_run, [chosen, *more.split(), "train.global_batch_size=4", "seed=3"])
 
 
 def test_what_the_files_say_otherwise_now_does_not_count(a_run):
-    command = "model=gpt2 model.size=tiny optim=adamw".split()
     older = {"optim__lr": 0.5, "optim__rates": {"mlp": 3.0}, "train__grad_clip": None, "data__seq_len": 24}
-    trained = a_run.trained_by(*command, **older)
-    assert not differing(trained, a_run.resumed(*command))
-    assert not differing(trained, a_run.resumed())
+    assert_it_is_resumed(a_run, "model=gpt2 model.size=tiny optim=adamw".split(), **older)
 
 
 def test_what_is_typed_wins_and_what_is_derived_from_it_follows(a_run):
@@ -288,9 +284,6 @@ RUN += "train.global_batch_size=4 train.precision=fp32 train.eval_every=null sam
 RUN += "parallel.threads=1 train.keep_checkpoints=9"
 
 
-HERE = ["logger=none", "device=cpu", "parallel.threads=1"]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """An undisturbed run, and a copy of it as it was after the third step."""
@@ -308,9 +301,9 @@ def same_end(one, other):
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-@pytest.mark.parametrize("typed", [RUN, "device=cpu parallel.threads=1 logger=none"], ids=["as before", "nothing"])
+@pytest.mark.parametrize("typed", [RUN.split(), QUIET], ids=["as before", "nothing"])
 def test_a_run_in_another_directory_goes_on_bit_for_bit(whole, tmp_path, capsys, typed):
-    assert main([*typed.split(), f"train.resume='{whole}/killed'", f"hydra.run.dir={tmp_path}/on"]) == 0
+    assert main([*typed, f"train.resume='{whole}/killed'", f"hydra.run.dir={tmp_path}/on"]) == 0
     assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_end(tmp_path / "on", whole / "whole")
     assert "settings that differ" not in capsys.readouterr().err
     chained = json.loads((tmp_path / "on" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
@@ -322,7 +315,7 @@ def test_a_run_in_another_directory_goes_on_bit_for_bit(whole, tmp_path, capsys,
 def test_a_run_that_is_stopped_at_once_says_what_goes_on_from_the_other_run(
     whole, tmp_path, capsys, monkeypatch, asked
 ):
-    typed = [f"train.resume='{whole}/killed'", *HERE, f"hydra.run.dir={tmp_path}/on"]
+    typed = [f"train.resume='{whole}/killed'", *QUIET, f"hydra.run.dir={tmp_path}/on"]
     calls = iter(range(1, 100))
     with monkeypatch.context() as patch:
         patch.setattr(stopping, "wanted", lambda: next(calls) >= asked)
@@ -335,7 +328,7 @@ def test_a_run_that_is_stopped_at_once_says_what_goes_on_from_the_other_run(
 
 
 def test_an_evaluation_that_is_stopped_is_started_again_with_its_command(whole, tmp_path, monkeypatch):
-    typed = ["mode=eval", f"checkpoint='{whole}/whole'", *HERE, f"hydra.run.dir={tmp_path}/on"]
+    typed = ["mode=eval", f"checkpoint='{whole}/whole'", "train.eval_batches=1", *QUIET, f"hydra.run.dir={tmp_path}/on"]
     evaluated = rank.evaluate_split
 
     def stopped(setup, strategy, split, say):
@@ -351,7 +344,7 @@ def test_an_evaluation_that_is_stopped_is_started_again_with_its_command(whole, 
 
 
 def test_a_run_that_has_saved_nothing_prints_no_command_for_the_checkpoint_of_another(whole, tmp_path, capsys):
-    typed = [f"train.resume='{whole}/killed'", "train.checkpoint_every=null", *HERE]
+    typed = [f"train.resume='{whole}/killed'", "train.checkpoint_every=null", *QUIET]
     assert main([*typed, f"hydra.run.dir={tmp_path}/on"]) == 0
     said = capsys.readouterr().out
     assert f"files: {tmp_path}/on" in said and "evaluate:" not in said and "continue:" not in said
@@ -359,7 +352,7 @@ def test_a_run_that_has_saved_nothing_prints_no_command_for_the_checkpoint_of_an
 
 # -- longer than it was ----------------------------------------------------------------------------------------------
 
-SHORT = ["model=toy", "train.epochs=null", "train.steps=4", "logger=none", "device=cpu", "parallel.threads=1"]
+SHORT = ["model=toy", "train.epochs=null", "train.steps=4", *QUIET]
 
 
 def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule_has_ended(tmp_path, capsys):

@@ -54,18 +54,14 @@ def gpt2(cli):
     return cli(*PIPE_DDP)
 
 
-def test_metrics_hold_one_record_per_step_with_exactly_these_fields(gpt2):
+def test_metrics_hold_one_record_per_step_and_per_evaluation_with_exactly_these_fields(gpt2):
     assert [types(line) for line in gpt2.steps] == [STEP] * 5
     assert [line["step"] for line in gpt2.steps] == [1, 2, 3, 4, 5]
     for line in gpt2.steps:
         assert line["lr"] == 0.05 and not line["skipped"]
         assert line["samples_per_s"] == pytest.approx(16 / line["step_time_s"])
         assert line["tokens_per_s"] == pytest.approx(32 * line["samples_per_s"])
-
-
-def test_metrics_hold_one_record_per_evaluation_with_exactly_these_fields(gpt2):
-    wanted = {"step": int, "val_loss": float, "val_perplexity": float}
-    assert [types(line) for line in gpt2.evaluations] == [wanted] * 3
+    assert [types(line) for line in gpt2.evaluations] == [{"step": int, "val_loss": float, "val_perplexity": float}] * 3
     for line in gpt2.evaluations:
         assert line["val_perplexity"] == pytest.approx(2.718281828 ** line["val_loss"], rel=1e-6)
     order = [line["step"] for line in gpt2.metrics]
@@ -73,30 +69,23 @@ def test_metrics_hold_one_record_per_evaluation_with_exactly_these_fields(gpt2):
 
 
 def test_the_summary_has_all_its_fields_with_plausible_values(gpt2):
+    """What it has of losses and stages, test_cli_models compares with the records of every model."""
     summary = gpt2.summary
     assert {key: type(summary[key]) for key in SUMMARY} == SUMMARY
-    layout = {"model": "gpt2", "parallel": "pipe_ddp", "world_size": 4, "dp": 2, "pp": 2, "chunks": 4}
-    layout |= {"schedule": "gpipe", "precision": "fp32", "steps": 5}
+    layout = {"world_size": 4, "dp": 2, "pp": 2, "chunks": 4, "schedule": "gpipe", "precision": "fp32", "steps": 5}
     assert {key: summary[key] for key in layout} == layout
     assert summary["parameters"] == TINY_PARAMETERS, "the head and the embedding are one tensor"
-    assert (summary["first_loss"], summary["final_loss"]) == (gpt2.losses[0], gpt2.losses[-1])
-    assert summary["best_val_loss"] == min(gpt2.val_losses)
     assert summary["test_loss"] == pytest.approx(summary["best_val_loss"], rel=0.1)
     times = [line["step_time_s"] for line in gpt2.steps]
     assert min(times) <= summary["step_time_s"] <= max(times)
     assert summary["tokens_per_s"] == pytest.approx(16 * 32 / summary["step_time_s"])
-
-
-def test_the_summary_has_the_memory_of_each_rank_and_the_stages_and_the_bubble_of_the_pipeline(gpt2):
-    first, second = gpt2.summary["stages"]
-    assert first["layers"] == ["embedding", "h.0", "h.1", "h.2"]
-    assert second["layers"] == ["h.3", "h.4", "h.5", "head"]
+    first, second = summary["stages"]
+    assert [*first["layers"], *second["layers"]] == ["embedding", *(f"h.{i}" for i in range(6)), "head"]
     assert first["parameters"] + second["parameters"] == TINY_PARAMETERS + 50304 * 64  # a copy of the head
-    peaks = gpt2.summary["peak_memory_bytes"]
-    assert len(peaks) == 4
-    assert all(type(peak) is int and 100 * 2**20 < peak < 4 * 2**30 for peak in peaks)
-    assert 0 < gpt2.summary["bubble_fraction"] < 1
-    assert gpt2.summary["ideal_bubble_fraction"] == pytest.approx(1 / 5)  # (pp - 1) / (chunks + pp - 1)
+    peaks = summary["peak_memory_bytes"]
+    assert len(peaks) == 4 and all(type(peak) is int and 100 * 2**20 < peak < 4 * 2**30 for peak in peaks)
+    assert 0 < summary["bubble_fraction"] < 1
+    assert summary["ideal_bubble_fraction"] == pytest.approx(1 / 5)  # (pp - 1) / (chunks + pp - 1)
 
 
 def test_a_run_of_one_process_on_numbers_has_neither_tokens_nor_a_pipeline(toy):
@@ -196,38 +185,30 @@ def test_a_directory_that_holds_another_run_is_refused_and_left_untouched(toy):
     assert contents(toy.folder) == before
 
 
-@pytest.mark.parametrize(
-    "missing, elsewhere", [("checkpoints", True), ("metrics.jsonl", True), ("metrics.jsonl", False)]
-)
-def test_a_directory_takes_no_second_run_that_begins_elsewhere(toy, tmp_path, capsys, missing, elsewhere):
+# What is missing of the run in the directory, and what is typed to begin there. FROM is the run itself.
+TAKEN = {
+    "a run that goes on from elsewhere, without checkpoints": ("checkpoints", "train.resume=FROM"),
+    "a run that goes on from elsewhere, without records": ("metrics.jsonl", "train.resume=FROM"),
+    "a new run beside checkpoints": ("metrics.jsonl", ""),
+    "a run within it": (None, "train.resume=HERE/within"),
+    "a checkpoint within it": (None, "train.resume=HERE/within/checkpoints/latest"),
+    "its evaluation": (None, "mode=eval checkpoint=HERE"),
+    "its evaluation again": (None, "mode=eval checkpoint=HERE train.resume=auto"),
+}
+
+
+@pytest.mark.parametrize("missing, typed", TAKEN.values(), ids=TAKEN)
+def test_a_directory_takes_nothing_that_would_replace_the_run_in_it(toy, tmp_path, capsys, missing, typed):
     folder = shutil.copytree(toy.folder, tmp_path / "run", symlinks=True)
-    (folder / missing).rename(tmp_path / missing)
+    shutil.copytree(toy.folder, folder / "within", symlinks=True)
+    if missing:
+        (folder / missing).rename(tmp_path / missing)
     before = contents(folder)
-    resume = [f"train.resume={toy.folder}"] * elsewhere
-    assert main(["model=toy", "logger=none", *resume, f"hydra.run.dir={folder}"]) == 1
-    assert f"{folder} holds another run; choose another hydra.run.dir" in capsys.readouterr().err
+    words = [word.replace("HERE", str(folder)).replace("FROM", str(toy.folder)) for word in typed.split()]
+    assert main(["logger=none", *words, f"hydra.run.dir={folder}"]) == 1
+    said = f"{folder} holds another run; choose another hydra.run.dir"
+    assert said + "\n" * typed.startswith("mode=eval") in capsys.readouterr().err, "an evaluation does not go on"
     assert contents(folder) == before
-
-
-def test_a_directory_that_holds_a_run_does_not_continue_a_run_within_it(toy, capsys):
-    shutil.copytree(toy.folder, toy.folder.parent / "within", symlinks=True).rename(within := toy.folder / "within")
-    try:
-        before = contents(toy.folder)
-        for named in (within, within / "checkpoints" / "latest"):
-            assert main(["model=toy", "logger=none", f"train.resume='{named}'", f"hydra.run.dir='{toy.folder}'"]) == 1
-            assert f"{toy.folder} holds another run; choose another hydra.run.dir" in capsys.readouterr().err
-        assert contents(toy.folder) == before
-    finally:
-        shutil.rmtree(within)
-
-
-@pytest.mark.parametrize("resume", [[], ["train.resume=auto"]])
-def test_an_evaluation_replaces_no_number_of_the_run_in_whose_directory_it_is_to_write(toy, capsys, resume):
-    before = contents(toy.folder)
-    here = [f"checkpoint={toy.folder}", f"hydra.run.dir={toy.folder}"]
-    assert main(["mode=eval", "logger=none", *here, *resume]) == 1
-    assert f"{toy.folder} holds another run; choose another hydra.run.dir\n" in capsys.readouterr().err
-    assert contents(toy.folder) == before
 
 
 def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_the_mended_command(tmp_path, monkeypatch):
@@ -240,10 +221,7 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_the_men
     assert [main(words), main(words)] == [0, 1], "the second finds a run"
 
 
-@pytest.mark.parametrize(
-    "sweep, name",
-    [(False, "logs/rank_0001.log"), (True, "0/checkpoints")],
-)
+@pytest.mark.parametrize("sweep, name", [(False, "logs/rank_0001.log"), (True, "0/checkpoints")])
 def test_a_link_that_leads_out_of_a_run_directory_is_refused_before_anything_is_written(tmp_path, capsys, name, sweep):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     link = folder / name

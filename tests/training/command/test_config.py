@@ -16,7 +16,6 @@ from conf.instantiate import instantiate, to_config
 from conf.schema import Parallel, Root
 from data.dataset import DataSet
 from models.toy import toy
-from train import main
 from training.command.api import with_given
 from training.command.errors import described
 from training.run.prepare import describe_recipe
@@ -117,59 +116,44 @@ def explained(text):
     return {name: (default, meaning) for name, default, meaning in rows}
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("parallel", "parallel=hsdp            Groups of ranks, each of which shares one copy of the parameters"),
-        ("parallel", "order of forwards and backwards in a pipeline (gpipe | 1f1b |"),
-        ("parallel=pipe_ddp", "parallel.chunks=4 "),
-        ("launcher", "launcher.nodes=1 "),
-        ("optim", "optim.decay_vectors=false "),
-        ("model=gpt2", "data=torch_docs optim=adamw scheduler=cosine_warmup train.steps=18"),
-        ("model=gpt2", "Recipes: recipe=published, recipe=first_run, recipe=finetune"),
-        ("experiment=gsm8k_lora", "model.size=135M"),
-        ("train.steps", "  train.steps=null  optimizer steps;"),
-        ("train.steps=3", "  train.steps=null  optimizer steps;"),
-        ("model.lora", "  model.lora.rank=null "),
-        ("data.field", "data=jsonl\n  data.field=text "),
-        ("mode", "verify | compare)"),
-        ("model=toy verify", "verify.steps=5 "),
-        ("callbacks=[early_stop,gradient_histogram]", "callbacks.gradient_histogram.bins=32 "),
-    ],
-)
+EXPLAINED = [
+    ("parallel", "parallel=hsdp            Groups of ranks, each of which shares one copy of the parameters"),
+    ("parallel", "order of forwards and backwards in a pipeline (gpipe | 1f1b |"),
+    ("parallel=pipe_ddp", "parallel.chunks=4 "),
+    ("launcher", "launcher.nodes=1 "),
+    ("optim", "optim.decay_vectors=false "),
+    ("model=gpt2", "data=torch_docs optim=adamw scheduler=cosine_warmup train.steps=18"),
+    ("model=gpt2", "Recipes: recipe=published, recipe=first_run, recipe=finetune"),
+    ("experiment=gsm8k_lora", "model.size=135M"),
+    ("train.steps", "  train.steps=null  optimizer steps;"),
+    ("train.steps=3", "  train.steps=null  optimizer steps;"),
+    ("model.lora", "  model.lora.rank=null "),
+    ("data.field", "data=jsonl\n  data.field=text "),
+    ("mode", "verify | compare)"),
+    ("model=toy verify", "verify.steps=5 "),
+    ("callbacks=[early_stop,gradient_histogram]", "callbacks.gradient_histogram.bins=32 "),
+]
+
+
+@pytest.mark.parametrize("words, said", EXPLAINED)
 def test_help_explains_a_section_a_group_an_option_or_a_key(words, said):
     assert said in help.answer(["--help", *words.split()])
 
 
-@pytest.mark.parametrize(
-    "word, said",
-    [
-        ("paralel", "there is no paralel to explain; did you mean parallel or"),
-        ("gpt2", "did you mean model=gpt2? Sections: callbacks, cluster,"),
-        ("model=gtp2", "there is no model=gtp2; did you mean model=gpt2? There are: classifier,"),
-        ("train.stpes", "there is no key train.stpes; did you mean train.steps? There are: steps, epochs,"),
-        ("data.feild", "did you mean data.field?"),
-        ("--nonsense", "--nonsense: settings are written without dashes"),
-    ],
-)
+SUGGESTED = [
+    ("paralel", "there is no paralel to explain; did you mean parallel or"),
+    ("gpt2", "did you mean model=gpt2? Sections: callbacks, cluster,"),
+    ("model=gtp2", "there is no model=gtp2; did you mean model=gpt2? There are: classifier,"),
+    ("train.stpes", "there is no key train.stpes; did you mean train.steps? There are: steps, epochs,"),
+    ("data.feild", "did you mean data.field?"),
+    ("--nonsense", "--nonsense: settings are written without dashes"),
+]
+
+
+@pytest.mark.parametrize("word, said", SUGGESTED)
 def test_help_suggests_what_an_unknown_word_may_mean(word, said):
     with pytest.raises(UserError, match=re.escape(said)):
         help.answer(["--help", word])
-
-
-@pytest.mark.parametrize(
-    "word, said",
-    [
-        ("train.lr=1", "there is no key train.lr; did you mean optim.lr?"),
-        ("dp=2", "there is no key dp; did you mean parallel.dp?"),
-        ("steps=2", "there is no key steps; did you mean train.steps or verify.steps?"),
-        ("parallel.chnks=2", "there is no key parallel.chnks; did you mean parallel.chunks? There are:"),
-        ("nonsense=2", "there is no key nonsense; there are hydra,"),
-    ],
-)
-def test_a_key_of_another_section_is_suggested(word, said, capsys):
-    assert main([word]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {said}")
 
 
 def test_help_explains_a_users_own_option_without_its_secrets(tmp_path, monkeypatch):
@@ -204,135 +188,97 @@ def test_every_option_of_every_group_composes_and_says_its_name(group, option):
         assert cfg[group]._target_
 
 
-FIRST_RUN = {"lr": 5e-4, "rates": {"c_proj": 0.2}, "warmup_ratio": 0.4, "seq_len": 80}
+def gpt2(lr, seq_len=64, rates=None, warmup_ratio=0.2):
+    """What is composed of GPT-2: as it is published for its size, if nothing is said."""
+    return {"optim.lr": lr, "optim.rates": rates, "scheduler.warmup_ratio": warmup_ratio, "data.seq_len": seq_len}
 
 
-def published(lr, seq_len=64):
-    return {"lr": lr, "rates": None, "warmup_ratio": 0.2, "seq_len": seq_len}
+def brings(data, optim, scheduler):
+    targets = {"data": f"data.{data}", "optim": f"torch.optim.{optim}", "scheduler": f"training.optimizer.{scheduler}"}
+    return {f"{section}._target_": target for section, target in targets.items()}
 
 
-@pytest.mark.parametrize(
-    "words, trained",
-    [
-        ([], FIRST_RUN),
-        (["optim=adamw", "seed=3", "parallel=pipe_ddp", "train.eval_every=6"], FIRST_RUN),
-        (["optim.lr=0.5"], {**FIRST_RUN, "lr": 0.5}),
-        (["recipe=published"], published(6e-4)),
-        (["train.steps=1000"], published(6e-4)),
-        (["train.steps=null", "train.epochs=1"], published(6e-4)),
-        (["data=text", "data.root=notes.txt"], published(6e-4, seq_len=256)),
-        (["model.size=350M"], published(3e-4)),
-        (["model.size=tiny"], published(3e-3)),
-        (["model.n_layer=4", "model.n_head=4", "model.n_embd=128"], published(2.5e-3)),
-        (["model.n_layer=96", "model.n_head=96", "model.n_embd=12288"], published(6e-5)),
-        (["optim=muon", "model.size=350M"], published(0.02)),
-        (["experiment=gpt2_524k"], published(6e-4, seq_len=1024)),
-    ],
-)
-def test_gpt2_trains_as_published_for_its_parameters_and_only_the_first_run_has_a_recipe_of_its_own(words, trained):
-    cfg = compose("model=gpt2", *words)
-    found = {"lr": cfg.optim.lr, "rates": cfg.optim.rates}
-    found |= {"warmup_ratio": cfg.scheduler.warmup_ratio, "seq_len": cfg.data.seq_len}
-    assert found == trained
+FIRST_RUN = {"seq_len": 80, "rates": {"c_proj": 0.2}, "warmup_ratio": 0.4}
+OWN = "data=wikitext2 optim=sgd scheduler=step train.grad_clip=0.25 train.steps=7 optim.lr=0.3"
+OWN_VALUES = {
+    **brings("wikitext2.WikiText2", "SGD", "Step"),
+    "optim.lr": 0.3,
+    "train.grad_clip": 0.25,
+    "train.steps": 7,
+}
+COMPOSED = [
+    # Only GPT-2's first run has a recipe; otherwise it is trained as published for its number of parameters.
+    ("model=gpt2", gpt2(5e-4, **FIRST_RUN)),
+    ("model=gpt2 optim=adamw seed=3 parallel=pipe_ddp train.eval_every=6", gpt2(5e-4, **FIRST_RUN)),
+    ("model=gpt2 optim.lr=0.5", gpt2(0.5, **FIRST_RUN)),
+    ("model=gpt2 recipe=published", gpt2(6e-4)),
+    ("model=gpt2 train.steps=1000", gpt2(6e-4)),
+    ("model=gpt2 train.steps=null train.epochs=1", gpt2(6e-4)),
+    ("model=gpt2 data=text data.root=notes.txt", gpt2(6e-4, seq_len=256)),
+    ("model=gpt2 model.size=350M", gpt2(3e-4)),
+    ("model=gpt2 model.size=tiny", gpt2(3e-3)),
+    ("model=gpt2 model.n_layer=4 model.n_head=4 model.n_embd=128", gpt2(2.5e-3)),
+    ("model=gpt2 model.n_layer=96 model.n_head=96 model.n_embd=12288", gpt2(6e-5)),
+    ("model=gpt2 optim=muon model.size=350M", gpt2(0.02)),
+    ("model=gpt2 experiment=gpt2_524k", gpt2(6e-4, seq_len=1024)),
+    # No optimizer gets the rate of another model or of another optimizer.
+    ("model=convnet optim=adamw", {"optim.lr": 1e-3}),
+    ("model=toy optim=adamw +model.size=tiny", {"optim.lr": 1e-3}),
+    ("model=resnet50", {"optim.lr": 1e-3}),
+    ("model=resnet50 optim=muon", {"optim.lr": 0.02}),
+    ("optim=sgd", {"optim.lr": 0.05}),
+    # Every model brings data, an optimizer and a schedule.
+    ("model=toy", brings("random_regression.RandomRegression", "SGD", "Constant")),
+    ("model=gpt2", brings("torch_docs.TorchDocs", "AdamW", "CosineWarmup")),
+    ("model=llama", brings("torch_docs.TorchDocs", "AdamW", "CosineWarmup")),
+    ("model=resnet50", brings("random_images.RandomImages", "SGD", "Constant")),
+    ("model=transformer", brings("stdlib.Stdlib", "AdamW", "CosineWarmup")),
+    ("model=classifier", brings("digits.Digits", "Adam", "Constant")),
+    ("model=convnet", brings("digits.Digits", "Adam", "Constant")),
+    # Text and images are made as the model wants them.
+    ("model=transformer", {"data.vocabulary": "words"}),
+    ("model=transformer data=wikitext2", {"data.vocabulary": "words"}),
+    ("model=gpt2", {"data.vocabulary": "gpt2"}),
+    ("model=gpt2 data.vocabulary=words", {"data.vocabulary": "words"}),
+    ("data=wikitext2 data.batchify=true train.global_batch_size=20", {"data.columns": 20}),
+    ("model=classifier data=digits", {"data.channels": 3, "data.image_size": 32}),
+    ("model=convnet data=digits", {"data.channels": 1, "data.image_size": 28}),
+    ("model=resnet50 data=digits", {"data.channels": 3, "data.image_size": 28}),
+    # The command line wins over what the model brings, wherever it stands; debug stands between them.
+    (f"model=gpt2 {OWN}", OWN_VALUES),
+    (f"{OWN} model=gpt2", OWN_VALUES),
+    ("model=gpt2 debug=limit", {"train.steps": 3}),
+    ("model=toy debug=limit", {"train.epochs": None}),
+    ("model=gpt2 debug=limit train.steps=9", {"train.steps": 9}),
+    # An evaluation covers the whole split, unless it is told otherwise.
+    *((f"model={model} mode=eval", {"train.eval_batches": None}) for model in ("gpt2", "llama", "resnet50")),
+    ("model=transformer mode=eval", {"train.eval_batches": None}),
+    ("model=transformer mode=eval train.eval_batches=3", {"train.eval_batches": 3}),
+]
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ([], "recipe: first_run, AdamW at lr 0.0005, made for these 18 steps; other data, steps or sizes train as "
-         "published, at lr 0.0006 (recipe=published)"),
-        (["train.steps=1000"], "recipe: published, AdamW at lr 0.0006, by the number of parameters"),
-        (["train.steps=1000", "optim=sgd"],
-         "recipe: published, AdamW at lr 0.0006, by the number of parameters; here SGD at lr 0.05"),
-        (["train.steps=1000", "optim.lr=1e-3"],
-         "recipe: published, AdamW at lr 0.0006, by the number of parameters; here AdamW at lr 0.001"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words, values", COMPOSED)
+def test_a_command_composes_the_values_that_its_words_mean(words, values):
+    cfg = compose(*words.split())
+    assert {key: OmegaConf.select(cfg, key) for key in values} == values
+
+
+RECIPES = [
+    ([], "recipe: first_run, AdamW at lr 0.0005, made for these 18 steps; other data, steps or sizes train as "
+     "published, at lr 0.0006 (recipe=published)"),
+    (["train.steps=1000"], "recipe: published, AdamW at lr 0.0006, by the number of parameters"),
+    (["train.steps=1000", "optim=sgd"],
+     "recipe: published, AdamW at lr 0.0006, by the number of parameters; here SGD at lr 0.05"),
+    (["train.steps=1000", "optim.lr=1e-3"],
+     "recipe: published, AdamW at lr 0.0006, by the number of parameters; here AdamW at lr 0.001"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, said", RECIPES)
 def test_the_plan_says_which_recipe_a_run_has(words, said):
     assert describe_recipe(compose("model=gpt2", *words)) == said
     assert describe_recipe(compose("model=toy")) == ""
     assert describe_recipe(with_given(compose("model=gpt2", *words), {"model": toy()})) == ""
-
-
-@pytest.mark.parametrize(
-    "words, lr",
-    [
-        (["model=convnet", "optim=adamw"], 1e-3),
-        (["model=toy", "optim=adamw", "+model.size=tiny"], 1e-3),
-        (["model=resnet50"], 1e-3),
-        (["model=resnet50", "optim=muon"], 0.02),
-        (["optim=sgd"], 0.05),
-    ],
-)
-def test_no_optimizer_gets_the_rate_of_another_model_or_of_another_optimizer(words, lr):
-    assert compose(*words).optim.lr == lr
-
-
-def test_an_evaluation_covers_the_whole_split_unless_it_is_told_otherwise():
-    for model in ("gpt2", "llama", "resnet50", "transformer"):
-        assert compose(f"model={model}").train.eval_batches is not None
-        assert compose(f"model={model}", "mode=eval").train.eval_batches is None
-        assert compose(f"model={model}", "mode=eval", "train.eval_batches=3").train.eval_batches == 3
-
-
-BRINGS = {
-    "toy": ("data.random_regression.RandomRegression", "torch.optim.SGD", "training.optimizer.Constant"),
-    "gpt2": ("data.torch_docs.TorchDocs", "torch.optim.AdamW", "training.optimizer.CosineWarmup"),
-    "llama": ("data.torch_docs.TorchDocs", "torch.optim.AdamW", "training.optimizer.CosineWarmup"),
-    "resnet50": ("data.random_images.RandomImages", "torch.optim.SGD", None),
-    "transformer": ("data.stdlib.Stdlib", "torch.optim.AdamW", None),
-    "classifier": ("data.digits.Digits", "torch.optim.Adam", None),
-    "convnet": ("data.digits.Digits", "torch.optim.Adam", None),
-}
-
-
-def test_every_model_brings_data_an_optimizer_and_a_schedule():
-    for model, (data, optim, scheduler) in BRINGS.items():
-        cfg = compose(f"model={model}")
-        assert (cfg.data._target_, cfg.optim._target_) == (data, optim)
-        assert scheduler in (None, cfg.scheduler._target_)
-
-
-def test_text_is_cut_as_the_model_wants_it():
-    assert compose("model=transformer").data.vocabulary == "words"
-    assert compose("model=transformer", "data=wikitext2").data.vocabulary == "words"
-    assert compose("model=gpt2").data.vocabulary == "gpt2"
-    assert compose("model=gpt2", "data.vocabulary=words").data.vocabulary == "words"
-
-
-def test_the_columns_of_a_text_follow_the_global_batch():
-    words = ["data=wikitext2", "data.vocabulary=words", "data.batchify=true", "train.global_batch_size=20"]
-    data = instantiate(compose(*words).data)
-    assert data.columns == 20 and data.vocab_size is None
-
-
-def test_images_are_made_as_the_model_wants_them():
-    for model, shape in (("classifier", (3, 32)), ("convnet", (1, 28)), ("resnet50", (3, 28))):
-        data = compose(f"model={model}", "data=digits").data
-        assert (data.channels, data.image_size) == shape, model
-
-
-@pytest.mark.parametrize("model_comes", ["first", "last"])
-def test_the_command_line_wins_over_what_the_model_brings(model_comes):
-    own = [
-        "data=wikitext2",
-        "optim=sgd",
-        "scheduler=step",
-        "train.grad_clip=0.25",
-        "train.steps=7",
-        "optim.lr=0.3",
-    ]
-    cfg = compose(*(["model=gpt2", *own] if model_comes == "first" else [*own, "model=gpt2"]))
-    assert cfg.data._target_ == "data.wikitext2.WikiText2"
-    assert (cfg.optim._target_, cfg.optim.lr) == ("torch.optim.SGD", 0.3)
-    assert cfg.scheduler._target_ == "training.optimizer.Step"
-    assert (cfg.train.grad_clip, cfg.train.steps) == (0.25, 7)
-
-
-def test_debug_stands_on_top_of_the_model_and_below_the_command_line():
-    assert compose("model=gpt2", "debug=limit").train.steps == 3
-    assert compose("model=toy", "debug=limit").train.epochs is None
-    assert compose("model=gpt2", "debug=limit", "train.steps=9").train.steps == 9
 
 
 def test_what_a_sweep_over_options_itself_reads_is_composed_before_its_jobs():

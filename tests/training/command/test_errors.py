@@ -72,19 +72,19 @@ def said_on_rank(tree, folder, meeting, fault, backward):
 RECOMPUTED, SPLIT = ["train.activation_checkpointing=true"], ["parallel.schedule=planned", "parallel.stages_per_rank=1"]
 
 
-@pytest.mark.parametrize(
-    "layout, more, backward, place",
-    [
-        ("single", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch 1 with 32 samples, step 1"),
-        ("single", [], True, "backward of layers net1 … net2, micro-batch 1 with 32 samples, step 1"),
-        ("single", RECOMPUTED, False, "backward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 1"),
-        ("fsdp", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 2, rank 0"),
-        ("pipelined", [], True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
-        ("pipelined", SPLIT, True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
-        ("pipe_ddp", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] with 8 samples, step 1, rank ."),
-        ("pipe_ddp", [], True, "backward of layers relu … net2, micro-batch [15] with 8 samples, step 1, rank ."),
-    ],
-)
+IN_A_LAYER = [
+    ("single", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch 1 with 32 samples, step 1"),
+    ("single", [], True, "backward of layers net1 … net2, micro-batch 1 with 32 samples, step 1"),
+    ("single", RECOMPUTED, False, "backward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 1"),
+    ("fsdp", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch 0 with 32 samples, step 2, rank 0"),
+    ("pipelined", [], True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
+    ("pipelined", SPLIT, True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
+    ("pipe_ddp", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] with 8 samples, step 1, rank ."),
+    ("pipe_ddp", [], True, "backward of layers relu … net2, micro-batch [15] with 8 samples, step 1, rank ."),
+]
+
+
+@pytest.mark.parametrize("layout, more, backward, place", IN_A_LAYER)
 def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_path, layout, more, backward, place):
     processes, where = LAYOUTS[layout]
     words = [*QUICK, "train.epochs=null", "train.steps=3", f"parallel={layout}", *where, *more]
@@ -94,15 +94,15 @@ def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_pa
     assert all("in fail\n" in text and "failed to run" not in text for text in told), "the user's own lines"
 
 
-@pytest.mark.parametrize(
-    "owner, function, calls, place",
-    [
-        (SquaredError, "__call__", 6, "the forward of the loss (SquaredError), micro-batch 0 with 32 samples, step 2"),
-        (Stage, "_in_order", 3, "the forward of layers net1 … net2, micro-batch 0 with 32 samples, step 1"),
-        (nn.ReLU, "forward", 8, "the forward of layer 'relu' (ReLU), micro-batch 1 with 32 samples, evaluation"),
-        (Batch, "chunks", 2, "step 2"),
-    ],
-)
+ELSEWHERE = [
+    (SquaredError, "__call__", 6, "the forward of the loss (SquaredError), micro-batch 0 with 32 samples, step 2"),
+    (Stage, "_in_order", 3, "the forward of layers net1 … net2, micro-batch 0 with 32 samples, step 1"),
+    (nn.ReLU, "forward", 8, "the forward of layer 'relu' (ReLU), micro-batch 1 with 32 samples, evaluation"),
+    (Batch, "chunks", 2, "step 2"),
+]
+
+
+@pytest.mark.parametrize("owner, function, calls, place", ELSEWHERE)
 def test_an_error_elsewhere_in_a_step_names_what_is_known(tmp_path, monkeypatch, owner, function, calls, place):
     """In steps of two micro-batches; the first evaluation is after step 2."""
     real, called = getattr(owner, function), []
@@ -149,15 +149,15 @@ def spoilt_on_rank(tree, folder, meeting, rank, backward):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "layout, rank, backward, place",
-    [
-        ("single", 0, True, "the gradient that layer 'relu' (ReLU) gives;"),
-        ("fsdp", 1, True, "the gradient that layer 'relu' (ReLU) gives on rank 1;"),
-        ("pipelined", 1, False, "the output of layer 'relu' (ReLU) on rank 1;"),
-        ("pipe_ddp", 3, True, "the gradient that layer 'relu' (ReLU) gives on rank 3;"),
-    ],
-)
+NOT_FINITE = [
+    ("single", 0, True, "the gradient that layer 'relu' (ReLU) gives;"),
+    ("fsdp", 1, True, "the gradient that layer 'relu' (ReLU) gives on rank 1;"),
+    ("pipelined", 1, False, "the output of layer 'relu' (ReLU) on rank 1;"),
+    ("pipe_ddp", 3, True, "the gradient that layer 'relu' (ReLU) gives on rank 3;"),
+]
+
+
+@pytest.mark.parametrize("layout, rank, backward, place", NOT_FINITE)
 def test_numbers_that_are_not_finite_name_the_first_layer_and_the_rank(ranks, tmp_path, layout, rank, backward, place):
     processes, where = LAYOUTS[layout]
     length = ["train.epochs=null", "train.steps=3", "train.max_skipped=0", "train.eval_every=null"]

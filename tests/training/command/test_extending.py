@@ -17,7 +17,6 @@ LAYOUTS = {
     "single": ["parallel=single"],
     "tensor": ["parallel=tensor", "parallel.sequence=true"],
     "single in pieces": ["parallel=single", "parallel.chunks=4"],  # for what depends on the micro-batch
-    "ddp": ["parallel=ddp", "parallel.dp=2", "parallel.chunks=2"],
     "fsdp": ["parallel=fsdp", "parallel.dp=2", "parallel.chunks=2"],
     "pipelined": ["parallel=pipelined", "parallel.chunks=4"],
     "pipe_ddp": ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"],
@@ -80,14 +79,14 @@ def runs(house):
     table = ["data=csv_regression", f"data.root={here}/table.csv", "model.in_features=3", "model.out_features=1"]
     top3 = "model.loss={_target_: models.top_k.TopK, k: 3}"
     places = {
-        "lstm": (lstm, ["single", "pipe_ddp"]),
-        "csv": (table, ["single", "checked_ddp", "pipelined"]),
+        "lstm": (lstm, ["single", "pipelined"]),
+        "csv": (table, ["single", "checked_ddp"]),
         "skip": (["model=skip", "optim=rmsprop", top3, "train.eval_every=2"], ["single", "pipe_ddp"]),
         "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipelined"]),
         "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "fsdp"]),
-        "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipe_ddp"]),
+        "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipelined"]),
         "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor"]),
-        "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single in pieces", "pipe_ddp"]),
+        "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single in pieces", "pipelined"]),
     }
     runs = {
         f"{name} {layout}": [*words, *LAYOUTS[layout]]

@@ -1,7 +1,5 @@
 """What a command imports: torch only where something is built, and what takes seconds only where it is used."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

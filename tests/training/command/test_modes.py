@@ -1,7 +1,5 @@
 """mode=eval, export and sample on one checkpoint, saved on two stages."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -101,18 +99,14 @@ def test_transformers_gives_the_same_logits(model, trained, exported):
     assert AutoTokenizer.from_pretrained(exported)("Hello, I'm").input_ids == [15496, 11, 314, 1101]
 
 
-def test_any_folder_can_be_exported_to_is_said_and_is_whole(model, trained, tmp_path, capsys):
-    name, run_dir = f"{tmp_path}/elsewhere/out", tmp_path / "run"
-    said = do(run_dir, *model, "mode=export", f"checkpoint='{trained}'", f"export_to='{name}'", capsys=capsys)
-    assert f"exported gpt2 after step 3 to {run_dir / name}" in said
+def test_any_folder_that_does_not_exist_can_be_exported_to_is_said_and_is_whole(model, trained, tmp_path, capsys):
+    line = [*model, "mode=export", f"checkpoint='{trained}'", f"export_to='{tmp_path}/elsewhere/out'"]
+    said = do(tmp_path / "run", *line, capsys=capsys)
+    assert f"exported gpt2 after step 3 to {tmp_path}/elsewhere/out" in said
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    assert sorted(path.name for path in (run_dir / name).iterdir()) == names
-
-
-def test_a_folder_that_exists_is_never_exported_to(model, trained, tmp_path):
-    (tmp_path / "there").mkdir()
+    assert sorted(path.name for path in (tmp_path / "elsewhere" / "out").iterdir()) == names
     with pytest.raises(TrainingError, match="exists already; choose another export_to="):
-        do(tmp_path, *model, "mode=export", f"checkpoint='{trained}'", "export_to=there")
+        do(tmp_path / "run", *line)
 
 
 def test_a_model_of_words_is_exported_with_as_many_and_without_an_end_of_text(model, tmp_path):

@@ -133,14 +133,14 @@ def test_a_strategy_of_the_folder_is_verified(mine, tmp_path):
     assert report.ok and [layout.name for layout in report.compared] == ["parallel=doubled dp=2"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["parallel=ddp", "parallel.strategy={_target_: parallel.mine.Doubled}"], "another parallel.name than ddp"),
-        (["parallel=doubled", "+parallel.strategy.nope=3"], "there is no key parallel.strategy.nope"),
-        (["parallel=doubled", "parallel.strategy._target_=torch.nn.Linear"], "torch.nn.Linear is not a strategy"),
-    ],
-)
+NO_STRATEGIES = [
+    (["parallel=ddp", "parallel.strategy={_target_: parallel.mine.Doubled}"], "another parallel.name than ddp"),
+    (["parallel=doubled", "+parallel.strategy.nope=3"], "there is no key parallel.strategy.nope"),
+    (["parallel=doubled", "parallel.strategy._target_=torch.nn.Linear"], "torch.nn.Linear is not a strategy"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), NO_STRATEGIES)
 def test_a_strategy_of_the_folder_that_is_none_is_named(words, said, mine, tmp_path):
     with pytest.raises(UserError, match=said):
         train(*mine, *words, "model=deep", *QUICK, f"hydra.run.dir={tmp_path}/run")

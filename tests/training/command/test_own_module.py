@@ -4,15 +4,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from composed import config, losses, run_layout, saved
+from composed import losses, run_layout, saved
 from own_modules import Reader
 from torch import nn
 
-from common.errors import PlanError
-from conf.instantiate import to_config, to_dict
 from data.tensors import TensorData
 from training import train, verify
-from training.run.prepare import prepare
 
 LOSS = {"_target_": "torch.nn.CrossEntropyLoss", "ignore_index": 3, "label_smoothing": 0.1}
 MODEL = {
@@ -34,12 +31,6 @@ def test_a_module_that_the_configuration_names_learns_the_same_in_every_layout_t
         ours, theirs = (saved(runs[one], 3) for one in (name, "single"))
         assert ours.keys() == theirs.keys() and "module.first.weight" in ours and "module.again.weight" not in ours
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-def test_what_cannot_run_it_says_before_the_start_what_cutting_it_would_need():
-    cfg = config(*WORDS, "parallel=pipelined", "parallel.chunks=4")
-    with pytest.raises(PlanError, match="2 stages .* the model is one layer, which single, ddp.*nn.Sequential .*Chain"):
-        prepare(to_config(to_dict(cfg) | {"model": MODEL}))
 
 
 @pytest.fixture

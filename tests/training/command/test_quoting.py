@@ -1,7 +1,5 @@
 """Values that a user types in a shell, on their way through Hydra's grammar."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

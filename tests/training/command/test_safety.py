@@ -1,13 +1,12 @@
 """What a run must not do: listen to the network, write secrets down, write elsewhere, unpickle what it was given."""
 
-import json
-import subprocess
-import sys
+import pickle
 from contextlib import suppress
 
 import psutil
 import pytest
-from commandline import ROOT, Started, environment, train, wait_until
+import torch
+from commandline import ROOT, Started, train, wait_until
 from PIL import Image
 
 from launchers.world import is_loopback
@@ -107,13 +106,8 @@ def test_no_secret_is_written_or_shown(tmp_path):
 
 def test_no_secret_is_in_what_a_sweep_or_a_failed_run_leaves(tmp_path):
     secret = [f"logger.tags=['api_key={ON_THE_COMMAND_LINE}']", "logger.group=${oc.env:DB_PASS}"]
-    bad = "optim.lr=-1,0.1"
-    sweep = train(
-        ["-m", *TOY, *secret, bad, f"hydra.sweep.dir='{tmp_path}/sweep'"],
-        tmp_path / "sweep",
-        own_folder=False,
-        env={**SECRETS, **TAKEN},
-    )
+    words = ["-m", *TOY, *secret, "optim.lr=-1,0.1", f"hydra.sweep.dir='{tmp_path}/sweep'"]
+    sweep = train(words, tmp_path / "sweep", own_folder=False, env={**SECRETS, **TAKEN})
     assert (tmp_path / "sweep" / "report.html").exists(), sweep.console
     secrets = [*SECRETS.values(), TAKEN["DB_PASS"], ON_THE_COMMAND_LINE]
     assert not leaks(tmp_path / "sweep", *secrets)
@@ -141,36 +135,17 @@ def test_an_error_shows_where_a_value_came_from_and_not_the_value(name, key, tmp
 
 # -- pickles -------------------------------------------------------------------------------------------------------
 
-# Runs in a process of its own, whose every way to a pickle is closed once all is imported.
-CLOSED = """
-import json, pickle, sys
-from pathlib import Path
-import numpy, torch, torch._dynamo, torch.utils.data
-from hydra import compose, initialize_config_dir
-from conf.schema import register
-from conf.instantiate import to_config, to_dict
-from training.run.rank import run
 
-def closed(*args, **kwargs):
-    raise AssertionError("something was unpickled")
+def without_pickles():
+    """In a new process: every way to a pickle is closed."""
 
-class Closed(pickle.Unpickler):
-    __init__ = closed
+    def closed(*args, **kwargs):
+        raise AssertionError("something was unpickled")
 
-register()
-configs = {}
-with initialize_config_dir(str(Path("conf").absolute()), version_base="1.3"):
-    for name, overrides in json.loads(sys.argv[2]).items():
-        configs[name] = to_config(to_dict(compose("train", overrides)))
-pickle.load = pickle.loads = pickle._load = torch.load = torch.jit.load = closed
-pickle.Unpickler = Closed
-for name, cfg in configs.items():
-    print(name, file=sys.stderr)
-    folder = Path(sys.argv[1]) / name
-    folder.mkdir()
-    run(cfg, folder)
-print("all runs", file=sys.stderr)
-"""
+    pickle.load = pickle.loads = pickle._load = torch.load = torch.jit.load = closed
+    pickle.Unpickler = type("Closed", (pickle.Unpickler,), {"__init__": closed})
+
+
 REAL = ROOT.parent / "shared" / "data"
 SMALL = ["train.steps=2", "train.epochs=null", "train.eval_batches=1", "logger=none", "device=cpu"]
 TINY = ["model=gpt2", "model.size=tiny", "train.global_batch_size=4", "data.seq_len=16"]
@@ -198,6 +173,6 @@ def test_neither_data_nor_checkpoints_are_unpickled(tmp_path, text):
     here["text"] = [*TINY, *text, "data.seq_len=16", *SMALL]
     latest = f"checkpoint='{tmp_path}/text/checkpoints/latest'"
     here["a checkpoint"] = [*here["text"], "mode=eval", latest]
-    command = [sys.executable, "-c", CLOSED, str(tmp_path), json.dumps(here)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and done.stderr.endswith("all runs\n"), done.stderr
+    for name, words in here.items():
+        run = train(words, tmp_path / name, before=without_pickles)
+        assert run.code == 0, run.console

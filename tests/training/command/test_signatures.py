@@ -46,16 +46,8 @@ def test_an_error_of_the_program_is_not_explained():
 
 @pytest.mark.parametrize(
     "target",
-    [
-        "builtins.eval",
-        "torch.load",
-        "database.connect",
-        "training.run.rank.os.system",
-        "data.text.Path.touch",
-        "torch.nn.init.normal_",
-        "data.cache.fetch",
-        "models.gpt2.gpt2.__globals__.get",
-    ],
+    """builtins.eval torch.load database.connect training.run.rank.os.system data.text.Path.touch torch.nn.init.normal_
+    data.cache.fetch models.gpt2.gpt2.__globals__.get""".split(),
 )
 def test_what_a_checkpoint_or_a_peer_names_is_a_public_class_of_this_project_or_of_torchs_layers(target):
     try:

@@ -1,7 +1,5 @@
 """mode=export in the formats that are served: torch.export, ONNX, and a model repository for Triton."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Text for text from a real Triton server: NAME_text of mode=export export.format=triton, beside mode=sample."""
 
-from __future__ import annotations
-
 import json
 import queue
 import re

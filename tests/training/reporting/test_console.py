@@ -85,16 +85,6 @@ def test_colour_is_for_terminals_that_show_it_and_users_who_want_it(monkeypatch)
     assert styled("x", "red", Terminal()) == "x"
 
 
-def test_the_start_shows_what_was_typed_or_all_of_it(tmp_path, capsys):
-    line = ["debug=limit", "data.samples=99", "logger=none", "device=cpu"]
-    assert train.main([*line, f"hydra.run.dir={tmp_path}/short"]) == 0
-    shown = capsys.readouterr().out.split()
-    assert {"model=toy", "debug=limit", "data.samples=99"} <= set(shown)
-    assert "seed=1337" not in shown
-    assert train.main([*line, "print_config=true", f"hydra.run.dir={tmp_path}/long"]) == 0
-    assert "seed: 1337" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words, said", [(["train.steps=3"], False), (["train.steps=5"], True), ([], False)])
 def test_a_run_that_its_epochs_end_before_its_steps_says_so_at_the_start(tmp_path, capsys, words, said):
     line = ["train.epochs=2", "data.samples=80", "train.global_batch_size=32", "logger=none", "device=cpu"]
@@ -210,15 +200,15 @@ def test_a_bubble_far_above_the_ideal_comes_with_its_reason(bubble, shown):
     assert f"bubble {shown}" in describe_results({**summary, **speed}, Path("run"), idle="too few cores")
 
 
-@pytest.mark.parametrize(
-    "seconds, words, said",
-    [
-        ((3.0, 1.0), [], "the ranks compute for 3 and 1 s of a step: parallel.balance=time evens out the stages"),
-        ((1.4, 1.0), [], ""),
-        ((1.0, 3.0), [], ""),  # the last stage has one layer
-        ((3.0, 1.0), ["parallel.balance=[2,1]"], ""),
-    ],
-)
+UNEQUAL = [
+    ((3.0, 1.0), [], "the ranks compute for 3 and 1 s of a step: parallel.balance=time evens out the stages"),
+    ((1.4, 1.0), [], ""),
+    ((1.0, 3.0), [], ""),  # the last stage has one layer
+    ((3.0, 1.0), ["parallel.balance=[2,1]"], ""),
+]
+
+
+@pytest.mark.parametrize("seconds, words, said", UNEQUAL)
 def test_stages_that_take_unequally_long_are_the_reason_of_a_bubble(seconds, words, said):
     cfg = plain(compose("model=toy", "parallel=pipelined", "parallel.pp=2", "device=cpu", *words))
     ranks = [RankResult(0, {}, None, [[Interval("forward", n, 0, 0.0, size)]]) for n, size in enumerate(seconds)]

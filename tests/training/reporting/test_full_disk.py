@@ -11,13 +11,7 @@ START_S = 120
 # Some seconds, of which the disk is full for most.
 STEPS = 1500
 SAVE_EVERY = 50
-RECIPE = [
-    "train.epochs=null",
-    f"train.steps={STEPS}",
-    f"train.checkpoint_every={SAVE_EVERY}",
-    "train.eval_every=null",
-    "device=cpu",
-]
+RECIPE = ["train.epochs=null", f"train.steps={STEPS}", f"train.checkpoint_every={SAVE_EVERY}", "train.eval_every=null"]
 
 
 def fill(folder):

@@ -34,10 +34,10 @@ def test_the_console_names_them_and_callbacks_as_they_were_typed(tmp_path, capfd
         "logger=[none,csv]", "loggers.csv.file=x.csv", "callbacks=[gradient_histogram,early_stop]",
         "callbacks.early_stop.patience=7",
     ]  # fmt: skip
-    command(*SHORT, *lists, "device=cpu", "parallel.threads=1", f"hydra.run.dir={tmp_path}/run")
+    command(*SHORT, *lists, "debug=limit", "device=cpu", "parallel.threads=1", f"hydra.run.dir={tmp_path}/run")
     said = capfd.readouterr().out
     header = said.partition("\n\n")[0].split()
-    assert {*lists, "train.steps=3"} <= set(header) and "_target_" not in said
+    assert {*lists, "debug=limit", "train.steps=3"} <= set(header) and "_target_" not in said
     for word, kept in {"evaluate:": lists[:2], "continue:": lists}.items():
         (line,) = [line for line in said.splitlines() if line.startswith(word)]
         assert set(re.findall(r'"([^"]*)"', line)) & set(lists) == set(kept)
@@ -51,12 +51,14 @@ def test_the_csv_has_a_line_per_step_with_the_evaluation_after_it(tmp_path):
     assert [bool(line["val_loss"]) for line in lines] == [False, True, True]
 
 
-def test_each_gets_a_record_of_its_own_and_one_that_fails_is_warned_about_once(caplog):
-    seen = []
+def fail(*args, **kwargs):
+    raise OSError("no space")
 
-    class Broken:
-        def log(self, record, step):
-            raise OSError("no space")
+
+@pytest.mark.parametrize("where", ["__init__", "log", "finish"])
+def test_each_gets_a_record_of_its_own_and_one_that_fails_is_warned_about_once(caplog, where):
+    seen = []
+    Broken = type("Broken", (), {"log": lambda *_: None, "finish": lambda *_, **__: None, where: fail})
 
     class Greedy:
         def log(self, record, step):

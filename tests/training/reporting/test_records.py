@@ -44,15 +44,15 @@ def disk():
     return full
 
 
-@pytest.mark.parametrize(
-    "record, written",
-    [
-        ({"loss": float("nan"), "grad_norm": float("inf"), "more": [float("-inf")]},
-         {"loss": None, "grad_norm": None, "more": [None]}),
-        ({"loss": torch.tensor(0.5), "lr": np.float32(0.25), "steps": np.int64(3)},
-         {"loss": 0.5, "lr": 0.25, "steps": 3}),
-    ],
-)  # fmt: skip
+WRITTEN = [
+    ({"loss": float("nan"), "grad_norm": float("inf"), "more": [float("-inf")]},
+     {"loss": None, "grad_norm": None, "more": [None]}),
+    ({"loss": torch.tensor(0.5), "lr": np.float32(0.25), "steps": np.int64(3)},
+     {"loss": 0.5, "lr": 0.25, "steps": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record, written", WRITTEN)
 def test_tensors_are_written_as_numbers_and_what_json_cannot_hold_as_null(path, record, written):
     MetricsFile(path).write(record)
     assert records(path) == [written]

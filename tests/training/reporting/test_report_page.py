@@ -151,15 +151,15 @@ def test_nothing_is_cut_off_in_the_pictures_of_the_comparison(compared):
         assert box.x0 >= 0 and box.x1 <= figure.get_figwidth() and box.y0 >= 0 and box.y1 <= figure.get_figheight()
 
 
-@pytest.mark.parametrize(
-    "second, steps, said",
-    [
-        (2.0, 20, "Fastest: parallel=a with step_time_s 1 s; the worst, parallel=c, has 3 s."),
-        (1.05, 20, "Best median: parallel=a with step_time_s 1 s; the worst, parallel=c, has 3 s. Its spread (10–90 %) "
-         "overlaps that of parallel=b: any"),
-        (2.0, 11, "has 3 s. 9 steps after the warm-up are too few to compare speeds; train for 12 or more."),
-    ],
-)  # fmt: skip
+FASTEST = [
+    (2.0, 20, "Fastest: parallel=a with step_time_s 1 s; the worst, parallel=c, has 3 s."),
+    (1.05, 20, "Best median: parallel=a with step_time_s 1 s; the worst, parallel=c, has 3 s. Its spread (10–90 %) "
+     "overlaps that of parallel=b: any"),
+    (2.0, 11, "has 3 s. 9 steps after the warm-up are too few to compare speeds; train for 12 or more."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("second, steps, said", FASTEST)
 def test_a_job_is_called_the_fastest_only_where_enough_steps_and_their_spreads_show_it(tmp_path, second, steps, said):
     for num, (name, seconds) in enumerate({"a": 1.0, "b": second, "c": 3.0}.items()):
         leave(tmp_path, num, f"parallel={name}", times=[seconds * (1 + 0.05 * (i % 5 - 2)) for i in range(steps)])

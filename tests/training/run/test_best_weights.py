@@ -149,14 +149,14 @@ def test_an_export_of_a_module_loads_into_it_and_begins_a_run(own, ended, expect
     assert begun.summary["first_loss"] == pytest.approx(step["final_loss"])
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["train.monitor=val_qualitie"], "did you mean train.monitor=val_quality"),
-        (["train.monitor=val_quality"], "type train.monitor_direction=minimize or train.monitor_direction=maximize"),
-        (["callbacks=[early_stop]", "callbacks.early_stop.metric=val_quality"], "type callbacks.early_stop.direction="),
-    ],
-)
+UNKNOWN_METRICS = [
+    (["train.monitor=val_qualitie"], "did you mean train.monitor=val_quality"),
+    (["train.monitor=val_quality"], "type train.monitor_direction=minimize or train.monitor_direction=maximize"),
+    (["callbacks=[early_stop]", "callbacks.early_stop.metric=val_quality"], "type callbacks.early_stop.direction="),
+]
+
+
+@pytest.mark.parametrize("words, said", UNKNOWN_METRICS)
 def test_a_metric_without_a_known_name_or_direction_is_refused_before_the_run(own, tmp_path, words, said):
     with pytest.raises(UserError, match=said):
         run(own, tmp_path / "run", *words, loss=Quality())
@@ -192,17 +192,17 @@ def test_a_run_that_goes_on_elsewhere_takes_its_best_weights_along_until_another
     assert other.summary["best_step"] in (5, 6)
 
 
-@pytest.mark.parametrize(
-    "words, given, typed, result",
-    [
-        ({}, "minimize", False, "minimize"),
-        ({"sweep.objective": "val_accuracy"}, "minimize", False, "maximize"),
-        ({"train.monitor": "val_accuracy"}, "minimize", False, "maximize"),
-        ({"sweep.objective": "val_x", "sweep.direction": "maximize"}, ["minimize"], False, "maximize"),
-        ({"sweep.objective": "val_accuracy"}, "minimize", True, "hydra.sweeper.direction=minimize, but"),
-        ({"sweep.objective": "val_x"}, "minimize", False, "type sweep.direction="),
-    ],
-)
+DIRECTIONS = [
+    ({}, "minimize", False, "minimize"),
+    ({"sweep.objective": "val_accuracy"}, "minimize", False, "maximize"),
+    ({"train.monitor": "val_accuracy"}, "minimize", False, "maximize"),
+    ({"sweep.objective": "val_x", "sweep.direction": "maximize"}, ["minimize"], False, "maximize"),
+    ({"sweep.objective": "val_accuracy"}, "minimize", True, "hydra.sweeper.direction=minimize, but"),
+    ({"sweep.objective": "val_x"}, "minimize", False, "type sweep.direction="),
+]
+
+
+@pytest.mark.parametrize("words, given, typed, result", DIRECTIONS)
 def test_a_sweeper_s_direction_is_that_of_the_objective(words, given, typed, result):
     cfg = OmegaConf.create({"train": {"monitor": None, "monitor_direction": None}, "sweep": {}})
     cfg.sweep = {"objective": None, "direction": None}

@@ -17,14 +17,9 @@ from models.module_pickling import dumps
 from training import train
 from training.callbacks import Callback
 
-WORDS = [
-    "parallel.threads=1",
-    "logger=none",
-    "train.precision=fp64",
-    "optim=adam",
-    "optim.lr=0.02",
-    "train.epochs=null",
-]
+QUIET = ["parallel.threads=1", "logger=none"]
+ADAM = ["train.precision=fp64", "optim=adam", "optim.lr=0.02", "train.epochs=null", "train.global_batch_size=40"]
+WORDS = [*QUIET, *ADAM]
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).double()
 
 
@@ -45,56 +40,53 @@ class Net(nn.Module):
         return self.b(self.a(x).tanh()) + (self.c(x) if hasattr(self, "c") else 0)
 
 
-def data(targets, valid=None):
-    return TensorData(X, targets, valid=(X, targets if valid is None else valid), test=0)
+def go(folder, *words, model=None, valid=None):
+    """A training of ``Net``, or another model, that learns the first two columns."""
+    targets = X[:, :2]
+    data = TensorData(X, targets, valid=(X, targets if valid is None else valid), test=0)
+    return train(*words, f"hydra.run.dir={folder}", model=model or Net(), loss=nn.MSELoss(), data=data)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for parts in ((), ("branch",), ("buffer",), ("frozen",)):
-        given = {"model": Net(*parts), "loss": nn.MSELoss(), "data": data(X[:, :2])}
-        train(
-            *WORDS, "train.global_batch_size=40", "train.steps=2", f"hydra.run.dir={folder}/{'-'.join(parts)}", **given
-        )
+        go(folder / "-".join(["run", *parts]), *WORDS, "train.steps=2", model=Net(*parts))
     return folder
 
 
 NOT_OF_THE_MODEL = {
-    "a branch is gone": ("branch", (), "module.c.bias, module.c.weight are not the model's"),
-    "a branch is new": ("", ("branch",), "module.c.weight is not in it"),
-    "a buffer is gone": ("buffer", (), "module.seen is not the model's"),
-    "a buffer is new": ("", ("buffer",), "module.seen is not in it"),
+    "a branch is gone": ("run-branch", (), "module.c.bias, module.c.weight are not the model's"),
+    "a branch is new": ("run", ("branch",), "module.c.weight is not in it"),
+    "a buffer is gone": ("run-buffer", (), "module.seen is not the model's"),
+    "a buffer is new": ("run", ("buffer",), "module.seen is not in it"),
 }
 NOT_TRAINED = {
-    "a layer is frozen now": ("", ("frozen",), "it trained module.a.bias, which is frozen now"),
-    "a layer is trained now": ("frozen", (), "module.a.bias was frozen in it, and is trained now"),
+    "a layer is frozen now": ("run", ("frozen",), "it trained module.a.bias, which is frozen now"),
+    "a layer is trained now": ("run-frozen", (), "module.a.bias was frozen in it, and is trained now"),
 }
 
 
-@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("typed", ["mode=eval checkpoint=", "train.steps=3 train.resume="])
 @pytest.mark.parametrize("saved, parts, says", NOT_OF_THE_MODEL.values(), ids=NOT_OF_THE_MODEL)
-def test_a_checkpoint_of_another_module_is_refused_by_what_either_lacks(runs, tmp_path, mode, saved, parts, says):
-    path = f"{runs}/{saved}"
-    words = [f"train.resume={path}", "train.steps=3"] if mode == "train" else ["mode=eval", f"checkpoint={path}"]
+def test_a_checkpoint_of_another_module_is_refused_by_what_either_lacks(runs, tmp_path, typed, saved, parts, says):
     with pytest.raises(CheckpointError, match=f"does not fit this model: {says}"):
-        train(*words, f"hydra.run.dir={tmp_path}", model=Net(*parts), loss=nn.MSELoss(), data=data(X[:, :2]))
+        go(tmp_path, *f"{typed}{runs}/{saved}".split(), model=Net(*parts))
 
 
 @pytest.mark.parametrize("saved, parts, says", NOT_TRAINED.values(), ids=NOT_TRAINED)
 def test_the_state_of_an_optimizer_of_other_parameters_is_refused_on_resuming_only(runs, tmp_path, saved, parts, says):
-    given = {"model": Net(*parts), "loss": nn.MSELoss(), "data": data(X[:, :2])}
     with pytest.raises(CheckpointError, match=says):
-        train(f"train.resume={runs}/{saved}", "train.steps=3", f"hydra.run.dir={tmp_path}/resumed", **given)
-    train("mode=eval", f"checkpoint={runs}/{saved}", f"hydra.run.dir={tmp_path}/evaluated", **given)
+        go(tmp_path / "resumed", f"train.resume={runs}/{saved}", "train.steps=3", model=Net(*parts))
+    go(tmp_path / "evaluated", "mode=eval", f"checkpoint={runs}/{saved}", model=Net(*parts))
 
 
 def test_auto_finds_what_the_model_lacks_too(runs):
     with pytest.raises(CheckpointError, match="module.c.bias, module.c.weight are not the model's"):
-        given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
-        train(*WORDS, "train.resume=auto", "train.steps=3", f"hydra.run.dir={runs}/branch", **given)
+        go(runs / "run-branch", *WORDS, "train.resume=auto", "train.steps=3")
 
 
+STOPPING = ["train.eval_every=2", "callbacks=[early_stop]"]
 OTHER_EVALUATIONS = {
     "the same": (X[:, :2], [], False),
     "other validation data": (X[:, :2] * 30, [], True),
@@ -102,15 +94,15 @@ OTHER_EVALUATIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    return go(tmp_path_factory.mktemp("evaluated") / "a", *WORDS, *STOPPING, "train.steps=8").run_dir
+
+
 @pytest.mark.parametrize("valid, words, anew", OTHER_EVALUATIONS.values(), ids=OTHER_EVALUATIONS)
-def test_the_best_result_of_other_validation_data_is_not_compared(tmp_path, capfd, valid, words, anew):
-    words = [*WORDS, "train.eval_every=2", "callbacks=[early_stop]", *words]
-    given = {"model": Net(), "loss": nn.MSELoss()}
-    size = "train.global_batch_size=40"
-    train(*WORDS, size, "train.eval_every=2", "callbacks=[early_stop]", "train.steps=8", f"hydra.run.dir={tmp_path}/a",
-          **given, data=data(X[:, :2]))  # fmt: skip
-    resumed = [size, *words, f"train.resume={tmp_path}/a", "train.steps=18", f"hydra.run.dir={tmp_path}/b"]
-    result = train(*resumed, **given, data=data(X[:, :2], valid))
+def test_the_best_result_of_other_validation_data_is_not_compared(evaluated, tmp_path, capfd, valid, words, anew):
+    more = [f"train.resume={evaluated}", "train.steps=18"]
+    result = go(tmp_path, *WORDS, *STOPPING, *words, *more, valid=valid)
     losses = [record["val_loss"] for record in result.metrics if "val_loss" in record]
     assert len(losses) == 5 and result.summary["best_val_loss"] == min(losses)
     said = "".join(capfd.readouterr())
@@ -123,14 +115,7 @@ def test_a_run_with_another_global_batch_size_goes_on_with_the_next_row_of_the_e
     model = nn.Sequential(nn.Linear(1, 1, bias=False).double(), nn.Identity())
     nn.init.ones_(model[0].weight)
     given = {"model": model, "loss": nn.L1Loss(), "data": TensorData(powers, 0 * powers, valid=0, test=0)}
-    words = [
-        "parallel.threads=1",
-        "logger=none",
-        "train.precision=fp64",
-        "optim=sgd",
-        "optim.lr=0",
-        "scheduler=constant",
-    ]
+    words = [*QUIET, "train.precision=fp64", "optim=sgd", "optim.lr=0", "scheduler=constant"]
     used = []
     for place, (size, steps, total) in enumerate([(8, 3, 3), (4, 2, 5), (2, 4, 9)]):
         resumed = [f"train.resume={tmp_path}/{place - 1}"] if place else []
@@ -240,18 +225,18 @@ OPTIM = "{{_target_: {name}.{kind}, lr: 0.05, update: elementwise, decay_vectors
 def with_optimizer(tmp_path, kind):
     (tmp_path / "conf" / "optim").mkdir(parents=True)
     (tmp_path / "conf" / "optim" / "own.yaml").write_text(OPTIM.format(name=__name__, kind=kind))
-    return [f"--config-dir={tmp_path}/conf", "optim=own", *WORDS[:3], "train.epochs=null", "scheduler=constant"]
+    words = ["train.precision=fp64", "train.epochs=null", "train.global_batch_size=40", "scheduler=constant"]
+    return [*QUIET, f"--config-dir={tmp_path}/conf", "optim=own", *words]
 
 
 def test_an_optimizer_with_modes_is_evaluated_saved_and_resumed_as_in_a_plain_loop(tmp_path):
-    words = [*with_optimizer(tmp_path, "Averaging"), "train.global_batch_size=40", "train.eval_every=3"]
-    given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    words = [*with_optimizer(tmp_path, "Averaging"), "train.eval_every=3"]
     Averaging.switches = 0
-    train(*words, "train.steps=5", f"hydra.run.dir={tmp_path}/a", **given)
+    go(tmp_path / "a", *words, "train.steps=5")
     assert Averaging.switches == 10, "around evaluations and saves, not around each step"
     Norms.seen.clear()
     words += [f"train.resume={tmp_path}/a", f"+callbacks.norms._target_={__name__}.Norms"]
-    result = train(*words, "train.steps=9", f"hydra.run.dir={tmp_path}/b", **given)
+    result = go(tmp_path / "b", *words, "train.steps=9")
     net, wanted, norms = Net(), [], []
     optimizer = Averaging(net.parameters(), lr=0.05)
     for step in range(1, 10):
@@ -271,20 +256,18 @@ def test_an_optimizer_with_modes_is_evaluated_saved_and_resumed_as_in_a_plain_lo
 
 
 def test_a_state_that_no_checkpoint_can_hold_ends_the_run_after_its_first_step(tmp_path):
-    words = [*with_optimizer(tmp_path, "Packing"), "train.global_batch_size=40", f"hydra.run.dir={tmp_path}/a"]
-    given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
+    words = with_optimizer(tmp_path, "Packing")
     with pytest.raises(TrainingError, match="a.weight/packed is a Packed, which a safetensors file cannot hold"):
-        train(*words, "train.steps=9", **given)
+        go(tmp_path / "a", *words, "train.steps=9")
     assert not (tmp_path / "a" / "metrics.jsonl").exists(), "a step was recorded"
-    train(*words[:-1], "train.steps=2", "train.checkpoint_every=null", f"hydra.run.dir={tmp_path}/b", **given)
+    go(tmp_path / "b", *words, "train.steps=2", "train.checkpoint_every=null")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn], ids=str)
 def test_buffers_of_newer_dtypes_are_saved_and_sent(tmp_path, dtype):
     net = Net("buffer")
     net.seen = torch.tensor([7.0]).to(dtype)
-    given = {"model": net, "loss": nn.MSELoss(), "data": data(X[:, :2])}
-    result = train(*WORDS, "train.global_batch_size=40", "train.steps=1", f"hydra.run.dir={tmp_path}/a", **given)
+    result = go(tmp_path, *WORDS, "train.steps=1", model=net)
     assert pickle.loads(dumps(net)).seen.view(torch.uint8).equal(net.seen.view(torch.uint8))
     (seen,) = (tensor for name, tensor in result.state_dict().items() if name.endswith("seen"))
     assert seen.dtype == dtype and seen.float() == 7
@@ -305,18 +288,15 @@ def test_samples_of_bfloat16_are_read_by_processes(tmp_path):
 def test_a_scheduler_in_a_folder_of_the_user_is_resumed_by_the_same_folder(tmp_path):
     (tmp_path / "conf" / "scheduler").mkdir(parents=True)
     (tmp_path / "conf" / "scheduler" / "mine.yaml").write_text(f"_target_: {__name__}.Falling\n")
-    given = {"model": Net(), "loss": nn.MSELoss(), "data": data(X[:, :2])}
-    own = [*WORDS[:2], f"--config-dir={tmp_path}/conf"]
-    words = [*WORDS[2:], "train.global_batch_size=40", "scheduler=mine", "train.steps=2"]
-    train(*own, *words, f"hydra.run.dir={tmp_path}/a", **given)
-    result = train(*own, f"train.resume={tmp_path}/a", "train.steps=4", f"hydra.run.dir={tmp_path}/b", **given)
+    own = [*QUIET, f"--config-dir={tmp_path}/conf"]
+    go(tmp_path / "a", *own, *ADAM, "scheduler=mine", "train.steps=2")
+    result = go(tmp_path / "b", *own, f"train.resume={tmp_path}/a", "train.steps=4")
     assert [record["lr"] for record in result.metrics if "lr" in record] == pytest.approx([0.02 / 3, 0.02 / 4])
     (tmp_path / "conf" / "scheduler" / "faster.yaml").write_text(f"_target_: {__name__}.Falling\npower: 2\n")
-    other = [*own, "scheduler=faster", f"train.resume={tmp_path}/a", "train.steps=3", f"hydra.run.dir={tmp_path}/d"]
-    rates = [record["lr"] for record in train(*other, **given).metrics if "lr" in record]
-    assert rates == pytest.approx([0.02 / 9])
+    other = go(tmp_path / "d", *own, "scheduler=faster", f"train.resume={tmp_path}/a", "train.steps=3")
+    assert [record["lr"] for record in other.metrics if "lr" in record] == pytest.approx([0.02 / 9])
     with pytest.raises(UserError, match="scheduler._target_=.*Falling, which is not allowed"):
-        train(*WORDS[:2], f"train.resume={tmp_path}/a", "train.steps=4", f"hydra.run.dir={tmp_path}/c", **given)
+        go(tmp_path / "c", *QUIET, f"train.resume={tmp_path}/a", "train.steps=4")
 
 
 class Falling:

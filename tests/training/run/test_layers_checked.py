@@ -18,7 +18,6 @@ from data.tensors import TensorData
 from models.batchnorm import BatchNorm1d
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
-from models.sequential import chain_of
 from parallel.shape_inference import TensorSpec, trace
 from training import train
 from training.run.checks.samples import check_shapes
@@ -413,15 +412,6 @@ def test_a_tensor_that_a_layer_makes_elsewhere_is_said_unless_that_is_where_the_
     with pytest.raises(TrainingError, match="layer 'h.0' .* its input's device.*register_buffer.*=x.device"):
         check_shapes(setup_of(partial(Own, elsewhere), device_type="cuda"))
     check_shapes(setup_of(partial(Own, elsewhere)))
-
-
-def test_a_layer_that_reads_numbers_trains_in_one_process(tmp_path):
-    data = TensorData(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64))
-    chain = chain_of(nn.Sequential(nn.Linear(8, 8), Own(item), Own(as_array), nn.Linear(8, 2)), ClassCrossEntropy())
-    quiet = ["logger=none", "device=cpu", "parallel.threads=1", "train.epochs=null", "train.steps=2"]
-    quiet += ["train.global_batch_size=8"]
-    result = train(*quiet, f"hydra.run.dir={tmp_path}/run", model=chain, data=data)
-    assert result.summary["steps"] == 2
 
 
 class Recomputing(nn.Module):

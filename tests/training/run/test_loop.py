@@ -202,8 +202,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    "layout, rank, what",
-    [("ddp", 1, "gradient"), ("pipelined", 1, "loss"), ("pipe_ddp", 2, "gradient")],
+    "layout, rank, what", [("ddp", 1, "gradient"), ("pipelined", 1, "loss"), ("pipe_ddp", 2, "gradient")]
 )
 def test_a_nan_on_one_rank_has_all_ranks_skip_that_step(ranks, tmp_path, layout, rank, what):
     size, where = LAYOUTS[layout]
@@ -247,14 +246,14 @@ def moves(folder):
         yield moved.norm().item(), moved.abs().max().item()
 
 
-@pytest.mark.parametrize(
-    "words, norm, largest",
-    [
-        (["train.grad_clip=0.01"], 0.01, None),
-        (["train.clip_value=0.001"], None, 0.001),
-        (["train.clip_value=0.001", "train.grad_clip=0.005"], 0.005, None),  # by value first
-    ],
-)
+CLIPPED = [
+    (["train.grad_clip=0.01"], 0.01, None),
+    (["train.clip_value=0.001"], None, 0.001),
+    (["train.clip_value=0.001", "train.grad_clip=0.005"], 0.005, None),  # by value first
+]
+
+
+@pytest.mark.parametrize("words, norm, largest", CLIPPED)
 def test_clipping_bounds_how_far_a_step_moves_the_weights(tmp_path, words, norm, largest):
     run(tmp_path, *SHORT, *EVERY_STEP, "optim.lr=1.0", *words)
     for moved, most in moves(tmp_path):
@@ -301,23 +300,10 @@ def test_an_evaluation_changes_nothing_and_one_of_few_batches_sees_fewer_samples
     assert found["one"][1] != found["all"][1] == found["many"][1]
 
 
-def test_the_best_evaluation_is_kept_and_is_not_always_the_last(tmp_path):
-    summary = run(tmp_path, "train.epochs=null", "train.steps=3", "train.eval_every=1", "optim.lr=3.0")
-    found = [line["val_loss"] for line in records(tmp_path) if "val_loss" in line]
-    assert summary["best_val_loss"] == min(found)
-    assert min(found) < found[-1], "a rate this high makes it worse: else this test shows nothing"
-
-
 def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):
-    model = [
-        "model=gpt2",
-        "model.size=tiny",
-        "model.n_layer=2",
-        *text,
-        "data.vocabulary=words",
-        "train.global_batch_size=4",
-    ]
-    run(tmp_path, *model, "debug=overfit", "train.steps=60", "optim.lr=3e-3", "train.precision=fp32")
+    model = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", *text, "data.vocabulary=words"]
+    words = ["train.global_batch_size=4", "debug=overfit", "train.steps=60", "optim.lr=1e-2", "train.precision=fp32"]
+    run(tmp_path, *model, *words)
     found = losses(tmp_path)
     assert found[0] > 7 and found[-1] < 2
 
@@ -346,24 +332,6 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path, tex
     assert losses(tmp_path / "one") == losses(tmp_path / "again") != losses(tmp_path / "other")
     assert same(one, again)
     assert not torch.equal(one["embedding.wte.weight"], other["embedding.wte.weight"])
-
-
-@pytest.mark.parametrize("broken", ["start", "log", "finish"])
-def test_training_goes_on_where_wandb_breaks(tmp_path, monkeypatch, broken):
-    import wandb
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("wandb is broken")
-
-    class Fragile:
-        summary = {}
-        log = fail if broken == "log" else lambda self, *args, **kwargs: None
-        finish = fail if broken == "finish" else lambda self, *args, **kwargs: None
-
-    monkeypatch.setattr(wandb, "init", fail if broken == "start" else lambda **kwargs: Fragile())
-    summary = run(tmp_path, *SHORT, "logger=wandb")
-    assert [line["step"] for line in steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert json.loads((tmp_path / "summary.json").read_text())["final_loss"] == summary["final_loss"]
 
 
 def test_a_folder_of_checkpoints_that_cannot_be_made_is_an_error(tmp_path):

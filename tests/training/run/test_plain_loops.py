@@ -1,7 +1,5 @@
 """Runs of one process beside a loop in plain torch: what one process does wrong, all layouts share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial

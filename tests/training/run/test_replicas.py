@@ -45,15 +45,15 @@ def test_machines_with_other_weights_under_the_same_name_do_not_train_together(r
         start_apart(ranks, exports, tmp_path, "toy", layout, other)
 
 
-@pytest.mark.parametrize(
-    "name, layout, others, what",
-    [
-        ("toy", "ddp", [1], "net1.bias"),
-        ("toy", "pipe_ddp", [1], "net1.bias"),  # pp_dp: ranks 0 and 1 have the first stage
-        ("toy", "hsdp", [3], r"net1.bias \(share 1\)"),
-        ("gpt2", "pipelined", [1], "embedding.wte.weight"),  # a copy in each stage
-    ],
-)
+APART = [
+    ("toy", "ddp", [1], "net1.bias"),
+    ("toy", "pipe_ddp", [1], "net1.bias"),  # pp_dp: ranks 0 and 1 have the first stage
+    ("toy", "hsdp", [3], r"net1.bias \(share 1\)"),
+    ("gpt2", "pipelined", [1], "embedding.wte.weight"),  # a copy in each stage
+]
+
+
+@pytest.mark.parametrize("name, layout, others, what", APART)
 def test_weights_that_are_not_equal_end_the_run_before_its_first_step(
     ranks, exports, tmp_path, name, layout, others, what
 ):

@@ -39,22 +39,20 @@ def test_the_best_job_comes_with_the_command_that_runs_it_again(tmp_path):
 
 
 def test_a_job_that_skipped_steps_is_not_simply_finished(tmp_path):
-    folder = leave(tmp_path, 0, "seed=1", times=[1.0] * 6)
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps({**summary, "steps": 6, "skipped_steps": 5}))
+    leave(tmp_path, 0, "seed=1", times=[1.0] * 6, steps=6, skipped_steps=5)
     assert read_table(tmp_path).rows[0].status == "finished, 5 of 6 steps skipped"
 
 
-@pytest.mark.parametrize(
-    "status, error, shown",
-    [
-        ("waiting", None, "not started"),
-        ("running", None, "no end is recorded"),
-        ("interrupted", None, ""),
-        ("failed", "10 cannot be cut\ninto 3", "10 cannot be cut"),
-        ("failed", "rank 1 raised\nTraceback (most recent call last):\n  x\nKeyError: 'a'\nin step 3", "KeyError: 'a'"),
-    ],
-)
+WITHOUT_RESULT = [
+    ("waiting", None, "not started"),
+    ("running", None, "no end is recorded"),
+    ("interrupted", None, ""),
+    ("failed", "10 cannot be cut\ninto 3", "10 cannot be cut"),
+    ("failed", "rank 1 raised\nTraceback (most recent call last):\n  x\nKeyError: 'a'\nin step 3", "KeyError: 'a'"),
+]
+
+
+@pytest.mark.parametrize("status, error, shown", WITHOUT_RESULT)
 def test_a_job_without_result_says_why_in_a_line(tmp_path, status, error, shown):
     leave(tmp_path, 0, "seed=1", status=status, error=error)
     assert read_table(tmp_path).rows[0].problem == shown
@@ -73,24 +71,22 @@ def test_the_figure_shows_spread_best_and_ideal(tmp_path):
 def rates(sweep, *results, key="optim.lr"):
     """A job for each (value, step time, validation loss)."""
     for num, (value, seconds, val_loss) in enumerate(results):
-        folder = leave(sweep, num, f"{key}={value}", times=[seconds] * 6)
-        summary = json.loads((folder / "summary.json").read_text()) | {"best_val_loss": val_loss}
-        (folder / "summary.json").write_text(json.dumps(summary))
+        folder = leave(sweep, num, f"{key}={value}", times=[seconds] * 6, best_val_loss=val_loss)
         record = {"step": 6, "val_loss": val_loss, "val_accuracy": 1 - val_loss / 10}
         with open(folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
     return sweep
 
 
-@pytest.mark.parametrize(
-    "key, named, name, best",
-    [
-        ("optim.lr", None, "val_loss", 1),
-        ("parallel.chunks", None, "step_time_s", 0),
-        ("optim.lr", "step_time_s", "step_time_s", 0),
-        ("parallel.chunks", "val_accuracy", "val_accuracy", 1),
-    ],
-)
+RANKED = [
+    ("optim.lr", None, "val_loss", 1),
+    ("parallel.chunks", None, "step_time_s", 0),
+    ("optim.lr", "step_time_s", "step_time_s", 0),
+    ("parallel.chunks", "val_accuracy", "val_accuracy", 1),
+]
+
+
+@pytest.mark.parametrize("key, named, name, best", RANKED)
 def test_jobs_are_ranked_by_what_was_asked_for_or_by_what_varies(tmp_path, key, named, name, best):
     table = read_table(rates(tmp_path, (1, 1.0, 8.0), (3, 2.0, 5.0), (2, 3.0, 6.0), key=key), named)
     assert table.objective.name == name
@@ -136,9 +132,8 @@ def test_jobs_that_train_the_same_say_how_far_their_losses_are_from_those_of_sin
     losses = {"ddp": (2.0, 1.0 + 1e-7), "single": (2.0, 1.0), "fsdp": (2.0 + 4e-7, 1.0), "pipelined": (2.0,)}
     jobs = [(name, rate, curve) for rate in (1, 2) for name, curve in losses.items()]
     for num, (name, rate, curve) in enumerate(jobs):
-        folder = leave(tmp_path, num, f"parallel={name}", f"optim.lr={rate}", times=[1.0] * 6, parallel=name)
-        records = [{"step": step, "loss": rate * loss, "step_time_s": 1.0} for step, loss in enumerate(curve, 1)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        curve = [rate * loss for loss in curve]
+        leave(tmp_path, num, f"parallel={name}", f"optim.lr={rate}", times=[1.0] * 6, losses=curve, parallel=name)
     table = read_table(tmp_path)
     shown = [cells["loss difference"] for cells in table.cells.values()]
     assert shown == ["1e-07", "reference", "2e-07", "other steps"] * 2
@@ -150,9 +145,8 @@ def test_jobs_that_train_the_same_say_how_far_their_losses_are_from_those_of_sin
 
 def test_a_job_that_diverges_does_not_flatten_the_curves_of_others(tmp_path):
     for num, losses in enumerate([(2.0, 1.0, 0.5), (2.0, 1.5, 1.0), (2.0, 1e20, 1e35)]):
-        folder = leave(tmp_path, num, f"optim.lr={num}", times=[1.0] * 3, status="failed" if num == 2 else "finished")
-        records = [{"step": step, "loss": loss, "step_time_s": 1.0} for step, loss in enumerate(losses, 1)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        status = "failed" if num == 2 else "finished"
+        leave(tmp_path, num, f"optim.lr={num}", times=[1.0] * 3, losses=losses, status=status)
     bottom, top = loss_figure(read_table(tmp_path)).axes[0].get_ylim()
     assert bottom < 0.5 and top == 4.0
 

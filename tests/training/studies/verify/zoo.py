@@ -1,7 +1,5 @@
 """Models that are broken in one way each, and what breaks them: layers a, b and c, of which b is the broken one."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
@@ -19,9 +17,41 @@ from models.losses import ClassCrossEntropy, Sums
 _GENERATOR = np.random.default_rng(0)
 
 
-class Numpy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * float(np.random.rand())
+def layer(name: str, forward: Callable) -> type[nn.Module]:
+    """A module of that name whose ``forward(self, x)`` is a function."""
+    return type(name, (nn.Module,), {"forward": forward, "__module__": __name__})
+
+
+def dropout(self, x):
+    kept = torch.tensor([random.random() > 0.5 for _ in range(x.shape[1])], device=x.device)
+    return x * kept if self.training else x
+
+
+def in_fours(self, x):
+    if len(x) % 4:
+        raise ValueError("comes in fours")
+    return x
+
+
+def cost(self, x):
+    for _ in range(int(x.abs().sum()) % 3 + 1):
+        x = x * 1.1
+    return x
+
+
+Numpy = layer("Numpy", lambda self, x: x + 0.1 * float(np.random.rand()))
+PythonDropout = layer("PythonDropout", dropout)
+BatchMean = layer("BatchMean", lambda self, x: x - x.mean(0))
+MeanInEvaluation = layer("MeanInEvaluation", lambda self, x: x if self.training else x - x.mean(0))
+InPlace = layer("InPlace", lambda self, x: F.relu_(x) * 2)
+Detach = layer("Detach", lambda self, x: x.detach() * 2)
+Half = layer("Half", lambda self, x: x.half())
+Imaginary = layer("Imaginary", lambda self, x: torch.complex(x, x - x.mean(0)))
+Real = layer("Real", lambda self, x: x.real + x.imag)
+PassesMask = layer("PassesMask", lambda self, x: (x - x.mean(0), torch.full_like(x, torch.finfo(x.dtype).min)))
+DropsMask = layer("DropsMask", lambda self, x, mask: x)
+InFours = layer("InFours", in_fours)
+Cost = layer("Cost", cost)
 
 
 class Coin(nn.Module):
@@ -51,37 +81,11 @@ class LossRoundsLargeBatches(ClassCrossEntropy):
 
 
 class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x * (1 + 0.1 * self.calls)
-
-
-class PythonDropout(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (
-            x * torch.tensor([random.random() > 0.5 for _ in range(x.shape[1])], device=x.device)
-            if self.training
-            else x
-        )
-
-
-class BatchMean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-class MeanInEvaluation(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.training else x - x.mean(0)
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu_(x) * 2
 
 
 class Initial(nn.Module):
@@ -91,16 +95,6 @@ class Initial(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
-
-
-class Detach(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach() * 2
-
-
-class Half(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.half()
 
 
 class AverageInEvaluation(nn.Module):
@@ -120,80 +114,40 @@ class AverageBesideMask(AverageInEvaluation):
         self.register_buffer("mask", torch.full((8, 8), -1e9).triu(1))
 
 
-class Imaginary(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.complex(x, x - x.mean(0))
-
-
-class Real(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.real + x.imag
-
-
-class PassesMask(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x - x.mean(0), torch.full_like(x, torch.finfo(x.dtype).min)
-
-
-class DropsMask(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x
-
-
-class InFours(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) % 4:
-            raise ValueError("comes in fours")
-        return x
-
-
-class Float32(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.float())
-
-
-class AverageInTraining(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(8))
-
+class AverageInTraining(AverageInEvaluation):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.average.mul_(0.9).add_(x.detach().mean(0))
         return x - self.average
 
 
-class WeightsChanged(nn.Module):
+class Last(nn.Module):
+    """Takes what comes in the dtype of its weights."""
+
+    width = 3
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear = nn.Linear(8, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+class Float32(Last):
+    width = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.float())
+
+
+class WeightsChanged(Last):
+    width = 8
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.linear.weight.mul_(0.99)
         return self.linear(x)
-
-
-class Cost(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(int(x.abs().sum()) % 3 + 1):
-            x = x * 1.1
-        return x
-
-
-class Last(nn.Module):
-    """Takes what comes in the dtype of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.to(self.linear.weight.dtype))
 
 
 class Contrastive:
@@ -217,14 +171,25 @@ class MeanOfSome:
         return Sums(total / some.clamp(min=1) * len(targets), torch.tensor(len(targets), device=output.device))
 
 
-def chain(b: Callable[[], nn.Module] = nn.Tanh, loss=None, **more) -> Chain:
-    layers = [LayerSpec("a", partial(nn.Linear, 8, 8)), LayerSpec("b", b), LayerSpec("c", Last)]
-    return Chain(layers, loss=loss or ClassCrossEntropy(), **more)
+SQUARE = partial(nn.Linear, 8, 8)
+
+
+def chain_of(loss=None, tied=None, **layers: Callable[[], nn.Module]) -> Chain:
+    specs = [LayerSpec(name, build) for name, build in {**layers, "c": Last}.items()]
+    return Chain(specs, loss=loss or ClassCrossEntropy(), tied=tied or {})
+
+
+def chain(b: Callable[[], nn.Module] = nn.Tanh, loss=None) -> Chain:
+    return chain_of(loss, a=SQUARE, b=b)
 
 
 def pair(b: Callable[[], nn.Module], d: Callable[[], nn.Module]) -> Chain:
-    layers = [LayerSpec("a", partial(nn.Linear, 8, 8)), LayerSpec("b", b), LayerSpec("d", d), LayerSpec("c", Last)]
-    return Chain(layers, loss=ClassCrossEntropy())
+    return chain_of(a=SQUARE, b=b, d=d)
+
+
+def tied(b: Callable[[], nn.Module]) -> Chain:
+    """The weights of a are those of d too, which is on another stage."""
+    return chain_of(tied={"d.weight": "a.weight"}, a=SQUARE, b=b, d=SQUARE)
 
 
 def shared() -> Chain:
@@ -238,12 +203,7 @@ def shared() -> Chain:
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.weight
 
-    return Chain([LayerSpec("a", Shared), LayerSpec("b", Shared), LayerSpec("c", Last)], loss=ClassCrossEntropy())
-
-
-def twice() -> Chain:
-    layers = [LayerSpec("a", partial(nn.Linear, 8, 8)), LayerSpec("b", Initial), LayerSpec("d", Initial)]
-    return Chain([*layers, LayerSpec("c", Last)], loss=ClassCrossEntropy())
+    return chain_of(a=Shared, b=Shared)
 
 
 DDP = ("parallel=ddp", "parallel.dp=2", "parallel.chunks=2")
@@ -284,7 +244,7 @@ ZOO = [
     Broken("in place", partial(chain, InPlace), "leaves its input", "b", "writes into its input"),
     # Whichever layer is built last overwrites the weights of the other, in every layout.
     Broken("tied silently", shared, "shared parameters", "b", "b.weight is a.weight"),
-    Broken("initial numbers", twice, "", "b", "", PIPE),
+    Broken("initial numbers", partial(pair, Initial, Initial), "", "b", "", PIPE),
     Broken("detach", partial(chain, Detach), "outputs", "b", "returns nothing that has a gradient"),
     Broken("half", partial(chain, Half), "outputs", "b", "returns float16"),
     Broken("average in eval", partial(chain, AverageInEvaluation), "unchanged", "b", "'average' in evaluation", DDP),
@@ -302,13 +262,6 @@ ZOO = [
     # Pipelines refuse it: what passes between stages is not known before.
     Broken("cost by values", partial(chain, Cost), "shapes", "", "layer 'b' (Cost) reads numbers out of tensors"),
 ]
-
-
-def tied(b: Callable[[], nn.Module]) -> Chain:
-    """The weights of a are those of d too, which is on another stage."""
-    square = partial(nn.Linear, 8, 8)
-    layers = [LayerSpec("a", square), LayerSpec("b", b), LayerSpec("d", square), LayerSpec("c", Last)]
-    return Chain(layers, loss=ClassCrossEntropy(), tied={"d.weight": "a.weight"})
 
 
 def elsewhere(patch: Callable[[], None], model: Callable[..., Chain] = chain) -> Chain:

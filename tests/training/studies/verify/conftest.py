@@ -1,6 +1,0 @@
-"""Where ``zoo`` is found."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
