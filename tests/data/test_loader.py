@@ -212,13 +212,13 @@ def test_a_limited_evaluation_takes_samples_spread_evenly_over_the_split_and_the
 def test_batches_need_no_shared_memory():
     """A batch through /dev/shm is a file there; Docker's holds 64 MB, and what does not fit is lost."""
     before = psutil.disk_usage("/dev/shm").used
-    source = InMemory(torch.arange(12.0)[:, None].expand(12, 5_000_000), torch.arange(12))  # 80 MB a batch
+    source = InMemory(torch.arange(12.0)[:, None].expand(12, 2_000_000), torch.arange(12))  # 32 MB a batch
     loader = train_loader(TrainBatches(source, 4, seed=1), 1, 3, num_workers=1)
     most = 0
     for _, batch in loader:
-        assert batch.inputs.shape == (4, 5_000_000)
+        assert batch.inputs.shape == (4, 2_000_000)
         most = max(most, psutil.disk_usage("/dev/shm").used - before)
-    assert most < 40e6
+    assert most < 16e6
 
 
 def read_and_wait(readers):

@@ -193,17 +193,17 @@ def test_both_copies_of_a_tied_weight_are_cut_or_none(tmp_path):
     assert chain.tied and not any(isinstance(cut, Vocabulary) for cut in chain.cut.values())
 
 
-def test_a_style_of_the_tensor_plan_that_is_not_known_is_named(tmp_path):
-    random_model("phi3").config.save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "kind, options, says",
+    [
+        ("phi3", {}, r"qkv_proj cannot be cut: Phi3ForCausalLM has the style 'colwise_gather_out"),
+        ("cohere", {"use_qk_norm": True}, r"self_attn cannot be cut: CohereForCausalLM has parameters for each head"),
+    ],
+)
+def test_what_the_tensor_plan_does_not_say_is_named(tmp_path, kind, options, says):
+    random_model(kind, **options).config.save_pretrained(tmp_path)
     chain = causal_lm(str(tmp_path))
-    with pytest.raises(ModelError, match=r"qkv_proj cannot be cut: Phi3ForCausalLM has the style 'colwise_gather_out"):
-        check_table(chain.cut, chain.skeleton(), chain.tied)
-
-
-def test_parameters_of_each_head_that_the_tensor_plan_leaves_whole_are_named(tmp_path):
-    random_model("cohere", use_qk_norm=True).config.save_pretrained(tmp_path)
-    chain = causal_lm(str(tmp_path))
-    with pytest.raises(ModelError, match=r"self_attn cannot be cut: CohereForCausalLM has parameters for each head"):
+    with pytest.raises(ModelError, match=says):
         check_table(chain.cut, chain.skeleton(), chain.tied)
 
 

@@ -16,8 +16,6 @@ from models.losses import (
     TokenCrossEntropy,
     as_sums,
     check_loss,
-    mask_targets,
-    per_element,
 )
 
 DRAWN = torch.Generator().manual_seed(1)
@@ -152,16 +150,6 @@ def test_stacked_sums_are_float64_without_a_graph():
     stacked = Sums(torch.ones((), requires_grad=True), torch.tensor(3), (torch.tensor(2.0),)).stack()
     assert stacked.tolist() == [1.0, 3.0, 2.0]
     assert stacked.dtype == torch.float64 and not stacked.requires_grad
-
-
-def test_weights_are_spread_over_all_elements_of_a_sample():
-    assert per_element(torch.tensor([2.0, 0.0]), torch.empty(2, 1, 3)).tolist() == [[[2.0] * 3], [[0.0] * 3]]
-
-
-def test_only_targets_of_weightless_samples_are_masked():
-    targets = torch.tensor([[1, 2], [3, 4]])
-    assert mask_targets(targets, torch.tensor([0.0, 0.5])).tolist() == [[IGNORED, IGNORED], [3, 4]]
-    assert mask_targets(targets, None) is targets
 
 
 def test_a_loss_with_parameters_is_refused_because_no_run_would_train_them():
