@@ -6,7 +6,7 @@ A Batch is the data of a replica for one step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -126,6 +126,16 @@ def check_fractions(fractions: Mapping[str, float], prefix: str = "") -> None:
     if min(fractions.values(), default=0) < 0 or sum(fractions.values()) >= 1:
         named = " and ".join(f"{prefix}{key}={value}" for key, value in fractions.items())
         raise DataError(f"{named} must be 0 or more, and less than 1 together")
+
+
+def by_part(starts: np.ndarray, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each part that has some of the positions, [b], with the indices of these.
+
+    ``starts``, [parts + 1], are the position at which each part begins, and the end of the last one.
+    """
+    part_of = np.searchsorted(starts, positions, side="right") - 1
+    for part in np.unique(part_of).tolist():
+        yield part, np.flatnonzero(part_of == part)
 
 
 def given_path(root: str | None, needed: str) -> Path:

@@ -24,7 +24,7 @@ from common.errors import DataError
 from common.files import parse_json
 from common.machine import usable_cores
 from data.cache import MappedFile, cached_folder, key_of
-from data.dataset import DataSet, Source, check_at_least, given_path, once
+from data.dataset import DataSet, Source, by_part, check_at_least, given_path, once
 from data.documents import TO_UTF8, files_of, is_utf16, split_of
 from data.loader import VariableLength, bucket_widths
 from data.packed import SUFFIXES, unpacked
@@ -388,12 +388,10 @@ class Rows(RowFiles):
     def lines(self, indices: np.ndarray) -> list[bytes]:
         """Return the bytes of rows, int [b], each with its line end; raise DataError for a file that has changed."""
         starts, ends = self.index.array[indices], self.index.array[np.asarray(indices) + 1]
-        of_file = self._file_of(starts)
-        lengths = np.minimum(ends, self.starts[of_file + 1]) - starts
         lines = [b""] * len(starts)
-        for number in np.unique(of_file).tolist():
-            mine = np.flatnonzero(of_file == number)
-            ranges = np.stack([mine, lengths[mine], starts[mine] - self.starts[number]], axis=1)
+        for number, mine in by_part(self.starts, starts):
+            lengths = np.minimum(ends[mine], self.starts[number + 1]) - starts[mine]
+            ranges = np.stack([mine, lengths, starts[mine] - self.starts[number]], axis=1)
             with self._open(number) as file:
                 for i, length, start in ranges.tolist():
                     lines[i] = os.pread(file.fileno(), length, start)
@@ -416,14 +414,11 @@ class Rows(RowFiles):
     def name(self, index: int) -> str:
         """Return a row's file and line, for a message. The file is read up to the row."""
         start = self.index.array[index]
-        number = int(self._file_of(start))
+        ((number, _),) = by_part(self.starts, start[None])
         with open(self._read[number], "rb") as file:
             ends = enumerate(itertools.accumulate(map(len, file)), 1)
             line = next(line for line, end in ends if end > start - self.starts[number])
         return f"{self.files[number]} line {line}"
-
-    def _file_of(self, positions: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.starts, positions, side="right") - 1
 
     def _build(self, folder: Path) -> None:
         with open(folder / _INDEX, "wb") as index:

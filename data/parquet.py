@@ -12,6 +12,7 @@ import numpy as np
 
 from common.errors import DataError
 from common.files import parse_json
+from data.dataset import by_part
 from data.jsonl import CHATS, RowData, RowFiles, chat_hint, names
 
 _CACHE_BYTES = 256 << 20
@@ -47,12 +48,11 @@ class ParquetRows(RowFiles):
         self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], option: str
     ) -> list[Any]:
         taken: list[Any] = [None] * len(indices)
-        group_of = np.searchsorted(self._starts, indices, side="right") - 1
-        for position in np.unique(group_of).tolist():
+        for position, mine in by_part(self._starts, indices):
             number, group, _ = self._groups[position].tolist()
             tools = ["tools"] if option == CHATS and "tools" in self._names[number] else []
             columns = self._columns(number, group, [*fields, *tools], option)
-            for i in np.flatnonzero(group_of == position).tolist():
+            for i in mine.tolist():
                 values = {name: column[int(indices[i] - self._starts[position])] for name, column in columns.items()}
                 try:
                     taken[i] = take({name: _plain(value.as_py(), value.type) for name, value in values.items()})
@@ -70,7 +70,7 @@ class ParquetRows(RowFiles):
 
     def name(self, index: int) -> str:
         """Return a row's file and number, for a message."""
-        position = int(np.searchsorted(self._starts, index, side="right")) - 1
+        ((position, _),) = by_part(self._starts, np.array([index]))
         number, group, _ = self._groups[position].tolist()
         return f"{self.files[number]} row {index - self._starts[position - group]} (from 0)"
 

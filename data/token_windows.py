@@ -11,7 +11,7 @@ import numpy as np
 
 from common.errors import DataError
 from data.cache import MappedFile, cached_folder
-from data.dataset import Source, check_at_least
+from data.dataset import Source, by_part, check_at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,21 +147,20 @@ class Concatenated(Source):
 
     def __init__(self, sources: Sequence[Source]):
         self.sources = list(sources)
-        self.ends = np.cumsum([len(source) for source in self.sources])
+        self._starts = np.cumsum([0, *map(len, self.sources)])
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self._starts[-1])
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         """See Source."""
         import torch
 
         indices = np.asarray(indices, dtype=np.int64)
-        numbers = np.searchsorted(self.ends, indices, side="right")
-        parts = []
-        for number in np.unique(numbers):
-            source = self.sources[number]
-            parts.append(source.read(indices[numbers == number] - (self.ends[number] - len(source)), epoch))
-        back = torch.from_numpy(np.argsort(np.argsort(numbers, kind="stable")))
+        parts, places = [], []
+        for number, mine in by_part(self._starts, indices):
+            parts.append(self.sources[number].read(indices[mine] - self._starts[number], epoch))
+            places.append(mine)
+        back = torch.from_numpy(np.argsort(np.concatenate(places)))
         inputs, targets = (torch.cat(tensors)[back] for tensors in zip(*parts, strict=True))
         return inputs, targets
