@@ -1,5 +1,6 @@
 """A model as a chain: any cut of it holds the weights of the whole."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -204,3 +205,10 @@ def test_a_constructor_may_look_at_the_numbers_that_it_draws(name):
     for precision, dtype in (("fp64", torch.float64), ("bf16", torch.float32)):  # what the mask makes of bf16
         traced = trace(chain, Batch(x, x), precision, "cpu")
         assert traced[0].outputs == traced[1].outputs == (TensorSpec((3, 8), dtype),)
+
+
+def test_all_layers_are_built_without_memory_once_and_a_copy_for_another_process_has_none_of_them():
+    built = []
+    chain = Chain([LayerSpec("a", lambda: built.append("a") or nn.Linear(2, 2))], SquaredError())
+    assert chain.skeleton() is chain.skeleton() and built == ["a"]
+    assert copy.copy(chain).skeleton()["a"] is not chain.skeleton()["a"]

@@ -370,6 +370,7 @@ def test_a_layer_that_runs_only_with_numbers_is_tried_with_them(forward):
     setup, before = setup_of(partial(Own, forward)), torch.get_rng_state()
     traced = trace(setup.chain, setup.sample, "fp32", "cpu", count=True)
     assert traced[1].outputs == (TensorSpec((4, 8), torch.float32),)
+    assert [layer.work.flops for layer in (traced[0], traced[2])] == [2 * 4 * 8 * 8, 0]
     assert torch.equal(torch.get_rng_state(), before)
     layers = setup.chain.build(setup.chain.names, 0, torch.device("cpu"))
     layers(setup.sample.inputs).sum().backward()  # torch keeps nothing of the attempts
