@@ -151,19 +151,18 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_sums(loss: Loss, sums: Any) -> None:
-    """Check that a loss has returned ``Sums`` of scalars, one for each of its metrics. Raises ModelError."""
-    name = getattr(loss, "__name__", type(loss).__name__)
+def check_sums(name: str, metrics: tuple[str, ...], sums: Any) -> None:
+    """Check that the loss ``name`` has returned ``Sums`` of scalars, one for each of ``metrics``. Raises ModelError."""
     how = "return models.losses.Sums(loss, count, metrics) of scalar tensors: the sum of the terms, and their number"
     if not isinstance(sums, Sums):
         raise ModelError(f"the loss {name} returned {type(sums).__name__}; {how}")
-    for key, value in (("loss", sums.loss), ("count", sums.count), *zip(loss.metrics, sums.metrics, strict=False)):
+    for key, value in (("loss", sums.loss), ("count", sums.count), *zip(metrics, sums.metrics, strict=False)):
         if not isinstance(value, Tensor) or value.dim() > 0:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise ModelError(f"the loss {name} returned {type(value).__name__}{shape} as its {key}; {how}")
-    if len(sums.metrics) != len(loss.metrics):
+    if len(sums.metrics) != len(metrics):
         raise ModelError(
-            f"the loss {name} has {len(loss.metrics)} metrics ({', '.join(loss.metrics)}) and returned "
+            f"the loss {name} has {len(metrics)} metrics ({', '.join(metrics)}) and returned "
             f"{len(sums.metrics)}; give one sum for each name"
         )
 

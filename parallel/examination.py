@@ -1,7 +1,7 @@
 """What layers and the loss do in a forward that depends on the layout, seen by running them without memory.
 
 Each kind of layer computes a micro-batch, and then twice its samples, on the meta device; one that torch cannot compute
-there computes numbers on the CPU.
+there computes numbers on the CPU. What a check or a plan asks about layers and the loss is a fact here.
 """
 
 from __future__ import annotations

@@ -91,6 +91,20 @@ class Head(nn.Linear):
         return Sums(summed(self(x), targets), torch.tensor(len(targets)))
 
 
+class Mean(nn.Linear):
+    """Computes the loss itself, as a mean."""
+
+    def loss(self, x, targets, weights):
+        return F.cross_entropy(self(x), targets)
+
+
+class Detached(nn.Linear):
+    """Computes the loss itself, without a gradient."""
+
+    def loss(self, x, targets, weights):
+        return Sums(summed(self(x), targets).detach(), torch.tensor(len(targets)), (torch.tensor(0),))
+
+
 class Compiled(nn.Module):
     """As torch.compile makes them."""
 
@@ -207,6 +221,12 @@ BEFORE_THE_RUN = {
     "metrics without sums": (chain(Loss(lambda o, t: Sums(o.sum(), o.sum()), ("a",))), data(), r"1 metrics \(a\)"),
     "a layer's loss with other metrics": (
         chain(layers=nn.Sequential(nn.Linear(4, 8), Head(8, 2))), data(), r"'1' \(Head\).* 0 metrics, and .* names 1",
+    ),
+    "a layer's loss that is a mean": (
+        chain(layers=nn.Sequential(nn.Linear(4, 8), Mean(8, 2))), data(), "the loss Mean.loss returned Tensor; return",
+    ),
+    "a layer's loss that is detached": (
+        chain(layers=nn.Sequential(nn.Linear(4, 8), Detached(8, 2))), data(), "Detached.loss is not differentiable",
     ),
     "a detached loss": (chain(Loss(lambda o, t: Sums(o.sum().detach(), o.sum()))), data(), "differentiable"),
     "everything frozen": (chain(layers=frozen()), data(), "no parameters to train: all 58 are frozen"),

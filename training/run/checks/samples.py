@@ -141,9 +141,10 @@ def check_shapes(setup: Setup) -> None:
                 )
             check_layer(facts, plan, setup.cfg.train.activation_checkpointing, setup.cfg.mode != "eval")
         for facts in found.losses:
-            at = f"loss {type(loss).__name__}: "
+            at, name = f"loss {type(loss).__name__}: ", getattr(loss, "__name__", type(loss).__name__)
             if facts.name != LOSS:
                 at = f"layer {facts.name!r} ({facts.kind}) computes the loss itself, beside the given one: "
+                name = f"{facts.kind}.loss"
             if facts.error is not None and not (facts.outputs and (facts.reads_numbers or plan.device_type == "cpu")):
                 raise facts.error
             sums = facts.outputs[0]
@@ -152,12 +153,11 @@ def check_shapes(setup: Setup) -> None:
                     f"{at}its loss() returns {len(sums.metrics)} metrics, and {type(loss).__name__} names "
                     f"{len(loss.metrics)} ({', '.join(loss.metrics)}): give a loss with the metrics of the layer's"
                 )
-        check_sums(loss, sums)
-        if plan.parameters and not sums.loss.requires_grad:
-            raise TrainingError(
-                f"the loss {type(loss).__name__} is not differentiable: leave out detach(), item(), argmax() and "
-                "no_grad()"
-            )
+            check_sums(name, loss.metrics, sums)
+            if plan.parameters and not sums.loss.requires_grad:
+                raise TrainingError(
+                    f"the loss {name} is not differentiable: leave out detach(), item(), argmax() and no_grad()"
+                )
         if samples and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
             raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
         for sample in samples or [batch]:  # one sample says nothing about others
