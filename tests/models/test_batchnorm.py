@@ -21,7 +21,7 @@ def pair() -> tuple[BatchNorm2d, nn.BatchNorm2d]:
     return ours, theirs
 
 
-def step_of(chunks: list[torch.Tensor], norm: BatchNorm2d) -> None:
+def step_of(chunks: list[torch.Tensor], norm: nn.Module) -> None:
     """What a strategy does in a step of these micro-batches."""
     statistics = RunningStatistics([norm], len(chunks), replicas=None)
     for chunk in chunks:
@@ -81,6 +81,13 @@ def test_the_update_of_a_step_is_one_towards_the_mean_over_its_micro_batches():
     running = torch.stack((theirs.running_mean, theirs.running_var))
     torch.testing.assert_close(torch.stack((ours.running_mean, ours.running_var)), 0.9 * running + 0.1 * mean)
     assert ours.num_batches_tracked == 1
+
+
+def test_a_layer_that_stays_in_evaluation_mode_keeps_its_statistics():
+    frozen, trained = BatchNorm2d(5).double().eval(), BatchNorm2d(5).double()
+    step_of(CHUNKS, nn.Sequential(frozen, trained))
+    assert torch.equal(frozen.running_var, torch.ones(5).double()) and frozen.num_batches_tracked == 0
+    assert trained.running_mean.any() and trained.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -89,19 +89,6 @@ def test_after_a_step_that_was_not_finite_the_next_ones_statistics_are():
     torch.testing.assert_close(norm.running_mean, 0.1 * images.mean((0, 2, 3)))
 
 
-def test_a_layer_that_stays_in_evaluation_mode_keeps_its_statistics():
-    frozen, trained = BatchNorm2d(3), BatchNorm2d(3)
-    stage = nn.Sequential(frozen, trained)
-    frozen.eval()
-    statistics = RunningStatistics([stage], 1, None)
-    stage(torch.ones(2, 3, 4, 4))
-    statistics.add(stage)
-    statistics.take()
-    statistics.update()
-    assert torch.equal(frozen.running_var, torch.ones(3)) and frozen.num_batches_tracked == 0
-    assert trained.running_var.max() < 1 and trained.num_batches_tracked == 1
-
-
 def test_a_layer_that_no_forward_calls_keeps_its_statistics():
     idle, trained = BatchNorm2d(3), BatchNorm2d(3)
     nn.init.constant_(idle.running_mean, 5.0)
