@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,6 @@ class Buckets(Steps):
     """
 
     source: VariableLength
-    _latest: tuple[tuple[int, int], np.ndarray] | None = None
 
     def batch(self, epoch: int, number: int, mine: np.ndarray) -> tuple:
         """See Steps."""
@@ -180,12 +180,9 @@ class Buckets(Steps):
 
     def _batch(self, epoch: int, number: int) -> np.ndarray:
         window, number = divmod(number, WINDOW)
-        # The next step mostly needs another batch of the same window.
-        latest = self._latest
-        if latest is None or latest[0] != (epoch, window):
-            latest = self._latest = ((epoch, window), self._batches(epoch, window))
-        return latest[1][number]
+        return self._batches(epoch, window)[number]
 
+    @lru_cache(2)  # noqa: B019  # the next step mostly needs another batch of the same window
     def _batches(self, epoch: int, window: int) -> np.ndarray:
         """Return the batches of a window in their order, int64 [batches, size]."""
         count = min(WINDOW, self.count(epoch) - window * WINDOW)
