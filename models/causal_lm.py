@@ -59,7 +59,7 @@ class Decoder(Forward):
 
     @property
     def tied(self) -> dict[str, str]:
-        """{alias: canonical} names in the chain of what is one parameter in the model."""
+        """{alias: canonical} names in the chain of the parameters that the model shares."""
         shared = shared_parameters(self.model)
         return {self.chain_name(name): self.chain_name(owner) for name, owner in shared.items()}
 
@@ -78,11 +78,11 @@ class Decoder(Forward):
         return [LayerSpec("embedding", embedding), *blocks, LayerSpec("head", head)]
 
     def blank(self, name: str) -> nn.Module:
-        """Return a copy of a module of the model on the current default device, with uninitialised memory."""
+        """Return a copy of a module of the model on the current default device, with uninitialized memory."""
         return without_weights(self.model.get_submodule(name)).train()
 
     def initialise(self, form: Published, name: str, module: nn.Module) -> None:
-        """Set a module's initial numbers as the model does, which may reach into a module from those around it."""
+        """Set a module's initial numbers as the model does. Modules around it may set some of them."""
         path = form.their_name(name)
         self.set_numbers(path, module)
         parent, _, key = path.rpartition(".")
@@ -183,9 +183,8 @@ class Decoder(Forward):
             computed = layer.build().eval()(computed)
             if (off := _difference(computed, expected)) > _EXACT:
                 raise ModelError(
-                    f"{self.kind} cannot be cut into layers: {layer.name} computes other numbers by itself than in the "
-                    f"whole model (a relative difference of {off:.1e}), since it gets more than hidden states from "
-                    "others"
+                    f"{self.kind} cannot be cut into layers: {layer.name} returns different values on its own than "
+                    f"inside the model (a relative difference of {off:.1e}), so it must receive more than hidden states"
                 )
         if (off := _difference(*computed[:, : _TOKENS // 2])) > _ROUNDING:
             raise ModelError(
@@ -202,7 +201,7 @@ class Decoder(Forward):
             )
 
     def _with_numbers(self, generator: torch.Generator) -> Any:
-        """Return a copy of the model on the CPU whose parameters share one small tensor."""
+        """Return a copy of the model on the CPU. Its parameters are views of one small tensor."""
         memo = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in self.model.buffers()}
         whole = copy.deepcopy(self.model, memo)
         for name, module in whole.named_modules():

@@ -1,4 +1,4 @@
-"""Experts of transformers' models, whose products are computed one expert after the other."""
+"""Computes the experts of transformers' models one after the other."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class Forward:
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
 
     def set_numbers(self, path: str, module: nn.Module) -> None:
-        """Set a module's own tensors as the model initialises them; what it does not, its constructor has set."""
+        """Set a module's own tensors as the model initializes them. Its constructor sets the others."""
         own = {key: tensor for key, tensor in own_tensors(module).items() if tensor.numel() and not tensor.is_meta}
         with torch.no_grad():
             for tensor in own.values():
@@ -360,7 +360,7 @@ class Head(Part):
 
 
 class PlainHead(Part, FusedHead):
-    """A head whose projection gives the logits, so that the loss needs none."""
+    """A head that ends with its projection, so that the loss can be computed without logits."""
 
     @property
     def projection(self) -> nn.Linear:
@@ -386,7 +386,7 @@ def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """Return what is called of a module: its parts, if it only lists them."""
+    """Return the modules that are called: the module itself, or its parts if it only lists them."""
     listed = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     return [part for child in module.children() for part in _called(child)] if listed else [module]
 
