@@ -96,9 +96,9 @@ class Gradients:
         for parameter in self._names:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if (tensor := self._tensor_parallel) is not None:
-            partial = [p for p, names in self._names.items() if p.grad is not None and tensor.is_partial(names)]
-            _add_up([local(p.grad) for p in partial if p.grad is not None], tensor.tp_axis.group)
+        if (axis := self._tensor_parallel) is not None:
+            parameters = [p for p, names in self._names.items() if p.grad is not None and axis.is_partial(names)]
+            _add_up([local(p.grad) for p in parameters if p.grad is not None], axis.tp_axis.group)
         for parameters, group in self._copies:
             total, *others = [local(p.grad) for p in parameters if p.grad is not None]
             for other in others:
@@ -179,12 +179,13 @@ def _copies(
     plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, timeout_s: float
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
     """Return this rank's copies of each tied parameter that several stages hold, and the group of ranks with copies."""
-    found = []
+    pipelines, found = mesh.groups(PIPELINE), []
+    layers = [[name for stage in plan.stages_of(at) for name in stage.layers] for at in range(len(pipelines[0]))]
     for original in sorted(set(chain.tied.values())):
         names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
-        holds = {s.index % mesh.axis(PIPELINE).size for s in plan.stages if any(is_within(n, s.layers) for n in names)}
-        group = mesh.new_group([[ranks[at] for at in sorted(holds)] for ranks in mesh.groups(PIPELINE)], timeout_s)
-        held = [s.layers.get_parameter(n) for s in stages for n in names if is_within(n, s.layers.names)]
+        positions = [at for at, there in enumerate(layers) if any(is_within(name, there) for name in names)]
+        group = mesh.new_group([[ranks[at] for at in positions] for ranks in pipelines], timeout_s)
+        held = [s.layers.get_parameter(name) for s in stages for name in names if is_within(name, s.layers.names)]
         copies = list(dict.fromkeys(held))
         if (group is not None or len(copies) > 1) and copies[0].requires_grad:
             found.append((copies, group))

@@ -105,7 +105,7 @@ class Mesh:
         """Return all groups of ranks along an axis, or along several together."""
         along = [i for i, name in enumerate(self.sizes) if name in names]
         across = [i for i in range(len(self.sizes)) if i not in along]
-        grouped = self._ranks.permute(*across, *along)
+        grouped = self._ranks.permute((*across, *along))
         return grouped.reshape(-1, math.prod(grouped.shape[len(across) :])).tolist()
 
     def owns(self, axes: Collection[str] = ()) -> bool:

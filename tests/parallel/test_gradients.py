@@ -17,7 +17,8 @@ def squared_norm(*gradients, mesh=None):
     for parameter, gradient in zip(layers, gradients, strict=True):
         parameter.grad = gradient
     stage, chain = SimpleNamespace(layers=layers), SimpleNamespace(tied={})
-    gradients = Gradients(None, chain, [stage], mesh or Mesh({}), torch.device("cpu"), 1, whole_on_each_rank)
+    plan = SimpleNamespace(stages_of=lambda position: [])  # of ties
+    gradients = Gradients(plan, chain, [stage], mesh or Mesh({}), torch.device("cpu"), 1, whole_on_each_rank)
     return float(gradients.squared_norm())
 
 
