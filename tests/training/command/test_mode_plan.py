@@ -138,28 +138,20 @@ def test_an_epoch_has_as_many_steps_as_whole_batches():
     assert (setup.per_epoch, setup.total_steps) == (15, 30)
 
 
-DDP = ["parallel=ddp", "parallel.dp=2"]
+DDP, SYNCHRONIZED = "parallel=ddp parallel.dp=2", "parallel=ddp parallel.dp=2 parallel.sync_batchnorm=true"
+NORMALIZED = {
+    DDP: "of 32: the numbers of parallel=single parallel.chunks=2",
+    SYNCHRONIZED: "of 64 (32 of each of 2 replicas): the numbers of parallel=single parallel.chunks=1",
+    f"{SYNCHRONIZED} parallel.chunks=2": "of 32 (16 of each of 2 replicas): not the numbers of parallel=single "
+    "parallel.chunks=2, where other samples meet",
+    "parallel=single": None,
+}
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (DDP, "of 32: the numbers of parallel=single parallel.chunks=2"),
-        (
-            [*DDP, "parallel.sync_batchnorm=true"],
-            "of 64 (32 of each of 2 replicas): the numbers of parallel=single parallel.chunks=1",
-        ),
-        (
-            [*DDP, "parallel.chunks=2", "parallel.sync_batchnorm=true"],
-            "of 32 (16 of each of 2 replicas): not the numbers of parallel=single parallel.chunks=2, where other "
-            "samples meet",
-        ),
-        ([], None),
-    ],
-    ids=["micro-batches", "synchronised", "synchronised micro-batches", "single"],
-)
-def test_the_plan_says_over_what_batchnorm_normalises(words, said):
-    setup = prepare(config("model=convnet", "train.global_batch_size=64", "device=cpu", *words))
+@pytest.mark.parametrize("words", NORMALIZED)
+def test_the_plan_says_over_what_batchnorm_normalizes(words):
+    setup = prepare(config("model=convnet", "train.global_batch_size=64", "device=cpu", *words.split()))
+    said = NORMALIZED[words]
     assert setup.by_microbatch[1] == ([] if said is None else [f"BatchNorm over micro-batches {said}"])
     assert (said or "")[3:5] in setup.by_microbatch[0]
 

@@ -51,9 +51,7 @@ def test_death_frees_the_lock(tmp_path, other):
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["hydra.run.dir={}", "hydra.run.dir={} train.resume=auto", "hydra.sweep.dir={} -m seed=1,2"],
-    ids=["a new run", "a resumed run", "a sweep"],
+    "words", ["hydra.run.dir={}", "hydra.run.dir={} train.resume=auto", "hydra.sweep.dir={} -m seed=1,2"]
 )
 def test_none_begins_where_another_one_runs(tmp_path, other, capsys, words):
     assert command.main([*FEW, *words.format(tmp_path / "run").split()]) == 1
