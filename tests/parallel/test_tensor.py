@@ -65,16 +65,6 @@ def each_rank_draws_the_masks_of_the_first(patch):
     patch.setattr(TensorParallel, "_part_of", lambda *arguments: None)
 
 
-def a_group_of_matrices_is_cut_as_one(patch):
-    real = TensorParallel._replace
-    patch.setattr(TensorParallel, "_replace", lambda *given, groups=1, **more: real(*given, **more))
-
-
-def each_rank_keeps_the_part_of_the_first(patch):
-    real = Split.part
-    patch.setattr(Split, "part", lambda split, whole, index: real(split, whole, 0))
-
-
 def each_rank_normalises_over_its_own_words(patch):
     patch.setattr(tensor.VocabularyShard, "largest", lambda words, numbers: numbers)
     patch.setattr(tensor.VocabularyShard, "sum", lambda words, numbers: numbers)
@@ -86,15 +76,10 @@ def copies_of_a_tied_parameter_keep_their_own_gradients(patch):
 
 MISTAKES = {
     "partial gradients": (no_partial_gradients, "gpt2", SEQUENCE, "gradient norm"),
-    "norms of heads": (no_partial_gradients, "llama", TWO, "gradient norm"),
-    "heads of keys that two ranks compute": (no_partial_gradients, "llama", Layout("tensor", tp=4), "gradient norm"),
-    "initial weights": (each_rank_keeps_the_part_of_the_first, "gpt2", TWO, "loss"),
     "vocabulary": (each_rank_normalises_over_its_own_words, "gpt2", TWO, "loss"),
     "tied embeddings": (copies_of_a_tied_parameter_keep_their_own_gradients, "gpt2", STAGES, "gradient norm"),
     "clipping": (whole_parameters_count_on_every_rank, "gpt2", TWO, "gradient norm"),
-    "dropout": (each_rank_draws_the_masks_of_the_first, "transformer", TWO, "loss"),
     "dropout of a part of the sequence": (each_rank_draws_the_masks_of_the_first, "gpt2", SEQUENCE, "loss"),
-    "queries, keys and values": (a_group_of_matrices_is_cut_as_one, "gpt2", TWO, "loss"),
 }
 QUICK = ("partial gradients", "vocabulary", "dropout of a part of the sequence")
 
