@@ -79,16 +79,9 @@ def test_only_training_images_are_augmented(prepared, known):
 
 def test_files_that_are_not_the_published_ones_are_refused_and_not_unpickled(prepared, folder, tmp_path):
     (folder / "data_batch_1").write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
-    with pytest.raises(DataError, match="data_batch_1 .* is damaged or another file"):
+    with pytest.raises(DataError, match=r"data_batch_1 \(\d+ bytes, MD5 .* is damaged or another file"):
         prepared(CIFAR10, folder)
     assert not (tmp_path / "harm").exists()
-
-
-def test_a_file_cut_short_is_named(prepared, known):
-    path = known / "data_batch_3"
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"data_batch_3 \(100 bytes, MD5 .* is damaged"):
-        prepared(CIFAR10, known)
 
 
 def test_a_missing_file_is_named_with_the_ways_out(prepared, known):

@@ -17,6 +17,7 @@ ALTERNATING = ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble"]
 SIZES = [(2, 1, 2), (2, 2, 4), (2, 3, 16), (3, 2, 9), (4, 1, 4), (4, 2, 16), (4, 3, 8), (8, 1, 16), (8, 2, 8),
          (8, 3, 16), (8, 2, 64)]  # fmt: skip
 PLANNED_SIZES = [(2, 1, 4), (2, 2, 8), (2, 3, 5), (3, 2, 6), (3, 1, 9), (4, 1, 8), (4, 2, 8)]
+ROUGH_SIZES = [(3, 1, 3), (4, 2, 4), (8, 1, 8)]  # with as many micro-batches as ranks
 OFF_BY = {"1f1b": 0.02, "interleaved_1f1b": 0.06, "interleaved_zero_bubble": 0.06, "planned": 0.06}
 
 
@@ -60,15 +61,12 @@ def test_of_all_forwards_and_then_all_backwards_the_formula_is_exact(ranks, per_
 @pytest.mark.parametrize(
     "schedule, ranks, per_rank, chunks",
     [(name, p, v, m) for name in ALTERNATING for p, v, m in SIZES if v == 1 or SCHEDULES[name].looped]
-    + [("planned", *size) for size in PLANNED_SIZES],
+    + [("planned", *size) for size in PLANNED_SIZES + ROUGH_SIZES],
 )
 def test_the_formula_says_what_is_simulated_or_almost(schedule, ranks, per_rank, chunks):
-    assert worst(ranks, per_rank, chunks, schedule) < OFF_BY[schedule]
-
-
-@pytest.mark.parametrize("ranks, per_rank, chunks", [(3, 1, 3), (4, 2, 4), (8, 1, 8)])
-def test_of_a_planned_order_with_as_many_micro_batches_as_ranks_the_formula_is_a_rough_guide(ranks, per_rank, chunks):
-    assert worst(ranks, per_rank, chunks, "planned") < 0.15
+    assert worst(ranks, per_rank, chunks, schedule) < (
+        0.15 if chunks == ranks and schedule == "planned" else OFF_BY[schedule]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
