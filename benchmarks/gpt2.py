@@ -168,7 +168,7 @@ def datasheet_peak() -> float | None:
 
 def flop_per_token(size: Size, tokens: int, vocabulary: int) -> float:
     """Return 6 N + 12 L H Q T for sequences of ``tokens``; N counts the tied head once and no positions."""
-    parameters = size.parameters(vocabulary) - size.block_size * size.n_embd
+    parameters = replace(size, vocab_size=vocabulary).parameters - size.block_size * size.n_embd
     return 6 * parameters + 12 * size.n_layer * size.n_embd * tokens
 
 

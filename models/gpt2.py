@@ -106,23 +106,23 @@ def gpt2(
     faster on every device, and the model learns that the further words are rare. Raises ValueError for sizes that do
     not fit together.
     """
-    chosen, vocab_size = with_defaults(locals())
-    check_sizes(**vars(chosen), vocab_size=vocab_size, dropout=dropout)
+    chosen = with_defaults(locals())
+    check_sizes(**vars(chosen), dropout=dropout)
     check_width("n_embd", chosen.n_embd, chosen.n_head)
     block = partial(Block, chosen, dropout)
     return Chain(
         layers=[
-            LayerSpec("embedding", partial(Embedding, chosen, vocab_size, dropout)),
+            LayerSpec("embedding", partial(Embedding, chosen, chosen.vocab_size, dropout)),
             *(LayerSpec(f"h.{i}", block) for i in range(chosen.n_layer)),
-            LayerSpec("head", partial(Head, "ln_f", nn.LayerNorm, chosen.n_embd, vocab_size)),
+            LayerSpec("head", partial(Head, "ln_f", nn.LayerNorm, chosen.n_embd, chosen.vocab_size)),
         ],
         loss=TokenCrossEntropy(),
         tied={"head.lm_head.weight": EMBEDDING},
         initialise=partial(initialise, n_layer=chosen.n_layer),
-        limits={"positions": chosen.block_size, "vocabulary": vocab_size},
+        limits={"positions": chosen.block_size, "vocabulary": chosen.vocab_size},
         embedding=EMBEDDING,
         continues=True,
-        hugging_face=_hugging_face(chosen, vocab_size, dropout),
+        hugging_face=_hugging_face(chosen, dropout),
         cut={
             "embedding.wte": Vocabulary(),
             "h.*.attn.c_attn": Columns(groups=3, unit=chosen.n_embd // chosen.n_head),
@@ -134,13 +134,12 @@ def gpt2(
     )
 
 
-def _hugging_face(size: Size, vocab_size: int, dropout: float) -> HuggingFace:
+def _hugging_face(size: Size, dropout: float) -> HuggingFace:
     """Return how ``GPT2LMHeadModel`` stores it. Projections are ``Conv1D``, a Linear with its weight transposed."""
-    sizes = {**vars(size), "vocab_size": vocab_size}
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        **{theirs: sizes[key] for key, theirs in GPT2.sizes.items()},
+        **{theirs: getattr(size, key) for key, theirs in GPT2.sizes.items()},
         "n_ctx": size.block_size,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,

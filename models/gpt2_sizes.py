@@ -18,6 +18,8 @@ _RATES = (
     (5e6, 3e-3), (124e6, 6e-4), (355e6, 3e-4), (774e6, 2.5e-4), (1558e6, 2e-4),
     (2.7e9, 1.6e-4), (6.7e9, 1.2e-4), (13e9, 1e-4), (175e9, 6e-5),
 )  # fmt: skip
+# 50257 words are GPT-2's own; 50304 = 393 x 128 are faster on every device.
+PADDED_TO, VOCABULARY = 128, 50304
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,13 @@ class Size:
     n_head: int
     n_embd: int
     block_size: int = 1024
+    vocab_size: int = VOCABULARY
 
-    def parameters(self, vocab_size: int) -> int:
-        """Return the number of parameters, the tied head counted once."""
+    @property
+    def parameters(self) -> int:
+        """The number of parameters, the tied head counted once."""
         block = 12 * self.n_embd**2 + 13 * self.n_embd
-        return (vocab_size + self.block_size + 2) * self.n_embd + self.n_layer * block
+        return (self.vocab_size + self.block_size + 2) * self.n_embd + self.n_layer * block
 
 
 SIZES = {
@@ -43,8 +47,6 @@ SIZES = {
     "tiny": Size(6, 4, 64, block_size=256),
 }
 DEFAULT = "124M"
-# 50257 words are GPT-2's own; 50304 = 393 x 128 are faster on every device.
-PADDED_TO, VOCABULARY = 128, 50304
 
 
 def with_sizes(size: str, given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> Any:
@@ -81,11 +83,10 @@ GPT2 = Family(
 )  # fmt: skip
 
 
-def with_defaults(model: Mapping[str, Any]) -> tuple[Size, int]:
-    """Return the sizes of the GPT-2 that a section ``model`` describes, and its number of words."""
+def with_defaults(model: Mapping[str, Any]) -> Size:
+    """Return the sizes of the GPT-2 that a section ``model`` describes, without its config.json."""
     size = DEFAULT if model["size"] is None else model["size"]
-    vocabulary = VOCABULARY if model["vocab_size"] is None else model["vocab_size"]
-    return with_sizes(size, {field.name: model[field.name] for field in fields(Size)}), vocabulary
+    return with_sizes(size, {field.name: model[field.name] for field in fields(Size)})
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
@@ -99,17 +100,11 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     """
     typed = {key: model[key] for key in GPT2.sizes if model[key] is not None}
     if len(typed) == len(GPT2.sizes) or (sizes := GPT2.beside(model)) is None:
-        return {"vocab_size": with_defaults(model)[1]}
+        return {"vocab_size": with_defaults(model).vocab_size}
     rows = max(sizes["vocab_size"], words or 0)
     if rows > VOCABULARY - PADDED_TO:  # in a smaller vocabulary, padding would get a share of the probabilities
         rows = -(-rows // PADDED_TO) * PADDED_TO
     return {**sizes, "vocab_size": rows, **typed}
-
-
-def parameters_of(model: Mapping[str, Any]) -> int:
-    """Return the number of parameters of the GPT-2 that a section ``model`` describes, without its config.json."""
-    size, vocabulary = with_defaults(model)
-    return size.parameters(vocabulary)
 
 
 def published_rate(parameters: int) -> float:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from models import gpt2_sizes
+from models.gpt2_sizes import published_rate, with_defaults
 
 RESOLVERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "gpt2_parameters": gpt2_sizes.parameters_of,
-    "gpt2_rate": lambda model: gpt2_sizes.published_rate(gpt2_sizes.parameters_of(model)),
+    "gpt2_parameters": lambda model: with_defaults(model).parameters,
+    "gpt2_rate": lambda model: published_rate(with_defaults(model).parameters),
 }
