@@ -28,8 +28,8 @@ if __name__ == "__main__":
     for name, _, layout in (one.partition(":") for one in layouts):
         os.makedirs(folder / name, exist_ok=True)
         before = crossed()
-        with rendezvous(world, 60.0):
-            run(config(*recipe, *layout.split()), folder / name, world)
+        with rendezvous(world, 60.0) as met:
+            run(config(*recipe, *layout.split()), folder / name, met)
         seen[name] = crossed() - before
     if world.rank == 0:
         (folder / "crossed.json").write_text(json.dumps(seen))
