@@ -300,11 +300,11 @@ def test_an_evaluation_changes_nothing_and_one_of_few_batches_sees_fewer_samples
 
 
 def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):
-    model = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", *text, "data.vocabulary=words"]
-    words = ["train.global_batch_size=4", "debug=overfit", "train.steps=60", "optim.lr=1e-2", "train.precision=fp32"]
+    model = ["model=gpt2", "model.size=tiny", "model.n_layer=2", *text, "data.vocabulary=words", "model.vocab_size=384"]
+    words = ["train.global_batch_size=4", "debug=overfit", "train.steps=60", "optim.lr=3e-3", "train.precision=fp32"]
     run(tmp_path, *model, *words)
     found = losses(tmp_path)
-    assert found[0] > 7 and found[-1] < 2
+    assert found[0] > 5 and found[-1] < 2
 
 
 def test_overfit_trains_on_the_same_batch_where_the_first_layer_works_in_place(tmp_path, monkeypatch):
@@ -324,9 +324,9 @@ def test_a_run_is_only_deterministic_if_it_is_asked_to_be(tmp_path, deterministi
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path, text, deterministic_again):
     recipe = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.dropout=0.1", *text, "data.vocabulary=words"]
-    recipe += ["train.global_batch_size=4", "train.steps=4", "train.deterministic=true", "train.eval_batches=2"]
+    recipe += ["model.vocab_size=384", "train.global_batch_size=4", "train.steps=4", "train.eval_batches=2"]
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):
-        run(tmp_path / name, *recipe, f"seed={seed}")
+        run(tmp_path / name, *recipe, "train.deterministic=true", f"seed={seed}")
     one, again, other = (saved(tmp_path / name, 4) for name in ("one", "again", "other"))
     assert losses(tmp_path / "one") == losses(tmp_path / "again") != losses(tmp_path / "other")
     assert same(one, again)

@@ -8,7 +8,7 @@ from apart import run_with_own
 from composed import LAYOUTS, config, execute, for_rank, losses, run, run_layout, saved
 
 TOY = ["train.epochs=null", "train.steps=4", "train.precision=fp64", "train.eval_every=null"]
-GPT2 = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.n_head=2", *TOY]
+GPT2 = ["model=gpt2", "model.n_layer=2", "model.n_embd=32", "model.n_head=2", "model.vocab_size=384", *TOY]
 
 
 @pytest.fixture(scope="module")

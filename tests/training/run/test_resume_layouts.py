@@ -25,7 +25,7 @@ def models(text, tmp_path_factory):
     # A few hundred tokens: with GPT-2's, the last layer took most of the time.
     rows += [f"data.tokenizer={tokenizer_folder(folder / 'tokenizer')}", "model.vocab_size=384"]
     return {
-        "gpt2": [*gpt2, *text, "data.vocabulary=words", "data.seq_len=16"],
+        "gpt2": [*gpt2, *text, "data.vocabulary=words", "model.vocab_size=384", "data.seq_len=16"],
         "gpt2 on rows": [*gpt2, *rows, "data.seq_len=64"],
         "convnet": ["model=convnet", *COMMON],
     }

@@ -18,8 +18,8 @@ def words(text):
     """GPT-2 of a vocabulary that two ranks do not divide."""
     return [
         "model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.n_head=2", *text,
-        "data.vocabulary=words", "data.seq_len=16", "train.epochs=null", "train.steps=3", "train.global_batch_size=8",
-        "train.precision=fp64", "train.eval_every=null", "scheduler=constant",
+        "data.vocabulary=words", "model.vocab_size=385", "data.seq_len=16", "train.epochs=null", "train.steps=3",
+        "train.global_batch_size=8", "train.precision=fp64", "train.eval_every=null", "scheduler=constant",
     ]  # fmt: skip
 
 
@@ -77,7 +77,8 @@ def test_a_model_starts_from_files_of_which_each_rank_reads_its_part_and_is_save
     "layout, key", [((4, ["parallel=fsdp", "parallel.dp=4"]), "shards"), (LAYOUTS["tensor"], "tp")]
 )
 def test_ranks_keep_their_share_of_what_one_keeps_and_the_summary_shows_it(ranks, words, tmp_path, layout, key):
-    more, (size, where) = ["data.vocabulary=gpt2", "train.checkpoint_every=null", "train.steps=1"], layout
+    more = ["data.vocabulary=gpt2", "model.vocab_size=50304", "train.checkpoint_every=null", "train.steps=1"]
+    size, where = layout
     (one,) = ranks.run(1, run_on_rank, *for_rank(tmp_path / "one", *words, *more))
     shared, *_ = ranks.run(size, run_on_rank, *for_rank(tmp_path / "several", *words, *more, *where))
     assert (one[key], shared[key]) == (1, size)
