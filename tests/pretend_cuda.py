@@ -67,6 +67,7 @@ def install() -> None:
         backend = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     backend.pretend_take_waits.restype = ctypes.c_char_p
     sys.modules["pretend_cuda_backend"] = backend
+    global torch  # for the functions that take the place of CUDA's own
     import torch
 
     cuda = torch.cuda
@@ -131,8 +132,6 @@ def take_waits() -> dict[str, int]:
 
 
 def _index(device) -> int:
-    import torch
-
     if device is None:
         return torch.cuda.current_device()
     if isinstance(device, int):
@@ -142,8 +141,6 @@ def _index(device) -> int:
 
 
 def _exchange(device: int) -> int:
-    import torch
-
     before = torch.cuda.current_device()
     if device >= 0:
         torch.cuda.set_device(device)
@@ -170,8 +167,6 @@ class _Generator:
         self._backend.pretend_seed(self.index, ctypes.c_uint64(seed))
 
     def get_state(self):
-        import torch
-
         state = torch.empty(self._backend.pretend_state_size(), dtype=torch.uint8)
         self._backend.pretend_get_state(self.index, ctypes.c_void_p(state.data_ptr()))
         return state
@@ -184,8 +179,6 @@ class Stream:
     """Work is done when it is submitted; ``waited_for`` lists the streams that this one was told to wait for."""
 
     def __init__(self, device=None, **_) -> None:
-        import torch
-
         self.device, self.waited_for = torch.device("cuda", _index(device)), []
         self.cuda_stream = id(self)
 
@@ -217,8 +210,6 @@ def _stream(stream: Stream | None):
     if stream is None:
         yield
         return
-    import torch
-
     # As the real one: on leaving, the device that was current before is made current, and gets a context.
     before, index = torch.cuda.current_device(), stream.device.index
     previous, _streams[index] = _streams.get(index), stream
@@ -269,8 +260,6 @@ def _threads_in_turn(modules, inputs, kwargs_tup=None, devices=None) -> list:
 
 def _install_data_parallel(parallel) -> None:
     """What nn.DataParallel calls of CUDA's own, in plain operators."""
-    import torch
-
     def device(index: int):
         return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
 

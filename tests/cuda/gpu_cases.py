@@ -24,9 +24,9 @@ ADAMW = {
 }  # fmt: skip
 
 
-def traces(recipe: Recipe, device_type: str) -> list:
+def borders(recipe: Recipe, device_type: str) -> list:
     chain, batch_at = chain_and_batches(recipe)
-    return trace(chain, batch_at(1), recipe.precision, device_type)
+    return [layer.outputs for layer in trace(chain, batch_at(1), recipe.precision, device_type)]
 
 
 def waits_of_an_update_after_a_resume(recipe: Recipe) -> tuple[dict, dict]:

@@ -14,8 +14,8 @@ GPT2 = on_gpus("gpt2")
 @pytest.mark.parametrize("model", with_slow(PUBLISHED, {*PUBLISHED} - {"gpt2", "resnet50"}))
 def test_a_trace_for_a_gpu_has_the_shapes_and_dtypes_of_one_for_a_cpu(gpus, model):
     recipe = dataclasses.replace(on_gpus(model), device="cpu", precision="bf16")
-    (on_cuda,), on_cpu = gpus.run(1, gpu_cases.traces, recipe, "cuda"), gpu_cases.traces(recipe, "cpu")
-    assert [t.outputs for t in on_cuda] == [t.outputs for t in on_cpu]
+    (on_cuda,), on_cpu = gpus.run(1, gpu_cases.borders, recipe, "cuda"), gpu_cases.borders(recipe, "cpu")
+    assert on_cuda == on_cpu
 
 
 def test_a_resumed_update_does_not_wait_for_the_gpus(gpus):
