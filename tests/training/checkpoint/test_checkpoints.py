@@ -446,6 +446,12 @@ def test_a_command_that_is_refused_leaves_checkpoints_and_summary_as_they_were(c
     assert {*before} <= {*files()}
 
 
+def test_an_evaluation_that_is_started_again_has_each_number_once(plainly, tmp_path):
+    for _ in range(2):
+        run(tmp_path, *STEPS, "mode=eval", f"checkpoint='{plainly}'")
+    assert [[name for name in line if name != "step"] for line in records(tmp_path)] == [["val_loss"], ["test_loss"]]
+
+
 def test_a_run_that_was_killed_after_its_last_checkpoint_is_completed(copy, plainly):
     """All steps are done; the test split and the summary are not."""
     resumed = run(copy, *EVERY_2, "train.resume=auto")
