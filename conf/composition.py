@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ _OF_SWEEP = ("hydra", "sweep.", "train.monitor")  # keys that are read before an
 _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # groups of which several may be chosen
 
 
+Start = tuple[float, str, float]
+
+
 @dataclass(frozen=True)
 class Composed:
     """A configuration and how it was composed: the whole input of a run.
@@ -56,6 +60,7 @@ class Composed:
         files: The folder of the configuration's files; None if none are written.
         job: Hydra's section, if it is a job of a sweep; None for a run.
         saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig), until ``complete`` uses it.
+        start: When the run began, its id, and the time by Hydra's ``now``.
     """
 
     cfg: Any
@@ -66,9 +71,10 @@ class Composed:
     files: Path | None = None
     job: Any = None
     saved: Any = None
+    start: Start = (0.0, "", 0.0)
 
     @classmethod
-    def of(cls, cfg: DictConfig, hydra: Any, saved: Any = None) -> Composed:
+    def of(cls, cfg: DictConfig, hydra: Any, saved: Any = None, start: Start = (0.0, "", 0.0)) -> Composed:
         """Return the configuration that Hydra has composed. ``hydra`` is Hydra's section."""
         run_dir, own = Path(hydra.runtime.output_dir), brought(saved)
         overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
@@ -77,7 +83,7 @@ class Composed:
             cfg, run_dir, dict(hydra.runtime.choices), [word for word in overrides["task"] if word not in own],
             [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"],
             None if hydra.output_subdir is None else run_dir / hydra.output_subdir,
-            hydra if hydra.mode is RunMode.MULTIRUN else None, saved,
+            hydra if hydra.mode is RunMode.MULTIRUN else None, saved, start,
         )  # fmt: skip
 
     def complete(self) -> Composed:
@@ -94,7 +100,7 @@ class Composed:
                 self._write("overrides.yaml", OmegaConf.create([*self.typed]))
         return replace(self, cfg=check_keys(with_schema(self.cfg)), saved=None)
 
-    def made_by_program(self, cfg: Any) -> Composed:
+    def made_by_program(self, cfg: DictConfig) -> Composed:
         """Return a copy with a configuration that a program has made, after checking its keys, and update its file."""
         check_keys(with_schema(cfg))
         self._write("config.yaml", cfg)
@@ -168,8 +174,8 @@ def compose_and_run(
         UserError: A word begins with a dash, and is no option.
     """
     # A rank that torchrun starts again finds the directory of the attempt before.
-    start = launcher_start() or (time.time(), secrets.token_hex(3))
-    _register_resolvers(*start)
+    start = *(launcher_start() or (time.time(), secrets.token_hex(3))), time.time()
+    register_start(start)
     parsed = parse(arguments)
     job = HydraTask(task, start, code_folders(arguments), saved)
     if saved is not None and parsed.cfg:  # Hydra would show the files' part only
@@ -182,6 +188,7 @@ def compose_and_run(
             return _run_hydra(parsed, get_args_parser(), job, str(FOLDER), "train")
     is_sweep = parsed.multirun or "hydra.mode=MULTIRUN" in parsed.overrides
     cfg, loader = _compose(arguments, saved, is_sweep)
+    register_start(start)  # again: Hydra has set its ``now``
     before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # recorded as the command
     try:
         with in_directory(cfg):
@@ -211,21 +218,23 @@ class HydraTask:
 
     Attributes:
         task: See ``compose_and_run``.
-        start: The time at which the command started, and the run's id.
+        start: See ``Composed``.
         folders: The folders that may have the user's code.
         saved: The checkpoint's configuration.
     """
 
     task: Callable[[Composed], Any]
-    start: tuple[float, str]
+    start: Start
     folders: Sequence[str]
     saved: Any
 
-    def __call__(self, cfg: Any) -> Any:
+    def __call__(self, cfg: DictConfig) -> Any:
         """Mask secrets in the files that Hydra has written, call the task and return its result to Hydra."""
-        _register_resolvers(*self.start)
+        register_start(self.start)
         hydra_section = HydraConfig.get()
-        composed = Composed.of(named(cfg, hydra_section.runtime.choices, self.folders), hydra_section, self.saved)
+        composed = Composed.of(
+            named(cfg, hydra_section.runtime.choices, self.folders), hydra_section, self.saved, self.start
+        )
         content = [OmegaConf.to_container(part, resolve=False) for part in (cfg, hydra_section)]
         # Reading the files would take longer than everything else here.
         if composed.job is not None or masking.mask_secrets(content) != content:
@@ -252,10 +261,13 @@ def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[
     return cfg
 
 
-def _register_resolvers(began: float, run_id: str) -> None:
+def register_start(start: Start) -> None:
+    """Let ``${began:}``, ``${run_id:}`` and ``${now:}`` be the same wherever they appear."""
+    began, run_id, now = start
     register()
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
-    OmegaConf.register_new_resolver("began", lambda form: time.strftime(form, time.localtime(began)), replace=True)
+    OmegaConf.register_new_resolver("began", datetime.fromtimestamp(began).strftime, replace=True)
+    OmegaConf.register_new_resolver("now", datetime.fromtimestamp(now).strftime, replace=True)
 
 
 def with_schema(cfg: DictConfig) -> DictConfig:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import yaml
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from conf.words import key_of
 
@@ -36,7 +35,7 @@ _NEEDS_OF_RUN = {
 _REFERRED = ("model.vocabulary.", "model.tokenizer.", "recipes.")
 
 
-def check_effects(cfg: Any, typed: Sequence[str], of_sweep: bool) -> None:
+def check_effects(cfg: DictConfig, typed: Sequence[str], of_sweep: bool) -> None:
     """Check the typed words of a composed configuration, whose references are not resolved.
 
     Args:
@@ -61,7 +60,7 @@ def check_effects(cfg: Any, typed: Sequence[str], of_sweep: bool) -> None:
             raise ConfigCompositionException(f"{key} has no effect without {needed}: set that, or leave {key} out")
 
 
-def _is_set(cfg: Any, need: str) -> bool:
+def _is_set(cfg: DictConfig, need: str) -> bool:
     """Return whether a value is set, such as ``optim.momentum!=0``; without ``=``, whether the key exists."""
     key, equals, wanted = need.partition("=")
     section, _, name = key.rpartition(".")

@@ -9,19 +9,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from importlib import import_module
 from importlib.util import find_spec
+from operator import getitem
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf, ValidationError, nodes
+from omegaconf import DictConfig, OmegaConf, ValidationError, nodes
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import PlanError, TrainingError, UserError
 from common.namesakes import is_here, theirs
 from conf import keys_of, options
 from conf.messages import interrupt_in, unknown_key
+from conf.schema import Root
 from parallel.strategies import OWN, STRATEGIES, StrategyInfo
 
 # A section from elsewhere (a checkpoint, a peer) may only name public classes of these packages ...
@@ -96,7 +98,7 @@ def add_to_path(folders: Sequence[str]) -> None:
     sys.path.extend(folder for folder in (os.getcwd(), *folders) if folder not in sys.path)
 
 
-def use_code_of(cfg: Any) -> None:
+def use_code_of(cfg: Root) -> None:
     """Let this process import the user's code, and know the strategy ``parallel.strategy``.
 
     Raises:
@@ -134,14 +136,28 @@ def to_dict(cfg: Any) -> dict:
 
 
 def to_config(tree: dict) -> Any:
-    """Convert plain data to a configuration, to be read as ``cfg.train.steps``. The reverse of ``to_dict``."""
+    """Convert plain data to a configuration that can only be read. The reverse of ``to_dict``."""
     try:
-        return OmegaConf.create(literal(tree) if "${" in str(tree) else tree)
+        return OmegaConf.create(literal(tree) if "${" in str(tree) else tree, flags={"readonly": True})
     except OmegaConfBaseException as error:
         raise interrupt_in(error) or error from None
 
 
-def check_sections(cfg: Any) -> None:
+def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
+    """Return a configuration like ``cfg``, but with some other values by key: ``{"parallel.dp": 2}``."""
+    tree = to_dict(cfg)
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        reduce(getitem, sections, tree)[name] = value
+    return to_config(tree)
+
+
+def in_section(section: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a section as ``with_values`` takes them."""
+    return {f"{section}.{key}": value for key, value in keys.items()}
+
+
+def check_sections(cfg: DictConfig) -> None:
     """Check that every section of a composed configuration is a mapping.
 
     Raises:
@@ -157,7 +173,7 @@ def check_sections(cfg: Any) -> None:
             )
 
 
-def environment(cfg: Any) -> dict[str, str]:
+def environment(cfg: Root) -> dict[str, str]:
     """Return the variables of ``parallel.env``, such as {"NCCL_DEBUG": "INFO"}; raise PlanError if not a mapping."""
     wanted = cfg.parallel.env or {}
     if not hasattr(wanted, "items"):
@@ -370,18 +386,13 @@ def resolve(target: Any) -> Any:
     return item
 
 
-def nodes_with_target(tree: Any) -> list[dict]:
-    """Return the sections that name a target, at any depth."""
-    if not isinstance(tree, (dict, list)):
-        return []
-    found = [tree] if isinstance(tree, dict) and "_target_" in tree else []
-    items = tree.values() if isinstance(tree, dict) else tree
-    return found + [node for item in items for node in nodes_with_target(item)]
-
-
 def targets(tree: Any) -> list[Any]:
     """Return all targets that a tree names, at any depth."""
-    return [node["_target_"] for node in nodes_with_target(tree)]
+    if not isinstance(tree, (dict, list)):
+        return []
+    found = [tree["_target_"]] if isinstance(tree, dict) and "_target_" in tree else []
+    items = tree.values() if isinstance(tree, dict) else tree
+    return found + [target for item in items for target in targets(item)]
 
 
 def why_foreign(target: Any) -> str | None:

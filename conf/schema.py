@@ -7,10 +7,11 @@ and meanings, are listed in its YAML, and ``conf.instantiate`` checks values aga
 
 from __future__ import annotations
 
+from collections.abc import KeysView
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -18,33 +19,50 @@ from omegaconf import OmegaConf
 from conf import MODES
 from models.resolvers import RESOLVERS
 
+if TYPE_CHECKING:  # what functions get is plain data, with the names of choices
+    Device = Mode = Precision = Format = Positions = Direction = Tested = Order = CommHook = Schedule = str
+else:
 
-class _Choice(Enum):
-    @staticmethod
-    def _generate_next_value_(name: str, *_) -> str:
-        return name
+    class _Choice(Enum):
+        @staticmethod
+        def _generate_next_value_(name: str, *_) -> str:
+            return name
+
+    Device = _Choice("Device", "auto cpu cuda mps")
+    Mode = _Choice("Mode", " ".join(MODES))
+    Precision = _Choice("Precision", "auto fp64 fp32 bf16 bf16_residual fp16")
+    Format = _Choice("Format", "safetensors torch_export onnx triton peft")
+    Positions = _Choice("Positions", "all last")
+    Direction = _Choice("Direction", "minimize maximize")
+    Tested = _Choice("Tested", "last best")
+    Order = _Choice("Order", "dp_pp pp_dp")
+    CommHook = _Choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
+    Schedule = _Choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleaved_zero_bubble planned")
 
 
-Device = _Choice("Device", "auto cpu cuda mps")
-Mode = _Choice("Mode", " ".join(MODES))
-Precision = _Choice("Precision", "auto fp64 fp32 bf16 bf16_residual fp16")
-Format = _Choice("Format", "safetensors torch_export onnx triton peft")
-Positions = _Choice("Positions", "all last")
-Direction = _Choice("Direction", "minimize maximize")
-Tested = _Choice("Tested", "last best")
-Order = _Choice("Order", "dp_pp pp_dp")
-CommHook = _Choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
-Schedule = _Choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleaved_zero_bubble planned")
+class Section:
+    """The base of the schemas. Sections are OmegaConf's mappings, which can only be read after composition."""
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, key: str) -> Any: ...
+
+        def get(self, key: str, default: Any = None) -> Any:
+            """Return the value of a key."""
+
+        def keys(self) -> KeysView[str]:
+            """Return the names of the keys."""
+            ...
 
 
 @dataclass
-class Train:
+class Train(Section):
     """How a model is trained, for every model and in every layout."""
 
     steps: int | None = None  # optimizer steps; if epochs is set too, the run ends with whichever comes first
     epochs: float | None = None  # passes over the training data; fractions are rounded up to whole steps
     global_batch_size: int = 64  # samples per optimizer step over all replicas (sequences, for a language model)
-    precision: Precision = Precision.auto  # number format; auto: bf16 if the device is fast at it, otherwise fp32
+    precision: Precision = "auto"  # number format; auto: bf16 if the device is fast at it, otherwise fp32
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
     max_skipped: int = 10  # the run ends after more skipped steps in a row (loss or gradient not finite, or no target)
@@ -65,12 +83,12 @@ class Train:
     keep_checkpoints: int = 3  # how many of the newest checkpoints are kept, besides the best one
     monitor: str | None = None  # the metric of an evaluation that decides checkpoints/best; null: val_loss
     monitor_direction: Direction | None = None  # what is better; null: by the metric's name (more accuracy, less loss)
-    test: Tested = Tested.last  # the weights of the test at the end: those of the last step, or checkpoints/best
+    test: Tested = "last"  # the weights of the test at the end: those of the last step, or checkpoints/best
     resume: str | None = None  # resume from auto (newest checkpoint of this directory), a run directory or a checkpoint
 
 
 @dataclass
-class Sample:
+class Sample(Section):
     """Settings of mode=sample, and of the text that a language model writes at the end of its training."""
 
     prompt: str = ""  # the text to continue, or the JSON of a chat's messages; may be empty for GPT-2
@@ -85,16 +103,16 @@ class Sample:
 
 
 @dataclass
-class Export:
+class Export(Section):
     """Settings of mode=export."""
 
-    format: Format = Format.safetensors  # weights, a program of torch, ONNX, a repository for Triton, or LoRA adapters
+    format: Format = "safetensors"  # weights, a program of torch, ONNX, a repository for Triton, or LoRA adapters
     max_batch_size: int = 8  # for format=triton: samples that the server may compute at once
-    positions: Positions = Positions.all  # tokens whose logits a served language model returns
+    positions: Positions = "all"  # tokens whose logits a served language model returns
 
 
 @dataclass
-class Verify:
+class Verify(Section):
     """Settings of mode=verify."""
 
     processes: int | None = None  # the largest number of processes of a layout; null: 4, or the number of GPUs
@@ -104,7 +122,7 @@ class Verify:
 
 
 @dataclass
-class Sweep:
+class Sweep(Section):
     """The objective by which the jobs of a sweep (-m) are compared, and which a sweeper such as optuna gets."""
 
     objective: str | None = None  # a number such as val_accuracy or step_time_s; null: train.monitor (docs/sweeps.md)
@@ -112,12 +130,12 @@ class Sweep:
 
 
 @dataclass
-class Root:
+class Root(Section):
     """The whole configuration."""
 
     seed: int = 1337  # seed of initial weights, the order of samples, dropout and augmentation
-    device: Device = Device.auto  # where to compute; auto: the best available device
-    mode: Mode = Mode["train"]  # what the command does
+    device: Device = "auto"  # where to compute; auto: the best available device
+    mode: Mode = "train"  # what the command does
     checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
     export_to: str = "export"  # for mode=export: a new folder; a relative path is in the run directory
     export: Export = field(default_factory=Export)
@@ -143,7 +161,7 @@ class Root:
 
 
 @dataclass
-class Parallel:
+class Parallel(Section):
     """The layout of a run, and its processes. A strategy is an option of ``parallel`` that sets some of these keys."""
 
     name: str = "single"  # the strategy; parallel=NAME sets it
@@ -152,15 +170,15 @@ class Parallel:
     sequence: bool = False  # with tp: each of its processes has a part of the sequence between the matrices
     pp: int = 1  # processes of a pipeline, which run stages_per_rank stages each; model_parallel: stages in one process
     chunks: Any = 1  # micro-batches per replica and step (gradient accumulation without a pipeline); auto: the fastest
-    schedule: Schedule = Schedule.gpipe  # order of forwards and backwards in a pipeline
+    schedule: Schedule = "gpipe"  # order of forwards and backwards in a pipeline
     stages_per_rank: int | None = None  # stages of each rank; null: 1 for gpipe and 1f1b, otherwise 2
     balance: Any = "uniform"  # how layers are divided into stages: uniform, time or size (measured), or [7,7]
-    order: Order = Order.dp_pp  # dp_pp: consecutive ranks are the stages of a pipeline; pp_dp: the replicas of a stage
+    order: Order = "dp_pp"  # dp_pp: consecutive ranks are the stages of a pipeline; pp_dp: the replicas of a stage
     devices: list[str] | None = None  # model_parallel: one per stage, such as [cuda:0,cuda:1]; data_parallel: all
     threads: int | None = None  # CPU threads of each process; null: an equal part of the cores
     timeout_s: float = 300.0  # seconds that a rank waits for another before the run ends
     bucket_mb: float = 25.0  # size of the buckets in which gradients are averaged, in MiB
-    comm_hook: CommHook = CommHook.none  # how gradients are sent; none: as they are; hierarchical: first within nodes
+    comm_hook: CommHook = "none"  # how gradients are sent; none: as they are; hierarchical: first within nodes
     shard: int | None = None  # replicas that share one copy of the parameters; null: all; for hsdp: those of one node
     reshard: bool | None = None  # free a layer's gathered parameters after its forward; null: not in a pipeline
     sync_batchnorm: bool = False  # BatchNorm statistics over the micro-batches of all replicas together
@@ -169,7 +187,7 @@ class Parallel:
 
 
 @dataclass
-class Local:
+class Local(Section):
     """Processes on this machine."""
 
     name: str = "local"  # the launcher; launcher=NAME sets it
@@ -178,7 +196,7 @@ class Local:
 
 
 @dataclass
-class Slurm:
+class Slurm(Section):
     """A job on a SLURM cluster."""
 
     name: str = "slurm"  # the launcher; launcher=NAME sets it

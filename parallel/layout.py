@@ -1,6 +1,6 @@
 """A layout: the number of replicas and of stages, and all other keys that decide where a number is computed.
 
-Wherever a layout is needed, it is a ``Layout``: read from the section ``parallel`` or written into it, typed on a
+Wherever a layout is needed, it is a ``Layout``: read from the section ``parallel`` or shown as it, typed on a
 command line, planned, compared, or kept in a checkpoint.
 """
 
@@ -76,12 +76,11 @@ class Layout:
             balance=tuple(len(layers) for layers in stages),
         )
 
-    def into(self, section: Any) -> Any:
-        """Write the layout into a section ``parallel`` or a dict, and return the section or dict."""
+    def section(self) -> dict[str, Any]:
+        """Return all keys of the section ``parallel`` that a layout has. The reverse of ``of``."""
         keys = {key: getattr(self, key) for key in _KEYS}
-        keys["balance"] = [*self.counts] or self.balance
-        section.update({"name": self.strategy, **keys, "devices": [*self.devices] or None})
-        return section
+        balance, devices = [*self.counts] or self.balance, [*self.devices] or None
+        return {"name": self.strategy, **keys, "balance": balance, "devices": devices}
 
     def keys(self) -> dict[str, Any]:
         """Return the keys of the section ``parallel`` that a planner chooses. It leaves the others as they are."""

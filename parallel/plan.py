@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class Plan(Layout):
         global_batch_size: Samples per step over all replicas.
         gpus: The number of GPUs to which this command's ranks are assigned in turn; None if it starts none on GPUs.
         frozen: The number of parameters that are not trained, a tied one counted once.
+        recompute: Whether activations are recomputed in the backward.
     """
 
     device_type: str
@@ -67,6 +68,13 @@ class Plan(Layout):
     global_batch_size: int
     gpus: int | None = None
     frozen: int = 0
+    recompute: bool = False
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Plan:
+        """Read a plan from the result of ``dataclasses.asdict``, which may have been JSON meanwhile."""
+        stages = tuple(StagePlan(**{**stage, "layers": tuple(stage["layers"])}) for stage in saved["stages"])
+        return cls(**{**saved, "stages": stages, **{key: tuple(saved[key]) for key in ("balance", "devices")}})
 
     @property
     def shares_gpus(self) -> bool:
@@ -110,6 +118,7 @@ def make_plan(
     global_batch_size: int,
     device: str,
     precision: str,
+    recompute: bool = False,
     world_size: int | None = None,
     nodes: int = 1,
     hardware: Hardware | None = None,
@@ -122,6 +131,7 @@ def make_plan(
         global_batch_size: Samples per step over all replicas.
         device: auto, cpu, cuda or mps.
         precision: auto, fp64, fp32, bf16 or fp16.
+        recompute: Whether activations are recomputed in the backward.
         world_size: The number of processes if they are started already (torchrun), otherwise None.
         nodes: The number of machines, with equally many processes each.
         hardware: The hardware of the machine that will run the plan; None for this machine.
@@ -175,12 +185,25 @@ def make_plan(
         **asdict(layout),
         device_type=hardware.device_type,
         precision=hardware.precision if precision == "auto" else precision,
-        stages=tuple(StagePlan(i, tuple(run), *_count(skeleton[name] for name in run)) for i, run in enumerate(runs)),
+        stages=_stages(skeleton, runs),
         parameters=parameters,
         global_batch_size=global_batch_size,
         gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
         frozen=frozen,
+        recompute=recompute,
     )
+
+
+def rebalanced(plan: Plan, chain: Chain, counts: Sequence[int]) -> Plan:
+    """Return the plan with other numbers of layers in its stages."""
+    runs, skeleton = partition_layers(chain.names, len(plan.stages), counts, []), chain.skeleton()
+    if plan.sequence:
+        check_ties(chain, skeleton, runs)
+    return replace(plan, balance=tuple(counts), stages=_stages(skeleton, runs))
+
+
+def _stages(skeleton: Layers, runs: Sequence[Sequence[str]]) -> tuple[StagePlan, ...]:
+    return tuple(StagePlan(i, tuple(run), *_count(skeleton[name] for name in run)) for i, run in enumerate(runs))
 
 
 def check_numbers(parallel) -> None:

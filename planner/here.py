@@ -6,13 +6,13 @@ computing takes almost no time. Every number is that of the slowest rank.
 
 from __future__ import annotations
 
-import copy
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -320,7 +320,7 @@ def _step(
     alone, size = name == "single", ranks.size
     dp, pp = (1, 1) if alone else (1, size) if name == "pipelined" else (size, 1)
     layout = Layout(name, dp, pp, chunks, **keys)
-    parallel = layout.into(copy.deepcopy(subject.parallel))
+    parallel = SimpleNamespace(**{**subject.parallel, **layout.section()})
     plan = make_plan(
         parallel, chain, global_batch_size=chunks * dp, device=subject.device, precision=subject.precision,
         world_size=layout.processes,

@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import psutil
-from composed import config
+from composed import config, training
 
 from launchers import World
 from launchers.meeting import rendezvous
-from training.run.rank import run
 
 
 def crossed():
@@ -29,7 +28,7 @@ if __name__ == "__main__":
         os.makedirs(folder / name, exist_ok=True)
         before = crossed()
         with rendezvous(world, 60.0) as met:
-            run(config(*recipe, *layout.split()), folder / name, met)
+            training(config(*recipe, *layout.split()), folder / name, met)
         seen[name] = crossed() - before
     if world.rank == 0:
         (folder / "crossed.json").write_text(json.dumps(seen))

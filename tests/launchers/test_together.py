@@ -171,5 +171,6 @@ def test_a_false_rank_0_has_no_program_executed_on_another(tmp_path):
     ended = end(begun)
     assert not list(tmp_path.glob("executed*"))
     assert [ended[rank].code for rank in (0, 1)] == [1, 1]
-    assert "rank 0 sends parallel.env, which the command line of this rank does not name" in ended[1].stderr
+    keys = "parallel.env.GIT_CONFIG_COUNT, parallel.env.GIT_CONFIG_KEY_0, parallel.env.GIT_CONFIG_VALUE_0"
+    assert f"rank 0 sends {keys}, which the command line of this rank does not name" in ended[1].stderr
     assert "rank 1 (" in ended[0].stderr and "its output says why" in ended[0].stderr

@@ -92,7 +92,7 @@ class Result:
 def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
     """The configuration section that a layout stands for."""
     others = {"threads": None, "timeout_s": 60.0, "bucket_mb": 25.0, "comm_hook": layout.comm_hook}
-    return SimpleNamespace(**{**layout.into({}), **others, **changes})
+    return SimpleNamespace(**{**layout.section(), **others, **changes})
 
 
 def planned(

@@ -365,7 +365,7 @@ def _chain_and_batches(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
 
 def _configured(recipe: Recipe) -> tuple[Chain, Callable[[int], Batch]]:
     """A model of conf/model with the data that it brings, the same batch at each step."""
-    chain, data = model_and_data(to_config(to_dict(compose([f"model={recipe.model}"]))))
+    _, chain, data = model_and_data(to_config(to_dict(compose([f"model={recipe.model}"]))))
     data.prepare()
     batch = Batch(*data.train.read(np.arange(recipe.global_batch), 0))
     return chain, lambda step: batch

@@ -1,6 +1,8 @@
 """A layout is the same value however it is written: as a section, as words, in a manifest."""
 
-from dataclasses import fields
+import json
+from dataclasses import asdict, fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,13 +28,17 @@ def section(*words: str):
     return to_config(to_dict(compose(words).parallel))
 
 
+def with_layout(layout: Layout):
+    return SimpleNamespace(**{**section("parallel=single"), **layout.section()})
+
+
 def plan(parallel) -> Plan:
     return make_plan(parallel, gpt2(size="tiny"), global_batch_size=24, device="cpu", precision="fp32")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_what_is_written_into_a_section_is_read_from_it(layout):
-    assert Layout.of(layout.into(section("parallel=pipe_fsdp", "parallel.reshard=true"))) == layout
+    assert Layout.of(SimpleNamespace(**layout.section())) == layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -43,8 +49,8 @@ def test_the_words_set_what_a_planner_chooses(layout):
 
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if not one.devices], ids=lambda layout: layout.name)
 def test_a_plan_is_a_layout_which_plans_the_same_again(layout):
-    planned = plan(layout.into(section("parallel=single")))
-    assert plan(planned.into(section("parallel=single"))) == planned
+    planned = plan(with_layout(layout))
+    assert plan(with_layout(planned)) == planned == Plan.from_json(json.loads(json.dumps(asdict(planned))))
     assert (planned.processes, planned.group, planned.shards) == (layout.processes, layout.group, layout.shards)
     read = Layout.from_manifest(planned.manifest())
     assert read.keys() == layout.keys()
@@ -58,9 +64,8 @@ def test_single_leaves_no_key_that_one_process_does_not_take():
         "tp": 2, "sequence": True,
     }  # fmt: skip
     assert everything.keys() == {"name", *(key.name for key in fields(Layout))} - {"strategy"}
-    parallel = section("parallel=single")
-    parallel.update(everything)
-    alone = make_plan(Layout().into(parallel), toy(), global_batch_size=1, device="cpu", precision="fp32", world_size=1)
+    parallel = SimpleNamespace(**{**section("parallel=single"), **everything, **Layout().section()})
+    alone = make_plan(parallel, toy(), global_batch_size=1, device="cpu", precision="fp32", world_size=1)
     assert alone.processes == len(alone.stages) == 1
 
 

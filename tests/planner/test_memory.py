@@ -1,6 +1,5 @@
 """One formula for a rank's memory: mode=plan, parallel=auto, balance=size and the checks before a run agree."""
 
-import copy
 from functools import cache
 from math import inf
 
@@ -10,6 +9,7 @@ from cases import Layout, planned, pretend_gpus
 from composed import compose, execute, plain
 
 from common.errors import PlanError
+from conf.instantiate import in_section, with_values
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from models.toy import toy
@@ -63,10 +63,9 @@ def _composed(*words):
 
 def composed(model, layout, recompute):
     """A configuration of one's own; Hydra composes one a strategy."""
-    cfg = copy.deepcopy(_composed(f"parallel={layout.split()[0]}", *MODELS[model], *COMMON))
-    cfg.parallel.update(LAYOUTS[layout], chunks=CHUNKS)
-    cfg.train.activation_checkpointing = recompute
-    return cfg
+    cfg = _composed(f"parallel={layout.split()[0]}", *MODELS[model], *COMMON)
+    keys = in_section("parallel", {**LAYOUTS[layout], "chunks": CHUNKS})
+    return with_values(cfg, {**keys, "train.activation_checkpointing": recompute})
 
 
 def said_by_plan(cfg, folder, monkeypatch) -> list[Memory]:
@@ -74,8 +73,7 @@ def said_by_plan(cfg, folder, monkeypatch) -> list[Memory]:
     with monkeypatch.context() as patched:
         patched.setattr(console, "describe_memory", lambda ranks: shown.extend(ranks) or "")
         shown: list[Memory] = []
-        cfg.mode = "plan"
-        execute(cfg, folder, None)
+        execute(with_values(cfg, {"mode": "plan"}), folder, None)
     return shown
 
 
@@ -90,8 +88,7 @@ def said_by_auto(cfg, monkeypatch) -> Memory:
     with monkeypatch.context() as patched:
         patched.setattr(choice, "measure", measured)
         patched.setattr(choice, "available_memory", lambda: 2.0**40)
-        cfg.parallel.chunks = "auto"
-        found, _ = choice.predict_here(cfg)
+        found, _ = choice.predict_here(with_values(cfg, {"parallel.chunks": "auto"}))
     (one,) = (one for one in found.best if one.layout.chunks == CHUNKS)
     return one.memory
 
@@ -140,22 +137,21 @@ def memory_case(model, layout, recompute):
 )
 def test_all_who_say_how_much_memory_say_the_same(tmp_path, monkeypatch, capsys, model, layout, recompute):
     cfg = composed(model, layout, recompute)
-    planned = said_by_plan(copy.deepcopy(cfg), tmp_path, monkeypatch)
+    planned = said_by_plan(cfg, tmp_path, monkeypatch)
     fullest = max(planned, key=lambda rank: rank.total)
-    assert parts(said_by_auto(copy.deepcopy(cfg), monkeypatch)) == parts(fullest)
+    assert parts(said_by_auto(cfg, monkeypatch)) == parts(fullest)
     assert bool(fullest.recomputed) == recompute
 
     held = sum(rank.process + sum(parts(rank, STATE).values()) for rank in planned)
-    assert needed_by_check(copy.deepcopy(cfg), tmp_path, monkeypatch) == pytest.approx(held, abs=len(planned))
+    assert needed_by_check(cfg, tmp_path, monkeypatch) == pytest.approx(held, abs=len(planned))
 
-    plan = preparing.prepare(copy.deepcopy(cfg)).plan
+    plan = preparing.prepare(cfg).plan
     for rank, memory in enumerate(planned):
         stages = plan.stages_of(plan.mesh(rank).position)
         assert round(memory.weights) == round(4 * sum(stage.weights for stage in stages) / plan.shards / plan.tp)
 
     if plan.pipelined:
-        cfg.parallel.balance = "size"
-        costs = costs_of_balance(cfg, monkeypatch)
+        costs = costs_of_balance(with_values(cfg, {"parallel.balance": "size"}), monkeypatch)
         ends = [sum(plan.balance[:i]) for i in range(len(plan.stages) + 1)]
         first = sum(sum(costs[ends[i] : ends[i + 1]]) for i in range(0, len(plan.stages), plan.pp))
         assert first == pytest.approx(planned[0].of_layers)

@@ -342,7 +342,7 @@ def test_no_micro_batch_is_smaller_than_the_layers_take():
 @pytest.mark.parametrize("size, least", [(64, 1), (32, 2)])
 def test_batchnorm_takes_one_sample_where_its_maps_have_several_numbers(size, least):
     cfg = plain(compose("model=resnet50", f"data.image_size={size}"))
-    chain, data = model_and_data(cfg)
+    _, chain, data = model_and_data(cfg)
     data.prepare()
     setup = Setup(cfg, chain, data, SimpleNamespace(precision="fp32"))
     assert (setup.work[1], setup.has_batchnorm) == (least, True)

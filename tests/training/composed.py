@@ -87,8 +87,26 @@ def run(folder: Path, *overrides: str) -> dict:
     from training.run.rank import run as training
 
     folder.mkdir(parents=True, exist_ok=True)
-    cfg = config(*overrides)
-    return training(cfg, folder, setup=prepare(cfg))
+    return training(prepare(config(*overrides)), folder)
+
+
+def planned(cfg, world=None):
+    """The plan of a run that no other process has made: each rank makes the same."""
+    from training.run.prepare import model_and_data, plan_of
+
+    cfg, chain, _ = model_and_data(cfg)
+    return plan_of(cfg, chain, world and world.size)
+
+
+def training(cfg, folder: Path, world=None) -> dict:
+    """A run of a configuration as it is, unchecked; returns its summary."""
+    from launchers import World
+    from training.run.prepare import adopt, build_setup
+    from training.run.rank import run
+
+    world = world or World.alone()
+    adopt(cfg, world)
+    return run(build_setup(cfg, planned(cfg, world), world), folder, world)
 
 
 def for_rank(folder: Path, *overrides: str, **sections) -> tuple[dict, str, str]:
@@ -114,7 +132,6 @@ def run_on_rank(tree: dict, folder: str, meeting: str) -> dict:
 
     from launchers import World
     from launchers import meeting as meetings
-    from training.run.rank import run as training
 
     if not dist.is_initialized():
         return training(to_config(tree), Path(folder))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import TrainingError
 from conf.instantiate import build as build_role
 from conf.instantiate import target_of, to_dict
+from conf.schema import Root
 
 if TYPE_CHECKING:
     from parallel.strategy import Strategy
@@ -69,7 +70,7 @@ class TrainingRun:
         stop_reason: Why the run ends after this step; None while it continues.
     """
 
-    cfg: Any
+    cfg: Root
     run_dir: Path
     strategy: Strategy
     record: Callable[[dict[str, Any]], None]

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, FOLDER, ON_TOP, TRAINED
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
+from conf.schema import Root
 from conf.words import config_folder, parse
 from training.checkpoint.files import MANIFEST, Checkpoint
 
@@ -227,7 +228,7 @@ def _resolved(cfg: DictConfig, key: str) -> Any:
         return OmegaConfBaseException  # differs from every value in a checkpoint
 
 
-def checkpoint_of(cfg: Any) -> Path:
+def checkpoint_of(cfg: Root) -> Path:
     """Return the path in ``checkpoint``: a checkpoint, or a run directory, which stands for its newest checkpoint.
 
     Whether it exists and is complete is checked where it is read.

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.files import download_hint, find_weights, folder_of, parse_json
+from conf.instantiate import with_values
+from conf.schema import Root
 from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens, tokens_after_gpt2
 from models.chain import Chain
 from models.sequential import prefix_of
@@ -53,14 +55,14 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
         _add_tokens(model.extra_tokens, chain, strategy, known)
 
 
-def check_base(cfg: Any, chain: Chain) -> None:
-    """Record in ``model.lora.base`` which weights the adapters of a run are trained on.
+def with_base(cfg: Root, chain: Chain) -> Any:
+    """Return the configuration with ``model.lora.base``: on which weights the adapters of a run are trained.
 
     Raises:
         TrainingError: The adapters of a checkpoint were trained on other weights.
     """
     if chain.base is None:
-        return
+        return cfg
     model, lora = cfg.model, cfg.model.lora
     if model.init_from is not None:
         base = "sha256=" + "+".join(map(sha256, _files(find_weights(model.init_from))))
@@ -71,7 +73,7 @@ def check_base(cfg: Any, chain: Chain) -> None:
             f"these adapters were trained on the base {lora.base}, but model.init_from={model.init_from} "
             f"seed={cfg.seed} gives {base}; set model.init_from and seed to the values that they were trained with"
         )
-    lora.base = base
+    return with_values(cfg, {"model.lora.base": base})
 
 
 def read_base(model: Any, chain: Chain, strategy: Strategy) -> None:
@@ -80,7 +82,7 @@ def read_base(model: Any, chain: Chain, strategy: Strategy) -> None:
         start(model, chain, strategy)
 
 
-def digest_read(cfg: Any, chain: Chain) -> str | None:
+def digest_read(cfg: Root, chain: Chain) -> str | None:
     """Return a digest of the files that ``model.init_from`` names; None if the run reads none, or they are missing.
 
     The digest covers the name and size of each file and blocks spread over it. It does not cover the whole file, since

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
+from conf.schema import Root
 from models.chain import Chain
 from models.sequential import names_of_module
 from parallel.mesh import Mesh
@@ -143,7 +144,7 @@ def _load_optimizer(tensors: CheckpointTensors, strategy: Strategy, optimizer: O
         optimizer.load_state_of(parameter, state)
 
 
-def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
+def check_fits(path: Path, chain: Chain, cfg: Root) -> None:
     """Check that a checkpoint holds the model ``chain``, built from ``cfg``, and no other tensors.
 
     Only the names and shapes of tensors are compared; no tensor is read.
@@ -160,7 +161,7 @@ def check_fits(path: Path, chain: Chain, cfg: Any) -> None:
 
 
 def _compare(
-    checkpoint: Checkpoint, stored: CheckpointTensors, chain: Chain, trains: bool, cfg: Mapping[str, Any] | None = None
+    checkpoint: Checkpoint, stored: CheckpointTensors, chain: Chain, trains: bool, cfg: Root | None = None
 ) -> None:
     """Compare a checkpoint's tensors with those of a model; if it ``trains``, those of its optimizer, too."""
     skeleton = chain.skeleton()
@@ -191,7 +192,7 @@ def differences(stored: Shapes, wanted: Shapes, missing: str = "is not in it", e
     return problems + ([f"{', '.join(left[:_SHOWN])}{more} {are} not the model's"] if left else [])
 
 
-def _differences(config: Mapping[str, Any] | None, cfg: Any) -> str:
+def _differences(config: Mapping[str, Any] | None, cfg: Root) -> str:
     """Return the end of a message: the keys of model and data whose values differ from the checkpoint's."""
     differing = [
         f"{section}.{key}={value} in the checkpoint and {cfg[section].get(key)} in this command"
@@ -300,13 +301,13 @@ def make_newest(wanted: str, folder: Path, loaded: Checkpoint | None) -> None:
         _warn(f"{folder} cannot be changed: {error}")
 
 
-def after_restart(cfg: Any, run_dir: Path) -> None:
-    """Change ``train.resume`` for a run that its launcher has restarted.
+def after_restart(cfg: Root, run_dir: Path) -> dict[str, Any]:
+    """Return the values that differ in a run that its launcher has restarted, for ``with_values``.
 
     The run continues from its newest checkpoint, or, before it has one, from the one that ``train.resume`` names.
     """
-    if cfg.train.resume is None or Checkpoint.newest(run_dir / "checkpoints") is not None:
-        cfg.train.resume = AUTO
+    anew = cfg.train.resume is None or Checkpoint.newest(run_dir / "checkpoints") is not None
+    return {"train.resume": AUTO} if anew else {}
 
 
 def _warn(text: str) -> None:

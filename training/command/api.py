@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from common.errors import TrainingError, UserError
 from common.namesakes import check_folder
@@ -250,9 +250,10 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
     return objects
 
 
-def with_given(cfg: Any, objects: dict[str, Any], config: Any = None) -> Any:
+def with_given(cfg: DictConfig, objects: dict[str, Any], config: Any = None) -> Any:
     """Return a copy of ``config`` or, if it is None, of the composed ``cfg``, whose sections name the given objects."""
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg if config is None else config, resolve=False, enum_to_str=True))
+    tree = OmegaConf.to_container(cfg if config is None else config, resolve=False, enum_to_str=True)
+    cfg = DictConfig(tree)
     if objects and World.detect() is None and cfg.launcher.name == "slurm":
         raise TrainingError("objects of a Python program exist on this machine only: use launcher=local")
     kept = {key: OmegaConf.select(cfg, f"model.{key}") for key in ("init_from", "lora")}

@@ -17,6 +17,7 @@ from common.errors import TrainingError, exit_is_failure
 from conf.composition import Composed, compose_and_run
 from conf.effects import check_effects
 from conf.instantiate import use_code_of
+from conf.schema import Root
 from conf.words import quote_values
 from launchers import World
 from training.checkpoint.configuration import saved_config
@@ -38,7 +39,7 @@ class Command:
             this process for the next job.
     """
 
-    cfg: Any
+    cfg: Root
     composed: Composed
     world: World | None
     isolated: bool = False

@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
 from common.machine import changed_environment
 from conf.composition import Composed
-from conf.instantiate import environment, to_dict
+from conf.instantiate import environment, to_dict, with_values
 from conf.masking import mask_secrets
+from conf.schema import Root
 from conf.words import hydra_word
 from launchers import Interrupted, World, run_workers, start_fork_server, stopping
 from launchers.stopping import Stopped
@@ -22,6 +23,7 @@ from training.command.ranks import lead
 from training.studies.planning import is_automatic
 
 if TYPE_CHECKING:
+    from parallel.plan import Plan
     from training.run.setup import Setup
 
 _AGAIN = "start it again with the same command"
@@ -56,16 +58,17 @@ def launch(command: Command) -> float | None:
 
             run_as_job(setup, run_dir)
         elif world is not None:
-            lead(setup, run_dir, world)
+            lead(setup, command.composed, cfg, world)
         elif stopping.wanted():
             raise Stopped("stopped before the first step")
         elif processes == 1 and not command.isolated and not _restarts(cfg):
             from training.run.rank import run
 
-            run(cfg, run_dir, setup=setup)
+            run(setup, run_dir)
         else:
+            cfg, plan = setup.cfg, setup.plan
             del setup  # workers build their own
-            _start_workers(cfg, run_dir, processes)
+            _start_workers(cfg, plan, run_dir)
     except Stopped as stopped:
         from training.checkpoint.files import step_folders
 
@@ -92,8 +95,8 @@ def nothing_begun() -> Iterator[None]:
 
 
 @nothing_begun()
-def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Setup:
-    """Check a run and prepare it; a queued run is only checked. Measured and chosen values are set in ``cfg``.
+def prepared(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Setup:
+    """Check a run and prepare it; a queued run is only checked. Its configuration has measured and chosen values.
 
     ``words`` are the command line, for commands to copy.
     """
@@ -107,15 +110,15 @@ def prepared(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] 
     if not cfg.train.compile:
         import_compiler_late()
     if started_again() and cfg.mode == "train":
-        after_restart(cfg, run_dir)
+        cfg = with_values(cfg, after_restart(cfg, run_dir))
     if cfg.train.resume is not None or cfg.mode == "eval":
         from training.studies.planning.choice import recall
 
-        recall(cfg, run_dir)
+        cfg = recall(cfg, run_dir)
     if is_automatic(cfg):
         from training.studies.planning.choice import choose
 
-        choose(cfg, run_dir, world, words)
+        cfg = choose(cfg, run_dir, world, words)
     if is_queued(cfg, world):
         return prepare_here(cfg)
     return prepare(cfg) if world is None else prepare(cfg, world.size, world.nodes)
@@ -150,18 +153,18 @@ def to_text(composed: Composed) -> str:
 # -- the ways to run -------------------------------------------------------------------------------------------------
 
 
-def _start_workers(cfg: Any, run_dir: Path, processes: int) -> None:
+def _start_workers(cfg: Root, plan: Plan, run_dir: Path) -> None:
     from models.given import pack_given
     from training.studies.short_run import run_on_rank
 
-    args = to_dict(cfg), str(run_dir), pack_given()
-    run_workers(run_on_rank, args, processes, run_dir / "logs", _restarts(cfg), True, cfg.parallel.timeout_s)
+    args = to_dict(cfg), plan, str(run_dir), pack_given()
+    run_workers(run_on_rank, args, plan.processes, run_dir / "logs", _restarts(cfg), True, cfg.parallel.timeout_s)
 
 
-def is_queued(cfg: Any, world: World | None) -> bool:
+def is_queued(cfg: Root, world: World | None) -> bool:
     """Return whether the run will be a queued job."""
     return world is None and cfg.launcher.name == "slurm"
 
 
-def _restarts(cfg: Any) -> int:
+def _restarts(cfg: Root) -> int:
     return cfg.launcher.get("max_restarts", 0) if cfg.mode == "train" else 0

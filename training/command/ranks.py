@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import printable
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+
+from common.errors import UserError, printable
+from conf import COMMAND
+from conf.composition import Composed, compose, register_start, with_schema
 from conf.instantiate import to_config, to_dict
-from conf.masking import hide
-from conf.received import check_received, compose_own
-from conf.words import quote_values
+from conf.masking import hide, mask_secrets
+from conf.schema import Root
+from conf.words import code_folders, quote_values
 from launchers import World, stopping
 from launchers.failure import EndedTogether
 from launchers.heartbeat import note
 from launchers.stopping import Stopped
 from training.checkpoint.configuration import saved_config
 from training.command.errors import described
+from training.reporting.metrics import flat
+from training.studies.planning import AUTO
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
+
+
+# What only rank 0 uses, or what differs by machine.
+_UNUSED = re.compile(rf"(loggers?|launcher|{COMMAND}|import_from)(\.|$)")
 
 
 @contextmanager
@@ -49,37 +63,44 @@ def ended(error: BaseException) -> tuple[int, str]:
     return code, message or printable(hide(repr(error)))
 
 
-def lead(setup: Setup, run_dir: Path, world: World) -> None:
-    """On rank 0 under torchrun or srun: send the other ranks the configuration and the run directory, and run."""
+def lead(setup: Setup, composed: Composed, cfg: Root, world: World) -> None:
+    """On rank 0 under torchrun or srun: send the other ranks the plan and what they have to agree with, and run.
+
+    Args:
+        setup: The objects of the run.
+        composed: The composed configuration.
+        cfg: The same as plain data, without what was decided.
+        world: Which rank this process is.
+    """
     from launchers.meeting import describe_peers
     from launchers.rank_0 import tell
     from training.run.rank import run
 
-    cfg, meeting = setup.cfg, world.meeting
+    meeting = world.meeting
     with _requeued(world):
         if stopping.wanted():
             raise Stopped("stopped before the first step")
         if meeting is not None:
             print(describe_peers(meeting.peers), flush=True)
-            tell(meeting, {"cfg": to_dict(cfg), "run_dir": os.path.abspath(run_dir)})
-        run(cfg, run_dir, world, setup)
+            plan, started_again = asdict(setup.plan), setup.cfg.train.resume == AUTO
+            shown = mask_secrets(to_dict(cfg))
+            tell(meeting, {"plan": plan, "cfg": shown, "start": composed.start, "resumes": started_again})
+        run(setup, composed.run_dir, world)
 
 
 def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] | None = None) -> None:
-    """Run rank 0's job on another rank, under torchrun or srun.
-
-    The configuration and the run directory are rank 0's, so that all ranks have the same. Prints nothing unless it
-    fails.
+    """Run this rank's command line by rank 0's plan, under torchrun or srun. Prints nothing unless it fails.
 
     Args:
         world: Which rank this process is.
-        arguments: The command line. It is used to check rank 0's job, and for the time-out, which is needed before the
-            configuration arrives.
+        arguments: The command line.
         replaced: How a Python program changes the configuration that the command line composes.
     """
     from launchers.meeting import rendezvous
     from launchers.rank_0 import hear
     from launchers.worker import redirect_output
+    from parallel.plan import Plan
+    from training.run.prepare import build_setup
     from training.run.rank import run
 
     console = os.dup(2)
@@ -87,7 +108,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
         meeting = world.meeting
         try:  # meanwhile, rank 0 composes and prepares
             words = quote_values(arguments)
-            own = compose_own(words, saved_config(words), replaced)
+            own = compose(words, with_hydra=True, saved=saved_config(words))
         except Exception as error:  # an error of rank 0 comes first
             own = error
         try:
@@ -99,12 +120,14 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             raise EndedTogether(str(ended) if unseen else "", ended.exit_code) from None
         if isinstance(own, Exception):
             raise own
-        check_received(job["cfg"], job["run_dir"], *own)
-        cfg, run_dir = to_config(job["cfg"]), Path(job["run_dir"])
+        tree, run_dir = resolved(own, job["start"], code_folders(words), replaced)
+        check_agrees(tree, job["cfg"])
+        if job["resumes"]:  # from the newest checkpoint of the run directory
+            tree["train"]["resume"] = AUTO
         redirect_output(run_dir / "logs", world.rank)
         try:
             with _requeued(world):
-                run(cfg, run_dir, world)
+                run(build_setup(to_config(tree), Plan.from_json(job["plan"]), world), run_dir, world)
         except Stopped:
             raise Stopped from None  # rank 0 prints the message
         except BaseException:
@@ -112,6 +135,42 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             raise
         finally:
             sys.stdout.flush()
+
+
+def resolved(
+    cfg: DictConfig, start: Sequence[Any], folders: Sequence[str] = (), replaced: Callable[[Any], Any] | None = None
+) -> tuple[dict[str, Any], Path]:
+    """Return the configuration of this rank's command line as plain data, and its run directory.
+
+    Args:
+        cfg: The composed configuration, with Hydra's section.
+        start: When the run began, its id, and the time by Hydra's ``now``, as rank 0 has sent them.
+        folders: The folders that may have the user's code.
+        replaced: How a Python program changes the configuration; None: it does not.
+    """
+    began, run_id, now = start
+    register_start((float(began), f"{int(run_id, 16):06x}", float(now)))  # no path is made of anything else
+    run_dir = cfg.hydra.runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
+    HydraConfig.instance().set_config(cfg)
+    with open_dict(cfg):
+        del cfg.hydra
+    cfg = with_schema(cfg)
+    return {**to_dict(cfg if replaced is None else replaced(cfg)), "import_from": [*folders]}, Path(run_dir)
+
+
+def check_agrees(tree: dict[str, Any], sent: dict[str, Any]) -> None:
+    """Check that rank 0 has the same configuration, as plain data with masked secrets.
+
+    Raises:
+        UserError: Values differ. The message names the keys.
+    """
+    own, theirs = flat(json.loads(json.dumps(mask_secrets(tree)))), flat(sent)  # theirs has been JSON
+    differing = [key for key in sorted({*own, *theirs}) if own.get(key) != theirs.get(key) and not _UNUSED.match(key)]
+    if differing:
+        raise UserError(
+            f"rank 0 sends {', '.join(differing)}, which the command line of this rank does not name. Give every "
+            "machine the same command line, in the same folder, and the variables that it refers to"
+        )
 
 
 def _typed_timeout(arguments: Sequence[str]) -> float:

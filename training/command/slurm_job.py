@@ -13,14 +13,15 @@ import shlex
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.machine import spin_briefly, unfailing_output
-from conf.instantiate import environment, to_config, to_dict, use_code_of
+from conf.instantiate import environment, to_config, to_dict, use_code_of, with_values
+from conf.schema import Root
 from launchers import World
 from launchers.slurm.follow import wait
 from launchers.slurm.submit import Job, check_options, submit, write_private
@@ -56,7 +57,7 @@ class CheckedRun:
         return json.dumps([self.processes, self.tree["launcher"], self.tree["parallel"]["env"]], sort_keys=True)
 
 
-def prepare_here(cfg: Any):
+def prepare_here(cfg: Root):
     """Check a run on the submitting side, for the processes and the GPUs that the job will have.
 
     The hardware of this machine is ignored, and nothing is measured on it.
@@ -112,24 +113,25 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
         raise job.error
 
 
-def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
+def run_in_task(cfg: Root, run_dir: Path, world: World) -> None:
     """Run one rank's part of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
     from launchers.meeting import describe_peers, rendezvous
     from launchers.rank_0 import hear, tell
+    from parallel.plan import Plan
     from training.checkpoint.load import after_restart
-    from training.run.prepare import describe, prepare
+    from training.run.prepare import build_setup, describe, prepare
     from training.run.rank import run
 
     begin = time.monotonic()
     if restarts() > 0:
-        after_restart(cfg, run_dir)
+        cfg = with_values(cfg, after_restart(cfg, run_dir))
     try:
         with rendezvous(world, cfg.parallel.timeout_s, ended) as world:
             use_code_of(cfg)
             meeting = world.meeting
             if meeting is not None and world.rank > 0:  # rank 0 has measured for all
-                cfg.parallel.balance, setup = hear(meeting), None
+                setup = build_setup(cfg, Plan.from_json(hear(meeting)), world)
             else:
                 setup = prepare(cfg, world.size, world.nodes)
                 hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
@@ -139,8 +141,8 @@ def run_in_task(cfg: Any, run_dir: Path, world: World) -> None:
                 print(describe(setup), flush=True)
                 if meeting is not None:
                     print(describe_peers(meeting.peers), flush=True)
-                    tell(meeting, to_dict(cfg.parallel)["balance"])
-            run(cfg, run_dir, world, setup)
+                    tell(meeting, asdict(setup.plan))
+            run(setup, run_dir, world)
     except Exception as error:
         # If the launcher did not wait, nobody else records the error.
         if not is_peer_error(error):

@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
@@ -96,18 +96,18 @@ def sweep(sweeper: Any, arguments: list[str]) -> None:
                 update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
 
 
-def _problem_of(cfg: Any, folders: Sequence[str]) -> str | None:
+def _problem_of(cfg: DictConfig, folders: Sequence[str]) -> str | None:
     """Return what is wrong with the metrics that a job names, which is then known before the first job starts."""
     if all(one is None for one in (cfg.train.monitor, cfg.sweep.objective, cfg.callbacks)):
         return None
     from training.run.checks.model import check_names
     from training.run.prepare import model_and_data
 
-    own = OmegaConf.masked_copy(cfg, [*cfg.keys() - {"hydra"}])
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     run = to_config(to_dict(named(own, cfg.hydra.runtime.choices, folders)))
     add_to_path(run.import_from or ())
     try:
-        chain, data = model_and_data(run)
+        run, chain, data = model_and_data(run)
     except UserError:
         return None  # the job says so
     try:
@@ -269,7 +269,7 @@ def _begin(composed: Composed, status: str) -> None:
     job, earlier = Job(composed.job.job.num, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
-        after_restart(cfg, folder)
+        cfg.train.resume = after_restart(cfg, folder).get("train.resume", cfg.train.resume)
     elif not unfinished:
         check_free(folder, cfg)
     write_job(folder, job)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from common.errors import CheckpointError, TrainingError
 from common.files import atomic_folder, explain, folder_of, template
+from conf.schema import Root
 from data.dataset import DataSet
 from data.vocabulary import SETTINGS, TOKENIZER
 from models.lora import merge
@@ -45,7 +46,7 @@ _EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
 
-def check_export(cfg: Any) -> None:
+def check_export(cfg: Root) -> None:
     """Check packages and settings, before a checkpoint is read. Raises TrainingError."""
     form = cfg.export.format
     missing = [name for name in _PACKAGES.get(form, ()) if importlib.util.find_spec(name) is None]
@@ -61,7 +62,7 @@ def check_export(cfg: Any) -> None:
         raise TrainingError(f"export.max_batch_size={cfg.export.max_batch_size} must be at least 1")
 
 
-def write(cfg: Any, folder: Path, data: DataSet, strategy: Strategy) -> str:
+def write(cfg: Root, folder: Path, data: DataSet, strategy: Strategy) -> str:
     """Write the model of ``strategy``, which is whole and on the CPU, to a folder that does not exist yet.
 
     Returns:
@@ -212,7 +213,7 @@ def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind
     return said
 
 
-def write_text(folder: Path, model: ServedModel, data: DataSet, strategy: Strategy, cfg: Any, kind: str) -> str:
+def write_text(folder: Path, model: ServedModel, data: DataSet, strategy: Strategy, cfg: Root, kind: str) -> str:
     """Write a model that continues texts into a repository, and return the end of a sentence about it.
 
         NAME_text/config.pbtxt   settings, with the values of ``cfg.sample`` as defaults

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import UserError
+from conf.schema import Root
 from training.reporting.metrics import METRICS, read_records, write_table
 
 log = logging.getLogger("training")
@@ -107,7 +108,7 @@ def _warn(kind: str, error: Exception) -> None:
     log.warning("%s failed (%s). Training goes on without it; metrics.jsonl has every number", kind, text)
 
 
-def sections(cfg: Any) -> dict[str, Any]:
+def sections(cfg: Root) -> dict[str, Any]:
     """Return the sections of a configuration that describe loggers, by key: ``logger``, ``loggers.csv``."""
     return {"logger": cfg.logger, **{f"loggers.{name}": one for name, one in (cfg.loggers or {}).items()}}
 

@@ -17,14 +17,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from common.errors import TrainingError, printable
 from common.files import expand_home, explain
-from conf.schema import Mode
+from conf.schema import Root
 from launchers import World
 from launchers.world import restarts
 from training.reporting.metrics import METRICS
@@ -143,12 +142,12 @@ def take(config: DictConfig) -> None:
         check_free(folder, config)
 
 
-def check_free(folder: Path, cfg: Any) -> None:
+def check_free(folder: Path, cfg: DictConfig | Root) -> None:
     """Check that a directory holds no run but the one that ``train.resume`` continues there. Raises TrainingError.
 
     An evaluation continues no run: its numbers would replace the run's.
     """
-    resume, trains = cfg.train.resume, cfg.mode not in ("eval", Mode["eval"])
+    resume, trains = cfg.train.resume, getattr(cfg.mode, "name", cfg.mode) != "eval"
     if trains and resume is not None and (resume == "auto" or _is_of(folder.resolve(), expand_home(resume).resolve())):
         return
     saved = any((folder / "checkpoints").glob("step-*"))

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from common.errors import TrainingError
+from common.errors import TrainingError, exit_is_failure
 from conf import LORA, OWN_KEYS
-from conf.instantiate import build, checked_arguments, environment, instantiate, target_of, to_config, to_dict
+from conf.instantiate import (
+    build,
+    checked_arguments,
+    environment,
+    in_section,
+    instantiate,
+    target_of,
+    to_config,
+    to_dict,
+    use_code_of,
+    with_values,
+)
+from conf.schema import Root
 from data.dataset import DataSet
 from launchers import World, call_in_workers
 from launchers.heartbeat import note
@@ -19,11 +33,12 @@ from models.chain import ONE_LAYER, Chain, shared_parameters
 from models.given import pack_given, unpack_given
 from models.lora import adapt
 from models.sequential import chain_of_module
-from parallel.devices import Hardware
-from parallel.plan import Plan, make_plan
+from parallel.devices import Hardware, share_cores
+from parallel.layout import Layout
+from parallel.plan import Plan, make_plan, rebalanced
 from planner.balance import equal_stages, seconds_per_layer, stage_shares
 from planner.memory import Rank
-from training.checkpoint.init_from import unseen, vocabulary_with
+from training.checkpoint.init_from import unseen, vocabulary_with, with_base
 from training.optimizer.kinds import mean_states
 from training.run.checks.configuration import check_components, check_train
 from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
@@ -48,20 +63,39 @@ from training.run.setup import Setup
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
 
-def build_setup(cfg: Any, world_size: int, nodes: int) -> Setup:
-    """Build the objects of a run that another process has checked; see ``prepare``."""
+def adopt(cfg: Root, world: World) -> None:
+    """Let this process compute as a run asks: with its environment, code, cores and arithmetic."""
+    os.environ.update(environment(cfg))
+    use_code_of(cfg)
+    share_cores(world.local_size, cfg.parallel.threads)
+    set_arithmetic(cfg.train)
+
+
+def set_arithmetic(train: Any) -> None:
+    """Set torch's modes of computation: deterministic algorithms, TF32, the fastest algorithms of cuDNN."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = train.tf32
+    torch.backends.cudnn.benchmark = train.cudnn_benchmark
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.are_deterministic_algorithms_enabled() != train.deterministic:  # an earlier run may have set it
+        torch.use_deterministic_algorithms(train.deterministic)
+
+
+@exit_is_failure()
+def build_setup(cfg: Root, plan: Plan, world: World) -> Setup:
+    """Build the objects of a run that another process has planned and checked; see ``prepare``."""
+    adopt(cfg, world)
     note(0, "preparing the data")
-    chain, data = model_and_data(cfg)
-    plan = _plan(cfg, chain, world_size, nodes)
+    cfg, chain, data = model_and_data(cfg)
     data.prepare()
     return Setup(cfg, chain, data, plan)
 
 
-def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
+def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
     """Build the chain and the plan, prepare the data, and check each as soon as it is built.
 
     Args:
-        cfg: The configuration. Values that are to be measured are replaced by the results.
+        cfg: The configuration. That of the result has measured values in place of those that ask for them.
         world_size: The number of processes if they are started already (torchrun), otherwise None.
         nodes: The number of machines.
         hardware: The hardware of the machine that will run it and measure times; None for this machine.
@@ -69,8 +103,8 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     Raises:
         UserError: The configuration cannot run. The message states the numbers and a fix.
     """
-    chain, data = checked_model_and_data(cfg)
-    setup = Setup(cfg, chain, data, _plan(cfg, chain, world_size, nodes, hardware), nodes)
+    cfg, chain, data = checked_model_and_data(cfg)
+    setup = Setup(cfg, chain, data, plan_of(cfg, chain, world_size, nodes, hardware), nodes)
     for check in (check_parameters, check_optimizer_layout, check_gpu_memory, check_compile):
         check(setup)
     note(0, "preparing the data")
@@ -82,40 +116,62 @@ def prepare(cfg: Any, world_size: int | None = None, nodes: int = 1, hardware: H
     ):  # fmt: skip
         check(setup)
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
-        _balance(setup, world_size, nodes, hardware)
+        _balance(setup, world_size, hardware)
     return setup
 
 
-def checked_model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
-    """Build the chain and the data, and check everything that does not depend on the layout. Raises UserError."""
+def plan_of(
+    cfg: Root, chain: Chain, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None
+) -> Plan:
+    """Return the plan of a configuration; see ``make_plan``."""
+    return make_plan(
+        cfg.parallel,
+        chain,
+        global_batch_size=cfg.train.global_batch_size,
+        device=cfg.device,
+        precision=cfg.train.precision,
+        recompute=cfg.train.activation_checkpointing,
+        world_size=world_size,
+        nodes=nodes,
+        hardware=hardware,
+    )
+
+
+def checked_model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
+    """Build the chain and the data, and check everything that does not depend on the layout. See ``model_and_data``."""
     for check in (check_train, environment, check_components):
         check(cfg)
-    chain, data = model_and_data(cfg)
+    cfg, chain, data = model_and_data(cfg)
     for check in (check_names, check_saved_weights, check_length, check_proof):
         check(cfg, chain, data)
-    return chain, data
+    return with_base(cfg, chain), chain, data
+
+
+def in_one_process(cfg: Root) -> Any:
+    """Return the configuration of the same training in one process."""
+    return with_values(cfg, in_section("parallel", Layout().section()))
 
 
 # -- balance ---------------------------------------------------------------------------------------------------------
 
 
-def _balance(setup: Setup, world_size: int | None, nodes: int, hardware: Hardware | None) -> None:
-    """Measure the cost of each layer, and set parallel.balance to the number of layers per stage."""
+def _balance(setup: Setup, world_size: int | None, hardware: Hardware | None) -> None:
+    """Measure the cost of each layer, and divide the layers by it."""
     cfg, plan = setup.cfg, setup.plan
     if cfg.parallel.balance == "time":
         if hardware is not None:
             return  # the run's first rank measures
         if plan.device_type == "cuda" and world_size is None and plan.processes > 1:
             # In a separate process: this one would keep a context on a GPU that the run's ranks use.
-            (costs,) = call_in_workers(_measure, (to_dict(cfg), pack_given()), 1)
+            (costs,) = call_in_workers(_measure, (to_dict(cfg), plan, pack_given()), 1)
         else:
             costs = seconds_of_layers(setup)
     else:
         states = mean_states(cfg.optim, setup.chain)
-        costs = Rank.of_plan(plan, setup.work[0], states, cfg.train.activation_checkpointing).each_layer()
+        costs = Rank.of_plan(plan, setup.work[0], states, plan.recompute).each_layer()
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
-    cfg.parallel.balance = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
-    setup.plan = _plan(cfg, setup.chain, world_size, nodes, hardware)
+    counts = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
+    setup.cfg, setup.plan = with_values(cfg, {"parallel.balance": counts}), rebalanced(plan, setup.chain, counts)
     setup.shares = stage_shares(costs, [len(stage.layers) for stage in setup.plan.stages]), unit
 
 
@@ -125,11 +181,9 @@ def seconds_of_layers(setup: Setup) -> list[float]:
     return seconds_per_layer(setup.plan, setup.chain, setup.sample, cfg.seed, cfg.parallel.threads)
 
 
-def _measure(world: World, tree: dict, given: bytes | None) -> list[float]:
+def _measure(world: World, tree: dict, plan: Plan, given: bytes | None) -> list[float]:
     unpack_given(given)
-    cfg = to_config(tree)
-    cfg.parallel.balance = "uniform"
-    return seconds_of_layers(prepare(cfg))
+    return seconds_of_layers(build_setup(to_config(tree), plan, world))
 
 
 def describe(setup: Setup) -> str:
@@ -157,7 +211,7 @@ def _shorter(setup: Setup) -> list[str]:
     return [f"{why}; without that limit: train.epochs=null"]
 
 
-def describe_recipe(cfg: Any) -> str:
+def describe_recipe(cfg: Root) -> str:
     """Return a line about the model file's recipe, its values for other groups; empty if it has no description."""
     recipe = cfg.recipes[cfg.recipe] if cfg.get("recipe") is not None else {}
     if "says" not in recipe:
@@ -168,32 +222,22 @@ def describe_recipe(cfg: Any) -> str:
     return f"recipe: {cfg.recipe}, {recipe['says']}{typed}"
 
 
-def _plan(cfg: Any, chain: Chain, world_size: int | None, nodes: int, hardware: Hardware | None = None) -> Plan:
-    return make_plan(
-        cfg.parallel,
-        chain,
-        global_batch_size=cfg.train.global_batch_size,
-        device=cfg.device,
-        precision=cfg.train.precision,
-        world_size=world_size,
-        nodes=nodes,
-        hardware=hardware,
-    )
-
-
-def model_and_data(cfg: Any) -> tuple[Chain, DataSet]:
+def model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
     """Build the chain and the data set that ``cfg`` describes. The data is prepared only if the chain needs it.
 
-    Sizes that are null in the section ``model`` are set in it if the model's function has an attribute ``sizes_of``:
-    (section, the data's number of words) -> {key: value}.
+    Returns:
+        The configuration, the chain and the data set. The configuration has sizes in place of those that are null in
+        the section ``model``, if the model's function has an attribute ``sizes_of``: (section, the data's number of
+        words) -> {key: value}.
     """
     data = build("data", cfg.data)
     if (sizes_of := getattr(target_of("model", cfg.model), "sizes_of", None)) is not None:
-        cfg.model.update(sizes_of(to_dict(cfg.model), data.vocab_size))
+        sizes = sizes_of(to_dict(cfg.model), data.vocab_size)
+        cfg = with_values(cfg, in_section("model", sizes))
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
         data.prepare()  # the vocabulary's size is known only after that
-    return build_chain(cfg.model, data.vocab_size), data
+    return cfg, build_chain(cfg.model, data.vocab_size), data
 
 
 def _chain_of(model: Any, arguments: dict[str, Any]) -> Chain:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,22 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
 from common.files import jsonable
 from common.machine import collect_as_usual, styled, usable_cores
 from conf import COMMAND, TRAINED
-from conf.instantiate import build, environment, to_dict, use_code_of
+from conf.instantiate import build, to_dict
 from conf.masking import mask_secrets
+from conf.schema import Root
 from conf.words import hydra_word
 from launchers import World
 from launchers.meeting import rendezvous
 from launchers.rank_0 import ready_together
 from launchers.stopping import Stopped
 from models.given import GIVEN, given_objects
-from parallel.devices import keep_freed_memory, parameter_dtype, share_cores
+from parallel.devices import keep_freed_memory, parameter_dtype
 from parallel.host_group import NCCL, init_process_group
 from parallel.mesh import Mesh
 from parallel.plan import Plan
@@ -47,7 +46,7 @@ from training.run.changes import changes, earlier_batches, follows_total
 from training.run.checks.ranks import check_nodes, check_ranks, check_run_directory, check_weights
 from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
-from training.run.prepare import build_setup
+from training.run.prepare import adopt
 from training.run.setup import Setup
 
 # Another balance is suggested if the slowest rank of a pipeline computes this many times as long as the fastest.
@@ -55,19 +54,14 @@ _UNEVEN = 1.5
 
 
 @exit_is_failure()
-def run(
-    cfg: Any,
-    run_dir: Path,
-    world: World | None = None,
-    setup: Setup | None = None,
-) -> dict[str, Any]:
+def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, Any]:
     """Train a model, or evaluate a checkpoint.
 
     Args:
-        cfg: The composed configuration, with ``mode`` "train" or "eval".
+        setup: The objects of the run: ``prepare(cfg)`` or, if another process has planned it, ``build_setup``. The
+            ``mode`` of its configuration is "train" or "eval".
         run_dir: The existing directory in which rank 0 writes.
         world: Which rank this process is; None for a single process.
-        setup: The result of ``prepare(cfg)``; None if another process has checked the configuration.
 
     Returns:
         The content of summary.json, on every rank.
@@ -76,12 +70,8 @@ def run(
         UserError: The run cannot start or continue.
         Stopped: The run was told to stop. The weights it has trained are saved.
     """
-    world, run_dir = world or World.alone(), Path(run_dir)
-    os.environ.update(environment(cfg))
-    use_code_of(cfg)
-    share_cores(world.local_size, cfg.parallel.threads)
-    set_arithmetic(cfg.train)
-    setup = setup or build_setup(cfg, world.size, world.nodes)
+    world, run_dir, cfg = world or World.alone(), Path(run_dir), setup.cfg
+    adopt(cfg, world)
     if world.meeting is not None:  # started one by one; their machines may have to prepare the data
         ready_together(world.meeting, cfg.parallel.timeout_s)
     with _strategy(setup, world) as strategy:
@@ -172,10 +162,11 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
         recorder.close(summary)
 
 
-def strategy_options(cfg: Any) -> Options:
-    """Return the strategy's options of a configuration."""
+def strategy_options(setup: Setup) -> Options:
+    """Return the strategy's options of a run."""
+    cfg = setup.cfg
     alike = {key: cfg.parallel[key] for key in ("timeout_s", "bucket_mb", "comm_hook", "sync_batchnorm")}
-    return Options(cfg.seed, recompute=cfg.train.activation_checkpointing, compile=cfg.train.compile, **alike)
+    return Options(cfg.seed, recompute=setup.plan.recompute, compile=cfg.train.compile, **alike)
 
 
 # -- before the training ---------------------------------------------------------------------------------------------
@@ -191,7 +182,7 @@ def _strategy(setup: Setup, world: World) -> Iterator[Strategy]:
         if mesh.size > 1:
             _warn(mesh, check_ranks(mesh, setup, alike=world.origin == "local"))
             check_nodes(mesh, setup.plan, setup.cfg.parallel.shard, world.local_size)
-        options, model, chain = strategy_options(setup.cfg), setup.cfg.model, setup.chain
+        options, model, chain = strategy_options(setup), setup.cfg.model, setup.chain
         anew = setup.cfg.mode == "train" and setup.cfg.train.resume is None
         if model.init_from is not None and (anew or chain.base is not None):
             chain = not_drawn(model, chain)
@@ -241,16 +232,6 @@ def _weight_bytes(plan: Plan, rank: int) -> int:
     """Return the bytes of the weights that ``rank`` holds."""
     stages = plan.stages_of(plan.mesh(rank).position)
     return sum(stage.weights for stage in stages) * parameter_dtype(plan.precision).itemsize
-
-
-def set_arithmetic(train: Any) -> None:
-    """Set torch's modes of computation: deterministic algorithms, TF32, the fastest algorithms of cuDNN."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = train.tf32
-    torch.backends.cudnn.benchmark = train.cudnn_benchmark
-    if train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if torch.are_deterministic_algorithms_enabled() != train.deterministic:  # an earlier run may have set it
-        torch.use_deterministic_algorithms(train.deterministic)
 
 
 def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
@@ -366,7 +347,7 @@ def _idle(setup: Setup, world: World, ranks: list[RankResult]) -> str:
     return f"the ranks compute for {seconds} s of a step: parallel.balance=time evens out the stages"
 
 
-def kept(cfg: Any) -> dict[str, Any]:
+def kept(cfg: Root) -> dict[str, Any]:
     """Return the part of a configuration that a checkpoint keeps: plain data without secrets and train.resume."""
     whole = to_dict(cfg)
     tree = jsonable({name: whole[name] for name in ("seed", *TRAINED)})

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from conf.schema import Root
 from data.dataset import DataSet
 from parallel.devices import share_cores
-from parallel.layout import Layout
 from parallel.plan import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.init_from import check_base, read_base
+from training.checkpoint.init_from import read_base, with_base
 from training.checkpoint.load import check_fits, load
-from training.run.prepare import model_and_data
+from training.run.prepare import in_one_process, model_and_data
 
 
 class Restored(NamedTuple):
@@ -30,7 +29,7 @@ class Restored(NamedTuple):
     step: int
 
 
-def restore(cfg: Any, device: str) -> Restored:
+def restore(cfg: Root, device: str) -> Restored:
     """Build the model that ``cfg`` describes with the weights of its checkpoint, whatever layout has saved it.
 
     Raises:
@@ -38,10 +37,10 @@ def restore(cfg: Any, device: str) -> Restored:
     """
     path = checkpoint_of(cfg)
     share_cores(1, cfg.parallel.threads)
-    chain, data = model_and_data(cfg)
+    cfg, chain, data = model_and_data(cfg)
     check_fits(path, chain, cfg)
-    check_base(cfg, chain)
-    parallel = Layout().into(copy.deepcopy(cfg.parallel))
+    with_base(cfg, chain)  # it compares
+    parallel = in_one_process(cfg).parallel
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
     read_base(cfg.model, chain, strategy)

@@ -17,6 +17,7 @@ from common.errors import DataError
 from conf import COMMAND
 from conf.instantiate import to_dict
 from conf.masking import mask_secrets
+from conf.schema import Root
 from data.dataset import Batch, DataSet, InMemory, Source
 from data.loader import EvalBatches, TrainBatches
 from models.chain import LOSS, Chain
@@ -44,7 +45,7 @@ class Setup:
         earlier: Other sizes of the global batch that a resumed run has had, each with the last step that had it.
     """
 
-    cfg: Any
+    cfg: Root
     chain: Chain
     data: DataSet
     plan: Plan

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from conf.instantiate import to_config, to_dict
+from conf.instantiate import to_config, to_dict, with_values
+from conf.schema import Root
 from launchers import World
 from launchers.world import restarts
 from models.given import unpack_given
 
+if TYPE_CHECKING:
+    from parallel.plan import Plan
 
-def short_run(cfg: Any, **train: Any) -> Any:
+
+def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | None = None, **train: Any) -> Any:
     """Return a configuration that trains for a few steps and reports nothing.
 
     Args:
-        cfg: The configuration of the training. Its layout stays, until the caller sets another.
-        **train: Keys of the section ``train``; ``steps`` at least.
+        cfg: The configuration of the training.
+        parallel: Other keys of the section ``parallel``.
+        more: Other sections.
+        **train: Other keys of the section ``train``; ``steps`` at least.
     """
     tree = to_dict(cfg)
     tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
     tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
     tree["train"] |= {"monitor": None, "monitor_direction": None, "test": "last"}  # some runs have no evaluation
     tree["train"] |= {"resume": None, "epochs": None, "profile": 0, "trace": False, **train}
-    return to_config(tree)
+    tree["parallel"] |= parallel
+    return to_config(tree | dict(more or {}))
 
 
-def run_on_rank(world: World, tree: dict, run_dir: str, given: bytes | None) -> dict[str, Any]:
+def run_on_rank(world: World, tree: dict, plan: Plan, run_dir: str, given: bytes | None) -> dict[str, Any]:
     """Run one rank in a worker of ``launchers``, from the newest checkpoint after a restart. Returns the summary."""
     from training.checkpoint.load import after_restart
+    from training.run.prepare import build_setup
     from training.run.rank import run  # here, as the process that starts the workers does not need it
 
     unpack_given(given)
     cfg, folder = to_config(tree), Path(run_dir)
     if restarts() > 0:
-        after_restart(cfg, folder)
-    return run(cfg, folder, world)
+        cfg = with_values(cfg, after_restart(cfg, folder))
+    return run(build_setup(cfg, plan, world), folder, world)

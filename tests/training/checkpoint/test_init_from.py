@@ -181,9 +181,9 @@ def test_a_folder_says_the_sizes_and_trained_weights_the_rate(text, published, t
     """Nothing is typed but the folder: as model=llama has it."""
     cfg = config(*BARE, *text, f"model.init_from='{published}'", *NO_STEP[:1])
     assert (cfg.optim.lr, cfg.scheduler.warmup_ratio, cfg.recipe) == (2e-5, 0.05, "finetune")
-    prepare(cfg)
+    model = prepare(cfg).cfg.model
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 256, "vocab_size": 50304}
-    assert cfg.model.size is None and {key: cfg.model[key] for key in sizes} == sizes
+    assert model.size is None and {key: model[key] for key in sizes} == sizes
     lora = config(*BARE, *text, f"model.init_from='{published}'", "model.lora.rank=2")
     assert lora.optim.lr == 2e-4
     assert config(*BARE, *text, f"model.init_from='{published}'", "recipe=published").optim.lr == 6e-4

@@ -95,7 +95,7 @@ def test_an_error_in_a_layer_names_layer_step_micro_batch_and_rank(ranks, tmp_pa
 
 
 ELSEWHERE = [
-    (SquaredError, "__call__", 6, "the forward of the loss (SquaredError), micro-batch 0 with 32 samples, step 2"),
+    (SquaredError, "__call__", 3, "the forward of the loss (SquaredError), micro-batch 0 with 32 samples, step 2"),
     (Stage, "_in_order", 3, "the forward of layers net1 … net2, micro-batch 0 with 32 samples, step 1"),
     (nn.ReLU, "forward", 8, "the forward of layer 'relu' (ReLU), micro-batch 1 with 32 samples, evaluation"),
     (Batch, "chunks", 2, "step 2"),
@@ -115,7 +115,7 @@ def test_an_error_elsewhere_in_a_step_names_what_is_known(tmp_path, monkeypatch,
     setup = prepare(cfg)
     monkeypatch.setattr(owner, function, broken)
     with pytest.raises(ArithmeticError) as error:
-        train(cfg, tmp_path, setup=setup)
+        train(setup, tmp_path)
     assert error.value.__notes__ == [f"raised in {place}"]
 
 

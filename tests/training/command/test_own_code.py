@@ -1,18 +1,20 @@
 """Models, losses and optimizers in a folder of the user's own: ``--config-dir``."""
 
 import json
-import os
 import sys
+import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from composed import config, records
 from omegaconf import OmegaConf
 
 from common.errors import TrainingError, UserError
-from conf.instantiate import literal
-from conf.received import check_received, compose_own
+from conf.composition import compose as composed_of
+from conf.instantiate import literal, with_values
 from training import train, verify
+from training.command.ranks import check_agrees, resolved
 from training.run import evaluate
 from training.run.prepare import prepare
 
@@ -187,64 +189,51 @@ def test_a_layer_whose_output_cannot_be_passed_on_is_named_before_anything_start
         train(*mine, "model=broken", *QUICK, f"hydra.run.dir={tmp_path}/run")
 
 
+START = (0.0, "abc123", time.mktime((2026, 1, 31, 10, 0, 0, 0, 0, -1)))
 DIARY = ["data=digits", "callbacks=[{_target_: mine.Diary, file: a}]", "parallel.env={OMP_PROC_BIND: close}"]
 RUN_S_OWN = [
-    "hydra.run.dir=runs/a", "callbacks=[{_target_: mine.Diary, file: '${hydra:runtime.output_dir}/diary-${run_id:}'}]",
-]  # fmt: skip
-IN_ITS_RUN = {"_target_": "mine.Diary", "file": f"{os.getcwd()}/runs/a/diary-abc123"}
-ELSEWHERE = {**IN_ITS_RUN, "file": "/etc/diary-abc123"}
+    "hydra.run.dir='runs/${now:%Y/%m/%d %H:%M}'",
+    "callbacks=[{_target_: mine.Diary, file: '${hydra:runtime.output_dir}/diary-${run_id:}'}]",
+]
 
 
 @pytest.mark.parametrize(
     ("typed", "changes", "named"),
     [
         ([], {}, None),
-        (RUN_S_OWN, {"run_dir": "runs/a", "callbacks": [IN_ITS_RUN]}, None),
-        (RUN_S_OWN, {"run_dir": "runs/a", "callbacks": [ELSEWHERE]}, "_target_=mine.Diary, callbacks"),
+        (RUN_S_OWN, {}, None),
         (DIARY, {}, None),
-        (["data=digits", "train.resume=runs/a"], {"train.resume": "auto"}, None),  # of the run directory
-        ([], {"train.steps": 5, "parallel.balance": [1, 2]}, None),
-        (DIARY, {"optim": {"_target_": "os.system", "lr": 1}}, "_target_=os.system"),
-        (DIARY, {"optim": {"_target_": "torch.hub.load"}}, "_target_=torch.hub.load"),
-        (DIARY, {"optim": {"_target_": "training.command.api.train"}}, "_target_=training.command.api.train"),
-        (DIARY, {"callbacks": [{"_target_": "mine.Diary", "file": "b"}]}, "_target_=mine.Diary, callbacks"),
-        (DIARY, {"parallel.env": {"LD_PRELOAD": "a.so"}}, "parallel.env"),
-        ([], {"parallel.env": {"GIT_CONFIG_COUNT": "1"}}, "parallel.env"),
-        (["data=digits"], {"data.cache_dir": "/etc"}, "data"),
-        ([], {"model.init_from": "/etc/shadow"}, "model.init_from"),
+        (["~data.noise"], {}, None),
+        ([], {"logger.name": "other"}, None),
+        ([], {"train.steps": 5, "seed": 8}, "seed, train.steps"),
         ([], {"train.resume": "/elsewhere"}, "train.resume"),
-        ([], {"checkpoint": "/elsewhere"}, "checkpoint"),
-        ([], {"run_dir": "/etc"}, "hydra.run.dir=/etc"),
-        ([], {"run_dir": "outputs/../../etc/cron.d/b"}, "hydra.run.dir=outputs/../../etc/cron.d/b"),
-        ([], {"run_dir": f"{os.getcwd()}/outputs/../10-00-00-a"}, "hydra.run.dir=.*/outputs/../10-00-00-a"),
-        (["hydra.run.dir=runs/${now:%Y}/b"], {"run_dir": "runs/2026/b"}, None),
-        (["hydra.run.dir=runs/${now:%Y}/b"], {"run_dir": "runs/2026/c"}, "hydra.run.dir=.*/runs/2026/c"),
-        (["hydra.run.dir=runs/${now:%Y/%m/%d %H:%M}/b"], {"run_dir": "runs/2026/01/31 10:00/b"}, None),
-        (["hydra.run.dir=runs/${now:%Y/%m}/b"], {"run_dir": f"{os.getcwd()}/runs/2026/../b"}, "hydra.run.dir=.*"),
+        (RUN_S_OWN, {"callbacks": [{"_target_": "mine.Diary", "file": "/etc/diary-abc123"}]}, "callbacks"),
+        (DIARY, {"optim": {"_target_": "os.system", "lr": 1}}, "optim._target_, .*, optim.lr, .*"),
+        ([], {"parallel.env": {"GIT_CONFIG_COUNT": "1"}}, "parallel.env.GIT_CONFIG_COUNT"),
+        ([], {"parallel.strategy": {"_target_": "os.system"}}, "parallel.strategy._target_"),
     ],
 )
-def test_a_rank_takes_nothing_from_rank_0_that_is_executed_read_or_written_and_that_it_does_not_name(
-    typed, changes, named, monkeypatch
-):
-    """Rank 0's configuration has come through a store that others may reach."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    own, own_dir = compose_own(typed)
-    sent, run_dir = OmegaConf.create(literal(own)), changes.get("run_dir", "outputs/2026-01-01/10-00-00-abcdef")
-    for key in changes.keys() - {"run_dir"}:
-        OmegaConf.update(sent, key, changes[key], merge=False, force_add=True)
-    received = OmegaConf.to_container(sent)
-    path = run_dir if ".." in run_dir or named == "hydra.run.dir=/etc" else os.path.abspath(run_dir)
+def test_a_rank_runs_its_own_command_line_and_names_what_differs_on_rank_0(typed, changes, named):
+    tree, folder = resolved(composed_of(typed, with_hydra=True), START)
+    sent = OmegaConf.create(literal(tree))
+    for key, value in changes.items():
+        OmegaConf.update(sent, key, value, merge=False, force_add=True)
     with nullcontext() if named is None else pytest.raises(UserError, match=f"rank 0 sends {named}, which the command"):
-        check_received(received, path, own, own_dir)
+        check_agrees(tree, OmegaConf.to_container(sent))
+    if typed == RUN_S_OWN:
+        assert folder == Path("runs/2026/01/31 10:00").absolute()
+        assert tree["callbacks"][0]["file"] == f"{folder}/diary-abc123"
 
 
-def test_a_key_that_is_taken_away_is_taken_away_on_every_rank():
-    assert "noise" not in compose_own(["~data.noise"])[0]["data"]
+@pytest.mark.parametrize("start", [["x", "abc123", 0.0], [0.0, "../../etc", 0.0], [0.0, "/etc", 0.0]])
+def test_a_rank_takes_no_path_from_rank_0_as_the_time_or_the_name_of_a_run(start):
+    with pytest.raises(ValueError, match="invalid literal|could not convert"):
+        resolved(composed_of([], with_hydra=True), start)
 
 
 def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):
-    cfg = config("model=gpt2", "model.size=tiny", *text)
-    cfg.model.loss = {"_target_": "models.losses.TokenCrossEntropy"}
+    loss = {"_target_": "models.losses.TokenCrossEntropy"}
+    cfg = with_values(config("model=gpt2", "model.size=tiny", *text), {"model.loss": loss})
     with pytest.raises(TrainingError, match="head, computes the loss together with the logits"):
         prepare(cfg)
 
@@ -258,8 +247,7 @@ def test_perplexity_is_of_the_tokens_loss_and_not_of_the_total_with_other_terms(
 
 @pytest.mark.parametrize("name", ["val_loss", "step_time_s", "val_nonsense"])
 def test_an_objective_that_no_run_has_is_refused_before_the_run(name):
-    cfg = config()
-    OmegaConf.update(cfg, "sweep.objective", name)
+    cfg = with_values(config(), {"sweep.objective": name})
     if name == "val_nonsense":
         with pytest.raises(TrainingError, match="sweep.objective=val_nonsense is not a number of this run"):
             prepare(cfg)

@@ -16,6 +16,7 @@ from exported import serving
 from triton_server import TritonServer, installed
 
 from common.packages import load_torchvision
+from conf.instantiate import with_values
 from data.vocabulary import END_OF_TEXT, GPT2Vocabulary
 from training.command.modes.sample import sample
 
@@ -97,8 +98,7 @@ def server(trained, tmp_path_factory):
 def sampled(trained, name, prompt, tokens):
     """The text with which mode=sample goes on, always by the likeliest token."""
     settings = ["mode=sample", f"sample.tokens={tokens}", "sample.temperature=0"]
-    cfg = config(*trained[name], *settings)
-    cfg.sample.prompt = prompt
+    cfg = with_values(config(*trained[name], *settings), {"sample.prompt": prompt})
     return sample(cfg).removeprefix(prompt).split("<|endoftext|>")[0]
 
 

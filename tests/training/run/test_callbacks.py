@@ -10,18 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 from commandline import ROOT
-from composed import config, records, run_layout, saved
+from composed import config, records, run_layout, saved, training
 from composed import run as train
 from hydra.experimental.callback import Callback
 
 from common.errors import TrainingError
-from conf.instantiate import add_to_path
+from conf.instantiate import add_to_path, with_values
 from launchers.stopping import Stopped
 from training.callbacks.early_stop import EarlyStop
 from training.callbacks.gradient_histogram import GradientHistogram
 from training.command.app import run_words
 from training.run import loop
-from training.run.rank import run as run_config
 
 SHORT = ["train.epochs=null", "train.steps=8"]
 OWN = """
@@ -77,12 +76,11 @@ class Leaving:
 
 @pytest.mark.parametrize("code", [None, 3])
 def test_a_callback_that_leaves_by_sys_exit_fails_the_run_whatever_its_code(tmp_path, code):
-    cfg = config(*SHORT)
-    cfg.callbacks = [{"_target_": f"{__name__}.Leaving", "code": code}]
+    cfg = with_values(config(*SHORT), {"callbacks": [{"_target_": f"{__name__}.Leaving", "code": code}]})
     with pytest.raises(
         TrainingError, match=r"sys.exit\(\) was called in .*test_callbacks.py, line \d+; .*run.stop\(reason\)"
     ):
-        run_config(cfg, tmp_path)
+        training(cfg, tmp_path)
     assert not (tmp_path / "summary.json").exists()
 
 
@@ -93,32 +91,31 @@ class Freezing:
 
 
 def test_a_callback_that_changes_what_is_trained_is_refused_at_its_step(tmp_path):
-    cfg = config(*SHORT)
-    cfg.callbacks = [{"_target_": f"{__name__}.Freezing"}]
+    cfg = with_values(config(*SHORT), {"callbacks": [{"_target_": f"{__name__}.Freezing"}]})
     with pytest.raises(TrainingError, match=r"step 2: callbacks.0 has changed requires_grad of net1.*in two runs"):
-        run_config(cfg, tmp_path)
+        training(cfg, tmp_path)
 
 
 def early_stop(*overrides):
     cfg = config(*SHORT, "train.eval_every=1", "optim.lr=1e-12", *overrides)
-    cfg.callbacks = {"early_stop": {"_target_": "training.callbacks.early_stop.EarlyStop", "min_delta": 0.1}}
-    return cfg
+    stop = {"early_stop": {"_target_": "training.callbacks.early_stop.EarlyStop", "min_delta": 0.1}}
+    return with_values(cfg, {"callbacks": stop})
 
 
 def test_early_stop_ends_the_run_as_after_its_last_step(tmp_path):
-    summary = run_config(early_stop(), tmp_path)
+    summary = training(early_stop(), tmp_path)
     assert summary["steps"] == 4, "one evaluation to begin with, and three that are no better"
     assert summary["test_loss"] is not None
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000004"
 
 
 def test_a_run_that_early_stop_has_ended_stays_ended_until_it_is_to_be_longer(tmp_path):
-    ended = run_config(early_stop(), tmp_path)
-    assert run_config(early_stop("train.resume=auto"), tmp_path) == ended
+    ended = training(early_stop(), tmp_path)
+    assert training(early_stop("train.resume=auto"), tmp_path) == ended
     (tmp_path / "summary.json").unlink()
-    assert run_config(early_stop("train.resume=auto"), tmp_path)["test_loss"] == ended["test_loss"]
+    assert training(early_stop("train.resume=auto"), tmp_path)["test_loss"] == ended["test_loss"]
     assert [line["step"] for line in records(tmp_path) if "loss" in line] == [1, 2, 3, 4]
-    assert run_config(early_stop("train.resume=auto", "train.steps=9"), tmp_path)["steps"] == 5
+    assert training(early_stop("train.resume=auto", "train.steps=9"), tmp_path)["steps"] == 5
 
 
 def skip(monkeypatch, *steps):
@@ -133,21 +130,21 @@ def skip(monkeypatch, *steps):
 
 def test_an_evaluation_after_a_skipped_step_counts_once_though_it_is_repeated(tmp_path, monkeypatch):
     skip(monkeypatch, 3)
-    run_config(early_stop("train.steps=3"), tmp_path)
+    training(early_stop("train.steps=3"), tmp_path)
     latest = (tmp_path / "checkpoints" / "latest").resolve()
     progress = json.loads((latest / "manifest.json").read_text())["progress"]
     assert latest.name == "step-00000002" and progress["callbacks"]["early_stop"]["since"] == 1
-    assert run_config(early_stop("train.resume=auto"), tmp_path)["steps"] == 4
+    assert training(early_stop("train.resume=auto"), tmp_path)["steps"] == 4
 
 
 def test_a_run_that_early_stop_has_ended_at_a_skipped_step_stays_as_it_is(tmp_path, monkeypatch):
     skip(monkeypatch, 4)
-    ended, written = run_config(early_stop(), tmp_path), records(tmp_path)
+    ended, written = training(early_stop(), tmp_path), records(tmp_path)
     assert (ended["steps"], ended["skipped_steps"]) == (4, 1)
     for _ in range(2):
-        assert run_config(early_stop("train.resume=auto"), tmp_path) == ended and records(tmp_path) == written
+        assert training(early_stop("train.resume=auto"), tmp_path) == ended and records(tmp_path) == written
     (tmp_path / "summary.json").unlink()
-    again = run_config(early_stop("train.resume=auto"), tmp_path)
+    again = training(early_stop("train.resume=auto"), tmp_path)
     assert (again["steps"], again["skipped_steps"]) == (4, 1) and records(tmp_path) == written
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000003"
 
@@ -156,23 +153,23 @@ def test_a_run_that_the_evaluation_owed_at_its_resumption_has_ended_stays_ended(
     def stopped(*_):
         raise Stopped("in an evaluation")
 
-    run_config(early_stop("train.steps=3"), tmp_path)
+    training(early_stop("train.steps=3"), tmp_path)
     (tmp_path / "summary.json").unlink()
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(loop, "evaluate_split", stopped)
-        run_config(early_stop("train.resume=auto"), tmp_path)
+        training(early_stop("train.resume=auto"), tmp_path)
     for _ in range(2):
-        assert run_config(early_stop("train.resume=auto"), tmp_path)["steps"] == 4
+        assert training(early_stop("train.resume=auto"), tmp_path)["steps"] == 4
     assert [line["step"] for line in records(tmp_path) if "val_loss" in line] == [1, 2, 3, 4]
 
 
 def test_a_resumed_run_knows_how_long_it_has_not_been_better(tmp_path):
     first = early_stop("train.steps=3")
-    run_config(first, tmp_path)
+    training(first, tmp_path)
     manifest = json.loads((tmp_path / "checkpoints" / "latest" / "manifest.json").read_text())
     assert manifest["progress"]["callbacks"]["early_stop"]["since"] == 2
     again = early_stop("train.resume=auto")
-    assert run_config(again, tmp_path)["steps"] == 4
+    assert training(again, tmp_path)["steps"] == 4
 
 
 def test_evaluations_that_are_not_finite_are_counted_across_a_resumption():

@@ -6,6 +6,7 @@ import torch
 from composed import config, run
 
 from common.errors import LaunchError
+from conf.instantiate import with_values
 from data.dataset import InMemory
 from data.text import Text
 from parallel.mesh import COPIES, Mesh
@@ -42,7 +43,7 @@ def test_ranks_that_differ_are_refused_with_both_values_and_the_way_out(monkeypa
     for name in names:
         assert f"{name}: {describe_rank(setup)[name]} on rank 0 (" in said and "0123456789ab on rank 1 (n2)" in said
     assert "launcher.allow_mixed=true" in said
-    setup.cfg.launcher.allow_mixed = True
+    setup.cfg = with_values(setup.cfg, {"launcher.allow_mixed": True})
     assert "0123456789ab on rank 1 (n2)" in check_ranks(TwoRanks({COPIES: 2}), setup)
 
 

@@ -89,9 +89,9 @@ class GivenSample(Setup):
 def setup_of(layer, *, mode="train", compile=False, activation_checkpointing=False, **plan):
     layers = [LayerSpec("first", partial(nn.Linear, 8, 8)), LayerSpec("h.0", layer), LayerSpec("last", nn.Flatten)]
     sample = Batch(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))
-    train = SimpleNamespace(compile=compile, activation_checkpointing=activation_checkpointing)
+    train = SimpleNamespace(compile=compile)
     cfg = SimpleNamespace(mode=mode, train=train, model=SimpleNamespace(name="own"))
-    plan = SimpleNamespace(**{**SINGLE, **plan})
+    plan = SimpleNamespace(**{**SINGLE, "recompute": activation_checkpointing, **plan})
     chain = Chain(layers, ClassCrossEntropy())
     setup = GivenSample(cfg, chain, NO_DATA, plan)
     setup.sample = sample

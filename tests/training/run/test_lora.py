@@ -88,7 +88,7 @@ def test_an_evaluation_has_the_trained_model_s_loss(request, kind, count, tmp_pa
     trained = request.getfixturevalue(kind)
     cfg = again(trained, "mode=eval", "train.eval_batches=1")
     (tmp_path / "eval").mkdir()
-    evaluated = training(cfg, tmp_path / "eval", setup=prepare(cfg))["best_val_loss"]
+    evaluated = training(prepare(cfg), tmp_path / "eval")["best_val_loss"]
     assert evaluated == pytest.approx(json.loads((trained / "summary.json").read_text())["best_val_loss"])
     assert isinstance(sample(again(trained, "mode=sample", "sample.tokens=3", "sample.prompt=def")), str)
 

@@ -5,11 +5,11 @@ import re
 
 import pytest
 import torch
-from composed import config, for_rank, losses, run, run_on_rank, saved
+from composed import config, for_rank, losses, run, run_on_rank, saved, training
 from torch import nn
 
 from common.errors import CheckpointError, PlanError, TrainingError
-from conf.instantiate import add_to_path, to_dict
+from conf.instantiate import add_to_path, to_dict, with_values
 from models.sequential import chain_of
 from parallel.strategy import Options, build_strategy
 from planner.memory import memory_of_ranks
@@ -19,7 +19,6 @@ from training.optimizer.groups import is_within
 from training.optimizer.kinds import mean_states
 from training.optimizer.muon import hidden_matrices
 from training.run.prepare import build_chain, prepare
-from training.run.rank import run as train
 
 ADAMW = ["optim=adamw", "optim.weight_decay=0.5"]
 
@@ -72,11 +71,10 @@ def test_the_parameters_of_a_module_have_a_rate_of_their_own(toy, decays):
 
 def assert_it_resumes_with_the_same_bits(cfg, folder):
     """A run of four steps, and one that goes on from its second."""
-    cfg.train.epochs, cfg.train.steps, cfg.train.checkpoint_every = None, 4, 2
+    length = {"train.epochs": None, "train.steps": 4, "train.checkpoint_every": 2}
     for name, resume in (("whole", None), ("resumed", str(folder / "whole/checkpoints/step-00000002"))):
         (folder / name).mkdir()
-        cfg.train.resume = resume
-        train(cfg, folder / name)
+        training(with_values(cfg, {**length, "train.resume": resume}), folder / name)
     whole, resumed = (saved(folder / name, 4) for name in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -86,10 +84,9 @@ def test_any_optimizer_of_torch_trains_by_its_name_alone(name, tmp_path):
     """Those of a YAML that holds nothing but the target; Muon is for matrices, and leaves the others to AdamW."""
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    cfg = config("optim=adamw")
     others = {"_target_": "torch.optim.AdamW", "lr": 0.001} if name == "Muon" else None
-    cfg.optim = {"_target_": f"torch.optim.{name}", "lr": 0.01, "decay_vectors": False, "rates": None, "others": others}
-    assert_it_resumes_with_the_same_bits(cfg, tmp_path)
+    optim = {"_target_": f"torch.optim.{name}", "lr": 0.01, "decay_vectors": False, "rates": None, "others": others}
+    assert_it_resumes_with_the_same_bits(with_values(config("optim=adamw"), {"optim": optim}), tmp_path)
 
 
 UNDECLARED = """
@@ -123,8 +120,7 @@ def own_optimizer(tmp_path):
         add_to_path(cfg.import_from)
         own = {"_target_": "own_optimizers.Normalised", "lr": 0.1, "update": update}
         whole = {"_target_": "torch.optim.SGD", "lr": 0.1, "others": own} if place == "others" else own
-        cfg.optim = {"decay_vectors": False, "rates": None, "others": None, **whole}
-        return cfg
+        return with_values(cfg, {"optim": {"decay_vectors": False, "rates": None, "others": None, **whole}})
 
     return configured
 

@@ -11,6 +11,7 @@ from composed import compose, plain
 
 from common.errors import PlanError
 from conf import COMMAND
+from conf.instantiate import with_values
 from launchers import World
 from planner import here
 from training.checkpoint.files import Checkpoint
@@ -104,7 +105,7 @@ def test_a_resumed_layout_computes_again_what_it_has_computed_again(automatic, m
     saved.config["train"]["activation_checkpointing"] = True
     monkeypatch.setattr(Checkpoint, "find", lambda path: saved)
     cfg = cfg_of("parallel=auto", f"train.resume='{automatic.folder}'")
-    recall(cfg, automatic.folder)
+    cfg = recall(cfg, automatic.folder)
     assert cfg.train.activation_checkpointing and (cfg.parallel.name, cfg.parallel.pp) == ("pipelined", 2)
 
 
@@ -164,8 +165,8 @@ def test_a_layout_that_the_optimizer_does_not_allow_is_not_chosen():
     kept, _ = predict_on_paper(cfg_of(*words, whole))
     assert {"pipelined", "fsdp"} & {one.layout.strategy for one in free.best}
     assert {one.layout.strategy for one in kept.best} == {"single", "ddp"}
-    typed = cfg_of(*words, "parallel.dp=1", "parallel.pp=2", whole)
-    typed[COMMAND] = {"typed": ["parallel.dp", "parallel.pp"]}
+    command_ = {COMMAND: {"typed": ["parallel.dp", "parallel.pp"]}}
+    typed = with_values(cfg_of(*words, "parallel.dp=1", "parallel.pp=2", whole), command_)
     with pytest.raises(PlanError, match="Normalised may compute one number .* and parallel=pipelined gives no rank"):
         predict_on_paper(typed)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from common.errors import TrainingError
 from common.files import expand_home
+from conf.schema import Root
 from launchers import stopping
 from training.command.app import Command
 from training.export.write import check_export, write
@@ -20,7 +20,7 @@ def run(command: Command) -> None:
     print(export(command.cfg, command.run_dir), flush=True)
 
 
-def export(cfg: Any, run_dir: Path) -> str:
+def export(cfg: Root, run_dir: Path) -> str:
     """Write the model of ``cfg.checkpoint`` to the folder ``cfg.export_to``, in the format of ``cfg.export``.
 
     A relative folder is in ``run_dir``. The folder appears complete or not at all.

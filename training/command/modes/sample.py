@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from common.errors import TrainingError, UserError
-from conf.instantiate import to_config, to_dict
+from conf.instantiate import with_values
+from conf.schema import Root
 from data.dataset import DataSet
 from data.vocabulary import Vocabulary
 from data.words import WordVocabulary, basic_english
@@ -31,7 +31,7 @@ def run(command: Command) -> None:
     print(sample(command.cfg), flush=True)
 
 
-def sample(cfg: Any) -> str:
+def sample(cfg: Root) -> str:
     """Continue ``sample.prompt``, or each of ``sample.prompts``, by ``sample.tokens`` tokens.
 
     Returns:
@@ -73,7 +73,7 @@ def sample(cfg: Any) -> str:
     return _BETWEEN.join(vocabulary.decode([*pair[0], *pair[1]]) for pair in zip(encoded, drawn, strict=True))
 
 
-def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
+def closing_sample(cfg: Root, run_dir: Path, entropy: float | None) -> str:
     """Draw ``sample.at_end`` tokens from the model that a run has trained, for the end of its console.
 
     ``entropy`` is the unigram entropy of its data in nats; None if that is not known.
@@ -88,19 +88,18 @@ def closing_sample(cfg: Any, run_dir: Path, entropy: float | None) -> str:
     loss = summary.get("best_val_loss") or summary.get("final_loss")
     if entropy is not None and loss is not None and loss > entropy:
         return f"no sample of its text yet: its loss of {loss:.3f} is above the unigram entropy, {entropy:.3f}\n"
-    again = to_config({**to_dict(cfg), "mode": "sample", "checkpoint": str(run_dir)})
-    again.sample.tokens = cfg.sample.at_end
+    values = {"mode": "sample", "checkpoint": str(run_dir), "sample.tokens": cfg.sample.at_end}
     if cfg.data.get("vocabulary") == "words" and not cfg.sample.prompt:
-        again.sample.prompt = "the"  # words have no token that marks the beginning of a text
+        values["sample.prompt"] = "the"  # words have no token that marks the beginning of a text
     try:
-        return describe_sample(sample(again)) + "\n"
+        return describe_sample(sample(with_values(cfg, values))) + "\n"
     except Exception as error:  # the run itself has succeeded, and the user's model may be unable to continue texts
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         logger.warning("no sample of the model's text: %s", reason)
         return ""
 
 
-def _check_sample(cfg: Any) -> None:
+def _check_sample(cfg: Root) -> None:
     if "vocab_size" not in cfg.model:
         raise TrainingError(
             f"mode=sample prints text, but model={cfg.model.name} is not a language model (it has no model.vocab_size)"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from common.errors import TrainingError
 from conf.instantiate import build, check_section, to_dict
+from conf.schema import Root
 from training.callbacks import build as build_callbacks
 from training.optimizer.checks import check_optimizer
 from training.reporting.loggers import sections
 
 
-def check_train(cfg: Any) -> None:
+def check_train(cfg: Root) -> None:
     """Check the rules of the section ``train``, and of restarts. Raises TrainingError."""
     train = cfg.train
     if cfg.mode == "train" and cfg.checkpoint is not None:
@@ -54,7 +54,7 @@ def check_train(cfg: Any) -> None:
         )
 
 
-def check_components(cfg: Any) -> None:
+def check_components(cfg: Root) -> None:
     """Check the targets and values of optimizer, scheduler, callbacks and loggers. Raises TrainingError."""
     check_optimizer(to_dict(cfg.optim))
     build("scheduler", cfg.scheduler)

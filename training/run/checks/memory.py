@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.cuda import get_device_properties
 
 from common.machine import check_memory
+from conf.schema import Root
 from launchers import World
 from planner.memory import Memory, check_gpus, memory_of_ranks
 from planner.work import weights_of
@@ -48,7 +49,7 @@ def certain_memory(setup: Setup) -> list[Memory]:
     return memory_of_ranks(setup.plan, weights_of(setup.chain), certain_states(setup.cfg))
 
 
-def certain_states(cfg: Any) -> int | None:
+def certain_states(cfg: Root) -> int | None:
     """Return how many tensors of a parameter's size its optimizer keeps at least; None where nothing is trained."""
     return states_of(cfg.optim, unknown=0) if cfg.mode == "train" else None
 

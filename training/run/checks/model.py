@@ -13,6 +13,7 @@ import models
 from common.errors import DataError, PlanError, TrainingError
 from common.files import folder_of
 from conf.instantiate import to_dict
+from conf.schema import Root
 from data.arrays import Arrays
 from data.cache import cached_folder, key_of
 from data.dataset import Batch, DataSet
@@ -23,7 +24,7 @@ from parallel.layout import Layout
 from training.callbacks import build as build_callbacks
 from training.callbacks.early_stop import EarlyStop
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.init_from import check_base, check_copies, check_new_words, check_start
+from training.checkpoint.init_from import check_copies, check_new_words, check_start
 from training.checkpoint.load import check_fits
 from training.optimizer.checks import check_layout, check_others, check_rates
 from training.reporting.monitor import LOSS, SUMMARISED, Monitor, check_name, evaluated
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _MODELS = Path(models.__file__).parent
 
 
-def _checkpoint(cfg: Any) -> Path | None:
+def _checkpoint(cfg: Root) -> Path | None:
     """Return the checkpoint that the configuration names; None if it names none."""
     if cfg.mode == "eval":
         return checkpoint_of(cfg)
@@ -51,7 +52,7 @@ def check_kind(data: DataSet, model: Any) -> None:
     )
 
 
-def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
+def check_length(cfg: Root, chain: Chain, data: DataSet) -> None:
     """Check that samples are not longer than the model's positions. Raises TrainingError."""
     positions = chain.limits.get("positions")
     if positions is not None and data.seq_len is not None and data.seq_len > positions:
@@ -62,7 +63,7 @@ def check_length(cfg: Any, chain: Chain, data: DataSet) -> None:
         )
 
 
-def check_names(cfg: Any, chain: Chain, data: DataSet) -> None:
+def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
     """Check that optim.rates name parameters, and that what weights and runs are compared by is known.
 
     Raises:
@@ -91,7 +92,7 @@ def check_evaluated(setup: Setup) -> None:
         raise TrainingError(f"{needs[0]} compares evaluations, but this run has none: {why}, or leave {needs[0]} out")
 
 
-def check_proof(cfg: Any, chain: Chain, data: DataSet) -> None:
+def check_proof(cfg: Root, chain: Chain, data: DataSet) -> None:
     """Check that the chain computes what the model computes from which it was made. Raises ModelError.
 
     The data cache remembers a proof by the model's configuration, the versions of torch and transformers, and the code
@@ -107,7 +108,7 @@ def check_proof(cfg: Any, chain: Chain, data: DataSet) -> None:
         prove()
 
 
-def check_saved_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
+def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
     """Check that the checkpoint and the weights of model.init_from belong to this model. Raises UserError."""
     if (saved := _checkpoint(cfg)) is not None:
         check_fits(saved, chain, cfg)
@@ -121,10 +122,9 @@ def check_saved_weights(cfg: Any, chain: Chain, data: DataSet) -> None:
                 f"{folder / 'tokenizer.json'} has other tokens than GPT-2's, which the data has; type "
                 f"data.tokenizer={cfg.model.init_from}"
             )
-    check_base(cfg, chain)
 
 
-def reads_weights(cfg: Any, chain: Chain) -> bool:
+def reads_weights(cfg: Root, chain: Chain) -> bool:
     """Return whether a run starts from the weights of model.init_from, or trains adapters on them."""
     anew = cfg.mode != "eval" and cfg.train.resume is None
     return cfg.model.init_from is not None and (anew or chain.base is not None)

@@ -139,7 +139,7 @@ def check_shapes(setup: Setup) -> None:
                     "statistics would be those of the last call: make one BatchNorm for each call, or call it once "
                     "with all of them (torch.cat)"
                 )
-            check_layer(facts, plan, setup.cfg.train.activation_checkpointing, setup.cfg.mode != "eval")
+            check_layer(facts, plan, plan.recompute, setup.cfg.mode != "eval")
         for facts in found.losses:
             at, name = f"loss {type(loss).__name__}: ", getattr(loss, "__name__", type(loss).__name__)
             if facts.name != LOSS:

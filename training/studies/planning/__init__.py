@@ -7,11 +7,11 @@ trial.py       a run of a few steps that leaves only its measurements
 comparison.py  mode=compare: runs each strategy's best layout, and shows predicted beside measured
 """
 
-from typing import Any
+from conf.schema import Root
 
 AUTO = "auto"
 
 
-def is_automatic(cfg: Any) -> bool:
+def is_automatic(cfg: Root) -> bool:
     """Return whether the layout, or its number of micro-batches, is to be chosen automatically."""
     return AUTO in (cfg.parallel.name, cfg.parallel.chunks)

@@ -6,7 +6,6 @@ resumed run use the same layout. Measurements run in separate processes and leav
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,8 @@ import torch
 
 from common.errors import PlanError
 from common.machine import available_memory, usable_cores
-from conf.instantiate import to_config, to_dict
+from conf.instantiate import in_section, to_config, to_dict, with_values
+from conf.schema import Root
 from launchers import World
 from models.given import pack_given, unpack_given
 from parallel.layout import Layout
@@ -32,11 +32,11 @@ from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer
 from training.optimizer.kinds import mean_states
 from training.reporting.metrics import SUMMARY, read_object, write_json
-from training.run.prepare import BALANCES, model_and_data, prepare
+from training.run.prepare import BALANCES, in_one_process, model_and_data, prepare
 from training.run.setup import Setup
 from training.studies.planning import AUTO, is_automatic
 from training.studies.planning.paper import batchnorm_of, cluster_of, on_paper, paper_is_off, predict_on_paper, tables
-from training.studies.planning.trial import lay_out, try_layout
+from training.studies.planning.trial import try_layout
 from training.studies.planning.typed import check_kept, fixed_of, possible_layouts
 
 CHOICES = "choices.json"
@@ -47,46 +47,45 @@ _MOST_PROCESSES = 8  # on a CPU
 _RUN = 16 * 2**20  # bytes of a process for the loop and its threads
 
 
-def recall(cfg: Any, run_dir: Path) -> None:
-    """Set what was chosen automatically to the values that the checkpoint to resume or evaluate was trained with.
+def recall(cfg: Root, run_dir: Path) -> Any:
+    """Return the configuration with the values that the checkpoint to resume or evaluate was trained with.
 
-    This applies to ``parallel=auto``; in the same layout also to ``chunks=auto`` and ``balance=time|size``; and for
-    training to ``train.precision=auto``.
+    They take the place of ``parallel=auto``; in the same layout also of ``chunks=auto`` and ``balance=time|size``; and
+    for training of ``train.precision=auto``.
 
     Args:
-        cfg: The configuration, which is changed.
+        cfg: The configuration.
         run_dir: The run directory, for ``train.resume=auto``.
     """
     parallel, evaluates = cfg.parallel, cfg.mode == "eval"
     source = cfg.checkpoint if evaluates else cfg.train.resume
     of_training = not evaluates and (cfg.train.precision == AUTO or parallel.balance in BALANCES)
     if source is None or not (is_automatic(cfg) or of_training):
-        return
+        return cfg
     saved = Checkpoint.newest(run_dir / "checkpoints") if source == AUTO else Checkpoint.find(Path(source))
     if saved is None:
-        return
-    layout = Layout.from_manifest(saved.layout)
+        return cfg
+    layout, values = Layout.from_manifest(saved.layout), {}
     if cfg.train.precision == AUTO and not evaluates:
-        cfg.train.precision = saved.layout.get("precision", AUTO)
+        values["train.precision"] = saved.layout.get("precision", AUTO)
     if parallel.name == AUTO:
         check_kept(layout, cfg)
-        recompute = fixed_of(cfg).get("recompute")
-        parallel.update(layout.keys())
-        if saved.config is not None and recompute is None:  # older checkpoints keep none
-            cfg.train.activation_checkpointing = saved.config["train"]["activation_checkpointing"]
-    if (layout.strategy, layout.pp) != (parallel.name, parallel.pp):
-        return
-    if parallel.chunks == AUTO:
-        parallel.chunks = layout.chunks
-    if parallel.balance in BALANCES:
-        parallel.balance = [*layout.counts]
+        values |= in_section("parallel", layout.keys())
+        if saved.config is not None and "recompute" not in fixed_of(cfg):  # older checkpoints keep none
+            values["train.activation_checkpointing"] = saved.config["train"]["activation_checkpointing"]
+    if parallel.name == AUTO or (layout.strategy, layout.pp) == (parallel.name, parallel.pp):
+        if parallel.chunks == AUTO:
+            values["parallel.chunks"] = layout.chunks
+        if parallel.balance in BALANCES:
+            values["parallel.balance"] = [*layout.counts]
+    return with_values(cfg, values)
 
 
-def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> None:
-    """Print the best layouts, and put the fastest into the configuration.
+def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Any:
+    """Print the best layouts, and return the configuration with the fastest.
 
     Args:
-        cfg: The configuration, which is changed.
+        cfg: The configuration.
         run_dir: Where choices.json is written.
         world: The ranks that exist already, None where this process will start them.
         words: The command line, for the commands to copy.
@@ -111,18 +110,17 @@ def choose(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = 
     off = paper_is_off(cluster_of(cfg)[0], found) if queued else [_HERE_IS_OFF]
     print("\n".join([*tables(found, setup, words), *off]), flush=True)
     best, tried = (found.best[0], {}) if queued or cfg.mode == "plan" else pick(cfg, found.best)
-    if cfg.parallel.name == AUTO:
-        lay_out(cfg, best.layout)
-    else:
-        cfg.parallel.chunks = best.layout.chunks
+    keys = best.layout.keys() if cfg.parallel.name == AUTO else {"chunks": best.layout.chunks}
     if cfg.mode == "train":
         predicted = {"seconds": best.seconds.total, "bytes": best.memory.total, "tried": tried}
         write_json(run_dir / CHOICES, {**best.layout.keys(), **predicted})
     print(f"{' '.join(best.layout.words())} is {'the' if tried else 'predicted to be the'} fastest", flush=True)
     print("\n".join([*batchnorm_of(best, setup), ""]), flush=True)
+    recompute = keys.pop("activation_checkpointing", cfg.train.activation_checkpointing)
+    return with_values(cfg, {**in_section("parallel", keys), "train.activation_checkpointing": recompute})
 
 
-def pick(cfg: Any, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
+def pick(cfg: Root, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
     """Return the fastest of some layouts, which are sorted by their predicted seconds.
 
     If several predictions are close, a short run of each decides. Also returns their seconds per step, by name.
@@ -161,15 +159,14 @@ def compared_with_prediction(run_dir: Path) -> str:
     )
 
 
-def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
+def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
     """Measure this machine, and predict every layout that is not fixed.
 
     Args:
         cfg: The configuration.
         counts: The numbers of processes to measure; if empty, those that may be fast.
     """
-    alone = copy.deepcopy(cfg)
-    Layout().into(alone.parallel)
+    alone = in_one_process(cfg)
     fixed, setup = _fixed(cfg), prepare(alone)
     setup.cfg = cfg
     plan, kinds, (layers, least) = setup.plan, [], setup.work
@@ -199,12 +196,12 @@ def predict_here(cfg: Any, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
 def _data(tree: dict, given: bytes | None) -> Any:
     """Load the data of a configuration in another process."""
     unpack_given(given)
-    _, data = model_and_data(to_config(tree))
+    *_, data = model_and_data(to_config(tree))
     data.prepare()
     return data
 
 
-def _fixed(cfg: Any) -> dict[str, Any]:
+def _fixed(cfg: Root) -> dict[str, Any]:
     """Return the fixed keys: those typed beside parallel=auto; beside chunks=auto, all but the chunks."""
     if cfg.parallel.name == AUTO:
         return fixed_of(cfg)
@@ -219,18 +216,14 @@ def _fixed(cfg: Any) -> dict[str, Any]:
     return fixed | {key: getattr(plan, key) for key in keys}
 
 
-def _first_plan(cfg: Any) -> Plan:
+def _first_plan(cfg: Root) -> Plan:
     """Return the plan with the fewest micro-batches that can run."""
-    trial = copy.deepcopy(cfg)
-    if trial.parallel.balance in BALANCES:
-        trial.parallel.balance = "uniform"
+    uniform = {"parallel.balance": "uniform"} if cfg.parallel.balance in BALANCES else {}
     *fewer, most = divisors(cfg.train.global_batch_size)
     for chunks in fewer:
-        trial.parallel.chunks = chunks
         with suppress(PlanError):
-            return prepare(trial).plan
-    trial.parallel.chunks = most
-    return prepare(trial).plan
+            return prepare(with_values(cfg, {**uniform, "parallel.chunks": chunks})).plan
+    return prepare(with_values(cfg, {**uniform, "parallel.chunks": most})).plan
 
 
 def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:

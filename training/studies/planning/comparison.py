@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError
+from conf.instantiate import with_values
+from conf.schema import Root
 from launchers import World
 from planner.search import Candidate, Found
 from training.reporting import describe
@@ -67,7 +69,7 @@ class Row:
         return self.best.seconds.total / self.trial.seconds - 1
 
 
-def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> str:
+def compare(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> str:
     """Measure, predict, and run the best layout of each strategy; write a table, a chart and a page.
 
     Args:
@@ -84,7 +86,7 @@ def compare(cfg: Any, run_dir: Path, world: World | None, words: Sequence[str] =
     """
     if world is not None or cfg.launcher.name != "local":
         raise TrainingError("mode=compare starts its processes itself: launcher=local, without torchrun or srun")
-    cfg.parallel.name = AUTO
+    cfg = with_values(cfg, {"parallel.name": AUTO})
     found, _ = predict_here(cfg, () if torch.accelerator.is_available() else _PROCESSES)
     rows, problems, since = [], [], time.monotonic()
     tried = to_try(found)

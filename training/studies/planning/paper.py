@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from common.errors import PlanError
 from conf.instantiate import to_dict
+from conf.schema import Root
 from models.given import given_objects
 from parallel.devices import parameter_dtype
-from parallel.layout import Layout
 from parallel.orders import StageSeconds
 from parallel.plan import make_plan
 from parallel.strategies import strategy_info
@@ -27,7 +25,7 @@ from training.optimizer.checks import check_others
 from training.optimizer.kinds import mean_states
 from training.reporting.console import call_of, columns
 from training.run.checks.samples import check_shapes
-from training.run.prepare import checked_model_and_data
+from training.run.prepare import checked_model_and_data, in_one_process
 from training.run.setup import Setup
 from training.studies.planning import AUTO
 from training.studies.planning.typed import fixed_of, possible_layouts
@@ -53,7 +51,7 @@ _NOT_COPIED = ("mode", "cluster", "hydra")  # sections of a command
 _PAPER = "bf16"  # the precision on paper of train.precision=auto
 
 
-def plan_on_paper(cfg: Any, run_dir: Path, words: Sequence[str] = ()) -> str:
+def plan_on_paper(cfg: Root, run_dir: Path, words: Sequence[str] = ()) -> str:
     """Return the tables of the best layouts and of those that do not fit, and draw the best pipeline's timeline.
 
     Args:
@@ -94,17 +92,17 @@ def paper_is_off(cluster: Cluster, found: Found) -> list[str]:
     return [f"{off}; {_WHERE}"] + [warning] * bool(tight)
 
 
-def predict_on_paper(cfg: Any) -> tuple[Found, Setup]:
+def predict_on_paper(cfg: Root) -> tuple[Found, Setup]:
     """Predict every layout on the configuration's cluster.
 
     Raises:
         PlanError: See ``plan_on_paper``.
     """
     cluster, precision = cluster_of(cfg)
-    fixed, (chain, data) = fixed_of(cfg), checked_model_and_data(cfg)
+    fixed, (cfg, chain, data) = fixed_of(cfg), checked_model_and_data(cfg)
     check_others(to_dict(cfg.optim), chain)
     data.prepare()
-    alone, batch = Layout().into(copy.deepcopy(cfg.parallel)), cfg.train.global_batch_size
+    alone, batch = in_one_process(cfg).parallel, cfg.train.global_batch_size
     plan = make_plan(alone, chain, global_batch_size=batch, device="cpu", precision=precision)
     setup = Setup(cfg, chain, data, plan)
     check_shapes(setup)
@@ -117,17 +115,17 @@ def predict_on_paper(cfg: Any) -> tuple[Found, Setup]:
     return search(setup.work[0], [(devices, possible[pool])]), setup
 
 
-def on_paper(cfg: Any) -> bool:
+def on_paper(cfg: Root) -> bool:
     """Return whether a configuration names a described cluster."""
     return cfg.cluster is not None and cfg.cluster.name != HERE
 
 
-def on_job(cfg: Any) -> bool:
+def on_job(cfg: Root) -> bool:
     """Return whether a job of a queue is to run."""
     return cfg.launcher.name == "slurm"
 
 
-def cluster_of(cfg: Any) -> tuple[Cluster, str]:
+def cluster_of(cfg: Root) -> tuple[Cluster, str]:
     """Return the configuration's cluster, with the number of nodes of a job, and the precision on it.
 
     Raises:
@@ -145,7 +143,7 @@ def cluster_of(cfg: Any) -> tuple[Cluster, str]:
     return cluster, precision
 
 
-def check_cluster(cfg: Any) -> None:
+def check_cluster(cfg: Root) -> None:
     """Check that a described cluster is typed only where something is planned on paper. Raises PlanError."""
     if on_paper(cfg) and not (cfg.parallel.name == AUTO and (cfg.mode == "plan" or on_job(cfg))):
         raise PlanError(
@@ -234,7 +232,7 @@ def command(words: Sequence[str], candidate: Candidate, more: Sequence[str] = ()
     return call_of([*dict.fromkeys([*own, *candidate.layout.words()]), *more], given_objects())
 
 
-def _draw(found: Found, cfg: Any, run_dir: Path) -> Iterator[str]:
+def _draw(found: Found, cfg: Root, run_dir: Path) -> Iterator[str]:
     """Draw the timeline of the best pipeline, if it is small enough to be readable."""
     for candidate in found.best:
         if (

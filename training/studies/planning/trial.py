@@ -12,10 +12,10 @@ import numpy as np
 
 from common.errors import PlanError
 from conf.instantiate import to_dict
+from conf.schema import Root
 from launchers import WorkerFailed, World, call_in_workers
 from models.given import pack_given
 from parallel.timeline import Interval, Steps, busy_seconds, steady_steps, step_seconds
-from planner.layout import PlannedLayout
 from planner.search import Candidate
 from training.callbacks import Callback, TrainingRun
 from training.reporting.metrics import after_warmup
@@ -46,23 +46,17 @@ class Trial:
     problem: str = ""
 
 
-def lay_out(cfg: Any, layout: PlannedLayout) -> None:
-    """Write a chosen layout into a configuration."""
-    keys = layout.keys()
-    cfg.train.activation_checkpointing = keys.pop("activation_checkpointing")
-    cfg.parallel.update(keys)
-
-
-def try_layout(cfg: Any, candidate: Candidate, seconds: float) -> Trial:
+def try_layout(cfg: Root, candidate: Candidate, seconds: float) -> Trial:
     """Train in a candidate's layout for about ``seconds`` seconds."""
     steps = int(min(_MOST_STEPS, max(_FEWEST_STEPS, seconds / candidate.seconds.total)))
-    trial = short_run(cfg, steps=steps, eval_every=None, checkpoint_every=None)
-    lay_out(trial, candidate.layout)
-    trial.callbacks = [{"_target_": "training.studies.planning.trial.Watch"}]
+    layout, watch = candidate.layout.keys(), {"callbacks": [{"_target_": "training.studies.planning.trial.Watch"}]}
+    train = {"activation_checkpointing": layout.pop("activation_checkpointing")}
+    trial = short_run(cfg, layout, watch, **train, steps=steps, eval_every=None, checkpoint_every=None)
     try:
-        plan = prepare(trial).plan
+        setup = prepare(trial)
+        plan = setup.plan
         with tempfile.TemporaryDirectory() as folder:
-            found = call_in_workers(_watched, (to_dict(trial), folder, pack_given()), plan.processes)
+            found = call_in_workers(_watched, (to_dict(setup.cfg), plan, folder, pack_given()), plan.processes)
     except PlanError as error:
         return Trial(problem=str(error))
     except WorkerFailed as failed:  # a worker that was killed ran out of memory

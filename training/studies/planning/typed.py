@@ -10,6 +10,7 @@ from typing import Any
 from common.errors import PlanError, UserError
 from conf import COMMAND
 from conf.instantiate import to_dict
+from conf.schema import Root
 from data.dataset import DataSet
 from models.chain import Chain
 from parallel.gathering import refuse_to_gather
@@ -28,7 +29,7 @@ from training.run.setup import Setup
 _OF_SOME = ("shard", "reshard", "comm_hook")  # keys that some strategies take
 
 
-def fixed_of(cfg: Any) -> dict[str, Any]:
+def fixed_of(cfg: Root) -> dict[str, Any]:
     """Return the keys of the layout that the user has set, for ``planner.search.layouts``.
 
     Raises:
@@ -120,7 +121,7 @@ def _distance(fixed: Mapping[str, Any], layout: PlannedLayout) -> int:
     return sum(abs(getattr(layout, key) - fixed[key]) for key in FREE if key in fixed and key != "schedule")
 
 
-def check_kept(saved: Layout, cfg: Any) -> None:
+def check_kept(saved: Layout, cfg: Root) -> None:
     """Check that the keys typed beside parallel=auto agree with the checkpoint's layout.
 
     Raises:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import TrainingError
+from conf.schema import Root
 from parallel.strategies import names_where
 from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records, write_table
@@ -85,7 +86,7 @@ def is_of_speed(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in _SPEED)
 
 
-def value_for_sweeper(cfg: Any, folder: Path) -> float | None:
+def value_for_sweeper(cfg: Root, folder: Path) -> float | None:
     """Return what a finished job tells a sweeper that chooses the next ones; None where it has not trained.
 
     Raises:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from common.errors import UserError
 from conf.instantiate import to_dict
+from conf.schema import Root
 from launchers import World, call_in_workers
 from models.chain import Chain
 from models.given import pack_given
 from parallel.layout import Layout
+from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training.checkpoint.files import Checkpoint, step_name
@@ -78,7 +80,7 @@ class Compared:
     def record(self) -> dict[str, Any]:
         """Return the entry of the certificate's JSON, with the keys of the section ``parallel`` under "place"."""
         kept = {k: v for k, v in asdict(self).items() if k not in ("layout", "changed")}
-        return {"place": self.layout.into({}) | self.changed, **kept}
+        return {"place": self.layout.section() | self.changed, **kept}
 
     def __str__(self) -> str:
         if not self.differences:
@@ -130,12 +132,11 @@ def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
     return " ".join([*words, *[f"schedule={layout.schedule}"] * layout.pipelined])
 
 
-def in_layout(cfg: Any, layout: Layout, **train: Any) -> Any:
+def in_layout(cfg: Root, layout: Layout, more: Mapping[str, Any] | None = None, **train: Any) -> Any:
     """Return the configuration of a short run in a layout; see ``short_run``."""
-    run = short_run(cfg, **train)
-    run.parallel.strategy = cfg.parallel.strategy if layout.strategy == cfg.parallel.name else None
-    layout.into(run.parallel)
-    return run
+    strategy = cfg.parallel.strategy if layout.strategy == cfg.parallel.name else None
+    waits = {"timeout_s": cfg.verify.timeout_s}
+    return short_run(cfg, {**layout.section(), "strategy": strategy, **waits}, more, **train)
 
 
 class Runs:
@@ -150,12 +151,14 @@ class Runs:
         first: The comparison of the reference layout, after it has run.
     """
 
-    def __init__(self, cfg: Any, folder: Path, chain: Chain, microbatches: int) -> None:
+    def __init__(self, cfg: Root, folder: Path, chain: Chain, microbatches: int) -> None:
         """Set up the comparisons. No layout is run."""
         self.cfg, self.folder, self.chain, self.microbatches = cfg, folder, chain, microbatches
+        self.processes = cfg.verify.processes or 1
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
         self.first = self._before = Compared("")
+        self._plans: dict[str, Plan] = {}  # by the name of a layout
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
     def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None) -> Compared:
@@ -166,10 +169,10 @@ class Runs:
         try:
             if layout.dp > 1 and self.microbatches > 1 and layout.dp * layout.chunks != self.microbatches:
                 raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {layout.dp} replicas")
-            if layout.processes > self.cfg.verify.processes:
+            if layout.processes > self.processes:
                 result.needs = layout.processes
-                raise UserError(f"needs {result.needs} processes, and verify.processes={self.cfg.verify.processes}")
-            prepare(self._job(result, "plain"))
+                raise UserError(f"needs {result.needs} processes, and verify.processes={self.processes}")
+            self._plans[result.name] = prepare(self._job(result, "plain")).plan
         except UserError as error:
             result.reason = str(error)
             return result
@@ -214,24 +217,23 @@ class Runs:
         for part, before, steps in jobs:
             (folder / part).mkdir(parents=True)
             trees.append((to_dict(self._job(result, part, before, steps)), str(folder / part)))
-        arguments = trees, pack_given(), record
+        arguments = trees, self._plans[result.name], pack_given(), record
         processes, timeout_s = result.layout.processes, self.cfg.verify.timeout_s
         call_in_workers(_run_jobs, arguments, processes, folder / "logs", timeout_s)
 
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
         own = part == "own"
-        cfg = in_layout(
-            self.cfg, result.layout, steps=steps or self.steps, eval_every=None if own else 0,
+        # Weights that come apart are compared tensor by tensor, with causes.
+        more = {"launcher": {"name": "local", "max_restarts": 0, "allow_mixed": True}}
+        if not own:
+            more |= {"optim": _PLAIN, "scheduler": {"_target_": "training.optimizer.Constant"}, "recipe": None}
+        return in_layout(
+            self.cfg, result.layout, more, steps=steps or self.steps, eval_every=None if own else 0,
             eval_batches=min(self.cfg.train.eval_batches or 2, 2), checkpoint_every=None if own else 1,
             keep_checkpoints=self.steps + 1, max_skipped=0, resume=before and str(self.path(before) / "plain"),
             **result.changed,
         )  # fmt: skip
-        cfg.parallel.timeout_s = self.cfg.verify.timeout_s
-        cfg.launcher.allow_mixed = True  # weights that come apart are compared tensor by tensor, with causes
-        if not own:
-            cfg.update(optim=_PLAIN, scheduler={"_target_": "training.optimizer.Constant"}, recipe=None)
-        return cfg
 
     # -- what it has left --------------------------------------------------------------------------------------------
 
@@ -282,9 +284,11 @@ def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
     return found
 
 
-def _run_jobs(world: World, jobs: list[tuple[dict, str]], given: bytes | None, record: int | None) -> None:
+def _run_jobs(
+    world: World, jobs: list[tuple[dict, str]], plan: Plan, given: bytes | None, record: int | None
+) -> None:
     """Run the jobs one after the other on a rank."""
     folder = Path(jobs[0][1]).parent
     with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext():
         for tree, run_dir in jobs:
-            run_on_rank(world, tree, run_dir, given)
+            run_on_rank(world, tree, plan, run_dir, given)

@@ -21,8 +21,9 @@ from common.errors import TrainingError, UserError
 from common.files import jsonable, write_atomically
 from common.machine import changed_environment, styled
 from conf import COMMAND
-from conf.instantiate import environment, to_config, to_dict
+from conf.instantiate import environment, to_config, to_dict, with_values
 from conf.masking import mask_secrets
+from conf.schema import Root
 from launchers import Interrupted, World, start_fork_server
 from parallel.layout import Layout
 from training.reporting.console import columns
@@ -117,7 +118,7 @@ class Report:
         return "\n".join(lines + [partly] * (not self.complete))
 
 
-def prove(cfg: Any, run_dir: Path, typed: Collection[str]) -> Report:
+def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:
     """Probe the model, compare its layouts, print a line for each, and write the certificate into the run directory.
 
     The certificate is written after each line, so a verification that is stopped, even by SIGKILL, leaves its results.
@@ -183,13 +184,13 @@ def _mark(result: Finding | Compared) -> str:
     return "-" if result.holds is None else styled(*(("✓", "green") if result.holds else ("✗", "red")), sys.stdout)
 
 
-def _own_microbatch(cfg: Any) -> int:
+def _own_microbatch(cfg: Root) -> int:
     """Return the number of samples per micro-batch of the run to verify, or the largest possible if it is chosen."""
     pieces = (n for n in (cfg.parallel.dp, cfg.parallel.chunks) if isinstance(n, int) and n > 0)
     return cfg.train.global_batch_size // math.prod(pieces)
 
 
-def _settled(cfg: Any, typed: Collection[str]) -> Any:
+def _settled(cfg: Root, typed: Collection[str]) -> Any:
     """Return the configuration with precision, batch and processes set for a proof, unless they were typed."""
     tree = to_dict(cfg)
     train, gpus = tree["train"], torch.cuda.device_count() if tree["device"] in ("auto", "cuda") else 0
@@ -201,22 +202,23 @@ def _settled(cfg: Any, typed: Collection[str]) -> Any:
     return to_config(tree)
 
 
-def _single(cfg: Any, chunks: int) -> Layout:
+def _single(cfg: Root, chunks: int) -> Layout:
     """Return the layout of one process. A typed order of the ranks is kept."""
     return replace(Layout(chunks=chunks), order=cfg.parallel.order)
 
 
 def _layouts(
-    report: Report, cfg: Any, setup: Setup, folder: Path, typed: Collection[str], own: int
+    report: Report, cfg: Root, setup: Setup, folder: Path, typed: Collection[str], own: int
 ) -> Iterator[Compared]:
     """Yield the comparison of one process, then of the typed layout or of all layouts, each when it has ended."""
+    processes = cfg.verify.processes or 1
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
     gathers = setup.examination.which("gathers")  # no layout divides a replica's samples
     count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
-    wanted = list(layouts(cfg.verify.processes, count, cfg.parallel.order))
+    wanted = list(layouts(processes, count, cfg.parallel.order))
     if setup.chain.cut:
-        wanted += layouts_of_shared_layers(cfg.verify.processes, count, cfg.parallel.order)
+        wanted += layouts_of_shared_layers(processes, count, cfg.parallel.order)
     if chosen:
         layout = Layout.of(cfg.parallel)
         layout = replace(layout, chunks=2) if layout.chunks == "auto" else layout
@@ -224,7 +226,7 @@ def _layouts(
         balance = plan.balance if isinstance(layout.balance, str) else layout.balance  # of measured times: here once
         layout = replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks, balance=balance)
         count, wanted = 1 if gathers else plan.dp * plan.chunks, [layout]
-        cfg.verify.processes = plan.processes
+        cfg = with_values(cfg, {"verify.processes": plan.processes})
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
     others = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
     one, again = _single(cfg, count), not cfg.train.activation_checkpointing
@@ -262,7 +264,7 @@ def _layouts(
             return
 
 
-def _about(cfg: Any, setup: Setup) -> dict[str, Any]:
+def _about(cfg: Root, setup: Setup) -> dict[str, Any]:
     given = "  # with the objects of a Python program" * (cfg.model.name == "given")
     return {
         "model": cfg.model.name,

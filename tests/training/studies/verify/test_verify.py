@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,7 +216,7 @@ def test_a_configuration_of_a_program_is_verified_in_its_own_layout_and_batch(tm
 def test_a_layout_goes_on_from_the_last_right_one(tmp_path, monkeypatch):
     """The one before it may be wrong, which would make all that follow wrong."""
     begun, cfg = [], plain(load_config("model=toy", "verify.steps=1", "verify.processes=2", *WORDS))
-    monkeypatch.setattr(verified, "prepare", lambda cfg: None)
+    monkeypatch.setattr(verified, "prepare", Mock())
     runs = verified.Runs(cfg, tmp_path, chain(), 2)
     monkeypatch.setattr(runs, "launch", lambda result, folder, jobs: begun.append(jobs[-1][1].name))
     monkeypatch.setattr(runs, "results", lambda result, kind: {"loss": torch.tensor(1.0 + (result.name == "wrong"))})
