@@ -173,7 +173,7 @@ class Strategy(ABC):
         self._counts_samples = mesh.owns(REPLICAS)  # samples are divided along these axes
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         each = max(1, sample.targets.numel()) / len(sample) if sample is not None else 1.0
-        self._terms = plan.global_batch_size // plan.dp * each
+        self._usual_terms = self._terms = plan.global_batch_size // plan.dp * each
         sharded = mesh.axis(SHARDS).group is not None  # there are other ranks
         self.sharding = Sharding(mesh, self.device.type, bool(plan.reshard)) if sharded else None
         # One context spans a whole step, so that weights are cast once and not once per micro-batch. The gradient of a
@@ -235,13 +235,13 @@ class Strategy(ABC):
         #     sum over a replica's targets  x  loss scale / (averaged x terms)   here, as the loss's factor
         #     mean over the dp replicas                                          by DistributedDataParallel or Sharding
         #     x  averaged / loss scale  x  (dp x terms) / count                  in _agree, when count is known
-        # ``terms`` is the usual number of a replica's targets, padding included, and the same on all replicas.
+        # ``terms`` is about the number of a replica's targets, padding included, and the same on all replicas.
         # ``averaged`` is 1; in float16 it is dp, so that every number is as large as in one process.
         with self._step(step, self.loss_scale.factor / (self._averaged * self._terms)):
             self.forward_backward(self._placed(batch))
         self.gradients.finish()
         self.statistics.take()
-        result = self._agree(stop, loss_limit)
+        result = self._agree(batch.targets.numel(), stop, loss_limit)
         if result.usable:
             self.statistics.update()
         return result
@@ -320,16 +320,21 @@ class Strategy(ABC):
         weights = None if batch.weights is None else batch.weights.to(self._dtype)  # a stage counts them on the host
         return replace(batch.map(placed), weights=weights)
 
-    def _agree(self, stop: bool, loss_limit: float) -> StepResult:
+    def _agree(self, targets: int, stop: bool, loss_limit: float) -> StepResult:
         """Agree on the step's numbers by one small all-reduce: loss, count, metrics, squared norm and the stop flag.
 
         A number that is not finite on one rank makes the sum not finite on all ranks, so all of them decide alike.
         """
         loss, count, *metrics = self.take_sums()
+        if not self._counts_samples or not any(stage.ends_chain for stage in self.stages):
+            targets = 0  # others count them
         squares = self.gradients.squared_norm().to(loss)
-        mine = [loss, count, squares, loss.new_full((), stop), *metrics]
-        loss, count, squares, stops, *metrics = self.all_sum(torch.stack(mine))
+        mine = [loss, count, loss.new_full((), targets), squares, loss.new_full((), stop), *metrics]
+        loss, count, targets_of_all, squares, stops, *metrics = self.all_sum(torch.stack(mine))
         factor = self.plan.dp * self._terms / count if count else 1.0
+        if targets_of_all:  # by a power of two, so that no bit of a result depends on the steps before
+            more = targets_of_all / self.plan.dp / self._usual_terms
+            self._terms = self._usual_terms * 2.0 ** round(math.log2(more))
         factor *= self._averaged / self.loss_scale.factor
         self.gradients.multiply(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
