@@ -1,12 +1,18 @@
 """Ranks as a mesh of named axes, and the groups along them."""
 
 import itertools
+import os
+import pickle
 
 import pytest
+import torch
+import torch.distributed as dist
 from cases import Layout, Recipe, build
 from probes import gathered_along
 from small_models import chain_and_batches
 
+from common.errors import LaunchError
+from parallel import mesh as mesh_module
 from parallel.mesh import COPIES, PEERS, PIPELINE, REPLICAS, SHARDS, TENSOR, Mesh
 from parallel.strategy import build_strategy
 
@@ -77,3 +83,30 @@ def test_values_are_gathered_along_an_axis(ranks):
     found = ranks.run(4, gathered_along, {COPIES: 2, PIPELINE: 2})
     assert [rank[COPIES] for rank in found] == [["0", "2"], ["1", "3"], ["0", "2"], ["1", "3"]]
     assert [rank[PIPELINE] for rank in found] == [["0", "1"], ["0", "1"], ["2", "3"], ["2", "3"]]
+
+
+class Command:
+    """Its pickle makes a folder when it is read."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_message_that_another_program_has_replaced_ends_the_run_and_executes_nothing(monkeypatch, tmp_path):
+    sent = []
+
+    def replaced(tensor, group):
+        sent.append(tensor.numpy().tobytes())
+        if len(sent) == 1:  # how long the messages are
+            return [tensor, torch.tensor([len(command)])]
+        return [tensor, torch.frombuffer(bytearray(command), dtype=torch.uint8)]
+
+    command = pickle.dumps(Command(tmp_path / "executed"))
+    monkeypatch.setattr(mesh_module, "_all_gather", replaced)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    with pytest.raises(LaunchError, match="a message that is not JSON .* another program talks to this run's ports"):
+        Mesh({COPIES: 2}, 0).gather("a text")
+    assert sent[1].strip() == b'"a text"' and not (tmp_path / "executed").exists()
