@@ -1,12 +1,10 @@
 """Ranks that were started one by one wait for rank 0 as long as it lives, end with it, and obey nobody in its place."""
 
 import json
-import os
 import signal
 import socket
 import time
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,14 +19,14 @@ TOY = ["model=toy", "train.epochs=null", "train.steps=2", "logger=none", "device
 
 
 def slow_data(seconds, mark=None):
-    """In a new process: the toy's data takes so long to prepare."""
+    """In rank 0's process: the toy's data takes so long to prepare."""
     from data.random_regression import RandomRegression
 
     prepare = RandomRegression.prepare
 
     def slowly(self):
         if mark is not None:
-            Path(f"{mark}-{os.environ['RANK']}").touch()
+            mark.touch()
         time.sleep(seconds)
         prepare(self)
 
@@ -43,12 +41,13 @@ def hurry():
 
 
 def begin(tmp_path, *words, of_rank_0=(), before=None):
-    """Start two ranks as an operator of Kubernetes does; by rank."""
+    """Start two ranks as an operator of Kubernetes does; by rank. ``before`` is called in rank 0's process."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     begun = {}
     for rank, more in ((1, ()), (0, of_rank_0)):
         env = {**place, "RANK": str(rank)}
-        begun[rank] = Started([*TOY, *words, *more], tmp_path / "run", env=env, tag=f"rank{rank}", before=before)
+        early = None if rank else before
+        begun[rank] = Started([*TOY, *words, *more], tmp_path / "run", env=env, tag=f"rank{rank}", before=early)
     return begun
 
 
@@ -70,9 +69,7 @@ def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optim.lr=-1"], "Invalid learning rate: -1.0"),  # the command line
         (["parallel.chnks=2"], "chnks"),  # its composition
-        (["train.global_batch_size=100000000"], "global_batch_size=100000000"),  # the data
         (["parallel=single"], "1 processes, but 2 were started"),  # the layout
         (["-m", "parallel.chunks=1,2"], "without torchrun"),  # a sweep
     ],
@@ -94,7 +91,7 @@ def test_where_rank_0_refuses_the_others_end_with_it_at_once_and_say_why(tmp_pat
 def test_one_rank_that_is_told_to_stop_while_rank_0_prepares_stops_all(tmp_path, told):
     mark = tmp_path / "preparing"
     begun = begin(tmp_path, before=partial(slow_data, 1, mark))
-    wait_until((tmp_path / "preparing-0").exists, 60, "rank 0")
+    wait_until(mark.exists, 60, "rank 0")
     begun[told].process.send_signal(signal.SIGTERM)
     ended = end(begun)
     assert [ended[rank].code for rank in (0, 1)] == [75, 75], "".join(one.console for one in ended.values())
@@ -134,7 +131,8 @@ def test_a_mode_without_a_run_ends_all_ranks(tmp_path):
     assert [ended[rank].code for rank in (0, 1)] == [0, 0] and ended[1].console == ""
 
 
-@pytest.mark.parametrize(("words", "code"), [([], 0), pytest.param(["optim.lr=-1"], 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["optim.lr=-1"], 1)])
 def test_so_it_is_with_the_tasks_of_a_job(tmp_path, words, code):
     tree = to_dict(config(*TOY, "launcher=slurm", "parallel.timeout_s=3", *words))
     (tmp_path / "run").mkdir()
