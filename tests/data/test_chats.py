@@ -185,17 +185,6 @@ def test_the_plan_says_how_many_rows_are_cut_and_whose_messages_count(chats_of):
     assert f"cut to {holds - 1} tokens: 1 of 5 rows" in chats_of(CHATS, seq_len=holds - 1).description
 
 
-def test_gsm8k_as_chats_is_gsm8k_as_questions_and_answers(chats_of, prepared, tmp_path, published):
-    lines = (published("gsm8k") / "test.jsonl").read_text().splitlines(keepends=True)[:200]
-    (tmp_path / "pairs.jsonl").write_text("".join(lines))
-    rows = map(json.loads, lines)
-    chats = chats_of([say(row["question"], row["answer"]) for row in rows], template=CHATML, seq_len=1500)
-    options = {"field": "question", "answer": "answer", "template": "tokenizer", "seq_len": 1500}
-    pairs = prepared(Jsonl, tmp_path / "pairs.jsonl", tokenizer=str(tmp_path / "tokenizer"), **options)
-    for split in ("train", "valid", "test"):
-        assert rows_of(getattr(chats, split)) == rows_of(getattr(pairs, split))
-
-
 def test_a_column_of_structs_is_a_chat_too(chats_of, prepared, tmp_path):
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     data = chats_of([{"messages": chat, "tools": None} for chat in CHATS])

@@ -47,7 +47,6 @@ DAMAGES = {
     "no file": (IMAGES, None, "and no train-images-idx3-ubyte.gz. Give a folder"),
     "cut": (IMAGES, lambda content: content[:-1], "94,079 values after its header, which has 120 x 28 x 28 = 94,080"),
     "foreign": (IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:], "begins with 00000d03 instead of 00000803"),
-    "a label": (LABELS, lambda content: content[:-5] + b"\x0b" + content[-4:], "the label of sample 15 is 11"),
     "packed and no gzip": (f"{LABELS}.gz", lambda content: b"PK" + content, "Not a gzipped file"),
     "packed and cut": (f"{LABELS}.gz", lambda content: gzip.compress(content)[:-9], "is damaged or cannot be read"),
 }  # fmt: skip

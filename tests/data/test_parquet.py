@@ -1,7 +1,6 @@
 """Parquet files as a data set: the samples are those of JSON lines with the same rows; what is read and refused."""
 
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from common.errors import DataError, TrainingError
 from conf.instantiate import resolve
 from data import parquet as parquet_module
 from data.jsonl import Jsonl
-from data.loader import TrainBatches, read_in_processes
+from data.loader import TrainBatches
 from data.parquet import Parquet, ParquetRows
 
 pa = pytest.importorskip("pyarrow")
@@ -121,7 +120,7 @@ def test_of_a_file_the_row_groups_and_the_column_that_are_needed_are_read_and_th
     assert len(parquet_module._decoded) == 3
 
 
-def test_threads_forked_and_started_processes_read_the_same_rows(tmp_path, monkeypatch, everywhere):
+def test_threads_and_forked_processes_read_the_same_rows(tmp_path, monkeypatch, everywhere):
     monkeypatch.setattr(parquet_module, "_CACHE_BYTES", 2000)
     rows = ParquetRows([write(tmp_path / "a.parquet", 10, text=[str(i) for i in range(1000)])])
 
@@ -131,15 +130,6 @@ def test_threads_forked_and_started_processes_read_the_same_rows(tmp_path, monke
 
     assert right(8)
     everywhere(right)
-    sent = pickle.dumps(rows)
-    assert len(sent) < 5000 and pickle.loads(sent).texts(np.array([999]), ["text"]) == ["999"]
-
-
-def test_processes_that_read_ahead_give_what_a_thread_gives(tmp_path, prepared):
-    data = prepared(Parquet, write(tmp_path / "a.parquet", 10, text=words(60)), seq_len=16)
-    batches = TrainBatches(data.train, 4, seed=1)
-    for step, batch in enumerate(read_in_processes(batches, range(1, 11), num_workers=2), 1):
-        assert torch.equal(batch.inputs, batches[step].inputs)
 
 
 BAD = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff"]).buffers())

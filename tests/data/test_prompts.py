@@ -192,9 +192,3 @@ def test_a_template_needs_answers_and_a_file(rows_of):
         rows_of(template="nowhere.jinja")
     with pytest.raises(DataError, match="data.template=tokenizer cannot be read .*GPT-2 tokens have none"):
         rows_of(template="tokenizer")
-
-
-def test_gpt2s_tokens_can_have_a_template_too(rows_of, tmp_path):
-    (tmp_path / "my.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    ((inputs, counted),) = read(rows_of([("a", "<|endoftext|>b")], template=str(tmp_path / "my.jinja")).train)
-    assert gpt2().decode(inputs) == "a<|endoftext|><|endoftext|>b" and counted[-1] == END_OF_TEXT

@@ -57,12 +57,6 @@ def test_source_text_is_cut_into_samples(prepared, monkeypatch):
     assert "import" in text and "<|endoftext|>" in text
 
 
-@pytest.mark.slow
-def test_the_standard_library_is_always_there(prepared):
-    data = prepared(Stdlib, seq_len=256)
-    assert len(data.train) > 5000 and len(data.valid) > 200 and len(data.test) > 200
-
-
 def test_the_standard_library_leaves_out_its_tests_and_installed_packages():
     names = [document.path.parts for part in Stdlib().documents().values() for document in part]
     root = len(Path(sysconfig.get_path("stdlib")).parts)

@@ -21,20 +21,6 @@ def held(tmp_path):
     return write
 
 
-def test_a_sample_is_seq_len_tokens_and_its_targets_are_the_tokens_that_follow(held):
-    source = TokenWindows(held(range(11)), seq_len=5)
-    assert len(source) == 2
-    inputs, targets = source.read(np.array([1, 0]), epoch=0)
-    assert inputs.tolist() == [[5, 6, 7, 8, 9], [0, 1, 2, 3, 4]]
-    assert targets.tolist() == [[6, 7, 8, 9, 10], [1, 2, 3, 4, 5]]
-    assert str(inputs.dtype) == str(targets.dtype) == "torch.int64"
-
-
-@pytest.mark.parametrize("tokens, samples", [(5, 0), (6, 1), (10, 1), (11, 2)])
-def test_a_sample_needs_one_token_more_than_seq_len(held, tokens, samples):
-    assert len(TokenWindows(held(range(tokens)), seq_len=5)) == samples
-
-
 @pytest.mark.parametrize("vocab_size, dtype", [(50257, "uint16"), (65536, "uint16"), (65537, "uint32")])
 def test_the_file_is_as_wide_as_the_vocabulary_needs(cache, vocab_size, dtype):
     top = np.array([0, vocab_size - 1])

@@ -53,14 +53,6 @@ def test_a_document_is_cut_nowhere_and_has_one_beginning_and_one_end(tmp_path, t
     assert f"tokens of {folder / 'tokenizer.json'}" in data.description
 
 
-def test_each_tokenizer_has_its_own_cache(tmp_path, prepared):
-    (tmp_path / "text").write_text("The answer is 72.\n" * 200)
-    folders = [tokenizer_folder(tmp_path / str(i), "qwen", eos_token=end) for i, end in enumerate(("<|im_end|>", "!"))]
-    read = [prepared(Text, tmp_path / "text", seq_len=4, tokenizer=str(folder)) for folder in folders]
-    assert read[0].fingerprint != read[1].fingerprint
-    assert read[0].train.tokens[-1] != read[1].train.tokens[-1]
-
-
 def test_rows_are_padded_with_the_end_of_a_text(tmp_path, prepared, theirs):
     folder, rows = tokenizer_folder(tmp_path / "tokenizer", "llama3"), tmp_path / "rows.jsonl"
     rows.write_text('{"text": "May"}\n{"text": ""}\n')

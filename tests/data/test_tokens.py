@@ -72,8 +72,6 @@ def test_one_file_is_cut_90_5_5(tmp_path, tokens_of, name):
 def test_nanogpts_files_are_read_where_the_format_is_named(folder, tokens_of):
     for name in ("train.bin", "val.bin"):
         np.arange(100, dtype="<u2").tofile(folder / name)
-    with pytest.raises(DataError, match=r"train.bin does not start with llm.c's header.*data.format=nanogpt"):
-        tokens_of(folder)
     data = tokens_of(folder, format="nanogpt")
     assert (len(data.train), len(data.valid)) == (24, 24)
     assert data.train.read(np.array([1]), 0)[0].tolist() == [[4, 5, 6, 7]]
@@ -87,9 +85,6 @@ def test_a_token_outside_the_vocabulary_is_named_where_it_is_read(folder, tokens
     with pytest.raises(DataError, match="train_000.bin holds the token 50,257, outside a vocabulary of .*=50,257"):
         data.train.read(np.array([9, 3]), 0)
     tokens_of(folder, vocab_size=50258).train.read(np.arange(20), 0)
-    monkeypatch.undo()
-    with pytest.raises(DataError, match="holds the token 50,257, outside"):
-        tokens_of(folder)
 
 
 LONG = [7, 100_000, 3, 65_536, 128_000, 9, 1, 2, 3, 70_000]

@@ -156,6 +156,7 @@ def test_settings_replace_keys_of_the_file_and_an_unknown_one_is_named(gemma):
     chain = causal_lm(str(gemma / "config.json"), vocab_size=300, settings={"num_hidden_layers": 2})
     assert chain.names == ["embedding", "layers.0", "layers.1", "head"]
     assert chain.limits == {"vocabulary": 300, "positions": 64}
+    assert causal_lm(str(gemma)).limits["vocabulary"] == WORDS
     with pytest.raises(ModelError, match=r"model.settings.heads: config.json of a gemma2 model has no such key"):
         causal_lm(str(gemma), settings={"heads": 2})
     with pytest.raises(ModelError, match=r"model.settings.vocab_size: type model.vocab_size=300"):
@@ -242,7 +243,3 @@ def test_a_model_is_proved_when_it_is_first_seen_and_again_if_it_or_what_compute
             check(newer, right=False)
     data.cache_dir = str(gemma / "config.json")
     assert check(newer) and check(newer), "where the cache cannot be written"
-
-
-def test_words_are_counted(gemma):
-    assert causal_lm(str(gemma)).limits["vocabulary"] == WORDS

@@ -130,11 +130,10 @@ def test_its_shapes_are_inferred_without_its_weights_and_it_can_be_sent_to_anoth
     "layer, words",
     [
         (nn.SyncBatchNorm(4), "'1' is a SyncBatchNorm"),
-        (nn.LazyLinear(3), "is lazy"),
         (nn.Sequential(*[nn.BatchNorm1d(4)] * 2), "'1.0': the same BatchNorm stands at 2 places"),
     ],
 )
-def test_what_would_depend_on_the_layout_or_has_no_shape_yet_is_refused(layer, words):
+def test_what_would_depend_on_the_layout_is_refused(layer, words):
     with pytest.raises(ValueError, match=words):
         chain_of(nn.Sequential(nn.Linear(4, 4), layer), ClassCrossEntropy())
 
