@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils.data._utils import worker as torchs_worker
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from common.errors import DataError
@@ -223,6 +224,7 @@ def test_batches_need_no_shared_memory():
 def read_and_wait(readers):
     """In a new process: read one batch, and send the ids of the processes that read."""
     multiprocessing.set_start_method(None, force=True)  # as it is in a process that nobody has forked
+    torchs_worker.MP_STATUS_CHECK_INTERVAL = 0.2  # after each 5 s it looks whether its parent lives
     source = InMemory(torch.zeros(12, 1_000_000), torch.zeros(12))
     loader = train_loader(TrainBatches(source, 4, seed=1), 1, 100, num_workers=1)
     next(loader)
