@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from common.errors import LaunchError
 from launchers.failure import EndedTogether, is_peer_error, is_timeout
 from launchers.stopping import Stopped
-from launchers.world import World
+from launchers.world import Peer, World
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -76,47 +76,36 @@ def here() -> Note:
 
 
 @contextmanager
-def watched(
-    world: World,
-    store: Store,
-    timeout_s: float,
-    names: list[str],
-    describe: Callable[[BaseException], tuple[int, str]] | None = None,
-) -> Iterator[Beats]:
+def watched(meeting: Meeting, describe: Callable[[BaseException], tuple[int, str]] | None = None) -> Iterator[Meeting]:
     """Show the other ranks what this rank is doing while the block runs.
 
     Args:
-        world: This rank's world.
-        store: The store that the ranks share.
-        timeout_s: How long ranks wait for each other, in seconds.
-        names: The names of the ranks in messages, by rank.
+        meeting: The ranks that have met.
         describe: Returns the exit code and the message of an error, for ranks that wait for this one. Rank 0 then waits
             until they have read how it ends, if it ends before all are ready.
 
     Yields:
-        This rank's beats, whose ``timeout_s`` may be changed.
+        The meeting.
 
     Raises:
         LaunchError: If the block has failed because other ranks were lost, and they were lost because some do not move.
     """
-    note(0, "starting")
-    beats = Beats(world.rank, store, timeout_s)
     try:
-        yield beats
+        yield meeting
     except Stopped:
-        beats.left = STOPPED
+        meeting.left = STOPPED
         raise
     except BaseException as error:
         lost = isinstance(error, Exception) and not isinstance(error, EndedTogether) and is_peer_error(error)
-        if lost and (reason := beats.explain(is_timeout(error), names)) is not None:
+        if lost and (reason := meeting.explain(is_timeout(error))) is not None:
             raise LaunchError(reason) from None
-        if not beats.left:
-            beats.exit_code, beats.left = (1, _UNSAID) if describe is None else describe(error)
+        if not meeting.left:
+            meeting.exit_code, meeting.left = (1, _UNSAID) if describe is None else describe(error)
         raise
     finally:
-        beats.close()
-        if describe is not None and world.rank == 0 and not beats.ready:
-            _await_leaving(store, world.size)
+        meeting.close()
+        if describe is not None and meeting.world.rank == 0 and not meeting.ready:
+            _await_leaving(meeting.store, meeting.world.size)
 
 
 def _await_leaving(store: Store, size: int) -> None:
@@ -152,19 +141,25 @@ def describe_stall(notes: dict[int, Note], names: list[str], timeout_s: float) -
     return "\n".join(["\n".join(lines) + ". The other ranks have given up waiting for it", *stacks])
 
 
-class Beats:
-    """Writes this rank's notes to the store in a thread, and reads those of the other ranks if this rank gives up.
+class Meeting:
+    """Ranks that have met. A thread writes this rank's notes to the store; if this rank gives up, it reads the others'.
 
     Attributes:
-        timeout_s: How long ranks wait for each other, in seconds.
+        world: This rank's world.
+        store: The store that the ranks share.
+        peers: Their machines and addresses, by rank; empty if ``run_workers`` has started them.
+        names: Their names in messages, by rank.
+        timeout_s: How long they wait for each other, in seconds.
         left: How this rank leaves, in words if it has failed; empty while it runs.
         exit_code: The exit code with which it leaves.
         ready: Whether all ranks are ready to begin.
     """
 
-    def __init__(self, rank: int, store: Store, timeout_s: float) -> None:
-        self.timeout_s, self.left, self.exit_code, self.ready = timeout_s, "", 0, False
-        self._rank, self._store, self._count = rank, store, 0
+    def __init__(self, world: World, store: Store, peers: list[Peer], timeout_s: float) -> None:
+        self.world, self.store, self.peers, self.timeout_s = world, store, peers, timeout_s
+        self.names = [str(peer) for peer in peers] or [f"rank {rank}" for rank in range(world.size)]
+        self.left, self.exit_code, self.ready, self._count = "", 0, False, 0
+        note(0, "starting")
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -175,41 +170,40 @@ class Beats:
         self._ended.set()
         self._thread.join(_TOLD_S)
 
-    def explain(self, waited: bool, names: list[str]) -> str | None:
+    def explain(self, waited: bool) -> str | None:
         """Return a message that names the ranks that do not move.
 
         Args:
             waited: Whether a wait of this rank has timed out; otherwise it has lost a connection.
-            names: The names of the ranks in messages, by rank.
 
         Returns:
             The message; None if no wait has timed out, if those of all ranks have, or if a rank was lost otherwise.
         """
         self.left = _GAVE_UP if waited else _LOST_A_PEER
         found: list[dict[int, Note]] = []
-        asking = threading.Thread(target=lambda: found.append(self._find_silent(len(names))), daemon=True)
+        asking = threading.Thread(target=lambda: found.append(self._find_silent()), daemon=True)
         asking.start()
         asking.join(_GIVE_UP_LATE_S + _GIVE_UP_S)
         if found:
-            return describe_stall(found[0], names, self.timeout_s) if found[0] else None
+            return describe_stall(found[0], self.names, self.timeout_s) if found[0] else None
         if not waited:
             return None
         step = here().step
         since = f"since step {step}" if step else "before step 1"
         return (
-            f"{names[0]} has not moved {since} (parallel.timeout_s={self.timeout_s:g}): the store where the ranks "
-            f"meet, on its machine, does not answer {names[self._rank]}. It is stopped, or the network to it or its "
-            "machine is down"
+            f"{self.names[0]} has not moved {since} (parallel.timeout_s={self.timeout_s:g}): the store where the ranks "
+            f"meet, on its machine, does not answer {self.names[self.world.rank]}. It is stopped, or the network "
+            "to it or its machine is down"
         )
 
-    def _find_silent(self, ranks: int) -> dict[int, Note]:
+    def _find_silent(self) -> dict[int, Note]:
         """Return the notes of the ranks that neither leave nor give up, after all others had time to do so."""
         mine, begin, notes = here(), time.monotonic(), {}
         while True:
             self._put()
             with suppress(Exception):  # the notes that were read last are used
-                notes = read_notes(self._store, range(ranks))
-            silent = {rank: at for rank, at in notes.items() if not at.left and rank != self._rank}
+                notes = read_notes(self.store, range(self.world.size))
+            silent = {rank: at for rank, at in notes.items() if not at.left and rank != self.world.rank}
             asked_s = time.monotonic() - begin
             given_up = any(at.left == _GAVE_UP for at in notes.values())
             if not silent or asked_s > _TOLD_S and not given_up:
@@ -217,7 +211,7 @@ class Beats:
             if asked_s > (_GIVE_UP_S if len(silent) == 1 else _GIVE_UP_LATE_S):
                 # All ranks end a step together, so a rank with an older note is in the step in which this one waits.
                 return {rank: at if at.step >= mine.step else mine for rank, at in silent.items()}
-            time.sleep(poll_s(ranks))
+            time.sleep(poll_s(self.world.size))
 
     def _beat(self) -> None:
         self._put()
@@ -232,7 +226,7 @@ class Beats:
             stack = _main_stack() if at.silent_s > self.timeout_s / 2 else ()
             self._count += 1
             beat = [at.step, at.doing, at.since, self.left, self.exit_code, stack, self._count]
-            self._store.set(_key(self._rank), json.dumps(beat))
+            self.store.set(_key(self.world.rank), json.dumps(beat))
 
 
 def _key(rank: int) -> str:

@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.errors import LaunchError
 from launchers import stopping
-from launchers.heartbeat import Beats, poll_s, watched
-from launchers.world import LOOPBACK, STORE_FILE, World, is_loopback, master_address, restarts
+from launchers.heartbeat import Meeting, poll_s, watched
+from launchers.world import LOOPBACK, STORE_FILE, Peer, World, is_loopback, master_address, restarts
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -188,52 +188,6 @@ def _retry(attempt: Callable[[float], Any], kind: type[OSError], timeout_s: floa
 # -- the machines of the ranks, and whether they can reach each other ------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Peer:
-    """The machine and address of a rank.
-
-    Attributes:
-        rank: The rank.
-        leader: Whether it is the first rank of its machine.
-        node: The machine's name.
-        address: The machine's address.
-        port: The port on which the rank listens for the others' probes.
-    """
-
-    rank: int
-    leader: bool
-    node: str
-    address: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.node}, {self.address})"
-
-    @property
-    def machine(self) -> tuple[str, str]:
-        """Equal for ranks on the same machine."""
-        return self.node, self.address
-
-
-@dataclass
-class Meeting:
-    """Ranks that have met.
-
-    Attributes:
-        world: This rank's world.
-        store: The store that they share.
-        peers: Their machines and addresses, by rank; empty if ``run_workers`` has started them.
-        names: Their names in messages, by rank.
-        beats: The thread that shows the other ranks what this rank is doing.
-    """
-
-    world: World
-    store: Store
-    peers: list[Peer]
-    names: list[str]
-    beats: Beats
-
-
 @contextmanager
 def rendezvous(
     world: World, timeout_s: float, describe: Callable[[BaseException], tuple[int, str]] | None = None
@@ -260,9 +214,8 @@ def rendezvous(
         yield world
         return
     peers = find_peers(world, store, timeout_s) if world.origin != "local" else []
-    names = [str(peer) for peer in peers] or [f"rank {rank}" for rank in range(world.size)]
-    with watched(world, store, timeout_s, names, describe) as beats:
-        yield replace(world, meeting=Meeting(world, store, peers, names, beats))
+    with watched(Meeting(world, store, peers, timeout_s), describe) as meeting:
+        yield replace(world, meeting=meeting)
 
 
 def find_peers(world: World, store: Store, timeout_s: float) -> list[Peer]:

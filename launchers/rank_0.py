@@ -15,8 +15,7 @@ from typing import Any
 
 from common.errors import LaunchError
 from launchers.failure import EndedTogether, is_peer_error
-from launchers.heartbeat import STOPPED, Note, note, poll_s, read_notes
-from launchers.meeting import Meeting
+from launchers.heartbeat import STOPPED, Meeting, Note, note, poll_s, read_notes
 from launchers.stopping import Stopped, wanted
 
 _LOOK_S = 1.0  # between two looks at the beats of the ranks that are awaited
@@ -49,7 +48,7 @@ def ready_together(meeting: Meeting, timeout_s: float) -> None:
     From then on ranks wait ``timeout_s`` seconds for each other. Raises the errors of ``hear``.
     """
     meeting.store.set_timeout(timedelta(seconds=timeout_s))
-    meeting.beats.timeout_s = timeout_s
+    meeting.timeout_s = timeout_s
     if wanted():
         raise Stopped("stopped before the first step")
     if meeting.world.rank > 0:
@@ -59,7 +58,7 @@ def ready_together(meeting: Meeting, timeout_s: float) -> None:
     else:
         _await(meeting, "ready", range(1, meeting.world.size), stops=True)
         meeting.store.set("ready-0", "")
-        meeting.beats.ready = True
+        meeting.ready = True
 
 
 def _await(meeting: Meeting, what: str, ranks: Sequence[int], stops: bool) -> None:
@@ -80,7 +79,7 @@ def _await(meeting: Meeting, what: str, ranks: Sequence[int], stops: bool) -> No
                         heard[rank] = at, time.monotonic()
                 for rank, (at, since) in heard.items():
                     if not store.check([f"{what}-{rank}"]):
-                        _check_alive(rank, names[rank], at, since, meeting.beats.timeout_s)
+                        _check_alive(rank, names[rank], at, since, meeting.timeout_s)
             time.sleep(poll_s(len(names)))
 
 

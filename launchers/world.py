@@ -37,7 +37,7 @@ class World:
         local_size: The number of ranks on this machine.
         origin: "alone" (no others), "local" (started by run_workers), "torchrun", "slurm" (a task of a job step), or
             "environment" (set by hand).
-        meeting: The ranks that it has met (``launchers.meeting.Meeting``); None before that, and for a single rank.
+        meeting: The ranks that it has met (``launchers.heartbeat.Meeting``); None before that, and for a single rank.
     """
 
     rank: int
@@ -91,6 +91,33 @@ class World:
         if local_size > size:
             raise LaunchError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}, the whole run")
         return cls(rank, size, local_rank, local_size, origin)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The machine and address of a rank.
+
+    Attributes:
+        rank: The rank.
+        leader: Whether it is the first rank of its machine.
+        node: The machine's name.
+        address: The machine's address.
+        port: The port on which the rank listens for the others' probes.
+    """
+
+    rank: int
+    leader: bool
+    node: str
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.node}, {self.address})"
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Equal for ranks on the same machine."""
+        return self.node, self.address
 
 
 def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
