@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +68,6 @@ class Layer:
 
     Attributes:
         stage: A stage of this layer alone.
-        dtype: That of its parameters.
         inputs: Its inputs, computed from ``samples``.
         samples: The samples.
         found: The facts of the chain in this mode.
@@ -80,7 +79,6 @@ class Layer:
     """
 
     stage: Stage
-    dtype: torch.dtype
     inputs: tuple[Tensor, ...]
     samples: Batch
     found: Examination
@@ -235,19 +233,9 @@ def _repeats(layer: Layer, tolerance: float) -> Found:
         yield f"{text}, or keeps something between calls (by {size:.0e})", False
 
 
-def _leaves_its_input(layer: Layer, tolerance: float) -> Found:
-    if layer.facts.writes:
-        yield f"writes into its input in {layer.mode}, which the layer before may need", False
-
-
 def _outputs(layer: Layer, tolerance: float) -> Found:
-    """Look at dtypes, and which gradients exist."""
-    if not layer.training:
-        return
-    outputs, gradients = layer.seen["given"].values(), layer.seen["gradients"]
-    if half := [t.dtype for t in outputs if t.is_floating_point() and t.dtype.itemsize < 4]:
-        got, wanted = (str(dtype).removeprefix("torch.") for dtype in (half[0], layer.dtype))
-        yield f"returns {got} where its parameters and inputs are {wanted}", False
+    """Look at which gradients exist."""
+    outputs, gradients = layer.seen["given"].values(), layer.seen["gradients"] if layer.training else {}
     given = [gradient for name, gradient in gradients.items() if name.startswith("input ")]
     without = [name for name, g in gradients.items() if g is None and not name.startswith("input ")]
     if gradients and not any(t.requires_grad for t in outputs):
@@ -292,8 +280,7 @@ def _sizes(layer: Layer, tolerance: float) -> Found:
 
 
 PROBES: dict[str, Callable[[Layer, float], Found]] = {
-    "unchanged": _unchanged, "repeats": _repeats, "leaves its input": _leaves_its_input, "outputs": _outputs,
-    "halves": _halves, "sizes": _sizes,
+    "unchanged": _unchanged, "repeats": _repeats, "outputs": _outputs, "halves": _halves, "sizes": _sizes,
 }  # fmt: skip
 
 
@@ -310,13 +297,11 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
     chain, tolerance = setup.chain, setup.cfg.verify.tolerance
     try:
         traces = trace(chain, setup.sample, setup.plan.precision, "cpu")
-        kept = [layer.kept / setup.plan.microbatch_size for layer in traces]
+        kept, shapes = [layer.kept / setup.plan.microbatch_size for layer in traces], ""
     except PlanError as error:
-        needed = len(chain.layers) > 1  # by pipelines, which one layer does not run in
-        yield Finding("shapes", text=str(error).partition(". ")[0], holds=not needed)
-        kept = None
-    else:
-        yield Finding("shapes", holds=True)
+        kept, shapes = [0.0] * len(chain.layers), str(error).partition(". ")[0]
+    # Only pipelines need the shapes, in which a model of one layer does not run.
+    yield Finding("shapes", text=shapes, holds=not shapes or len(chain.layers) == 1)
     shared = [Finding("shared parameters", *where) for where in _shared(chain)]
     yield from shared or [Finding("shared parameters", holds=True)]
     if shared:  # a layer that is built would change another
@@ -338,10 +323,10 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
         yield from found.values() or [Finding(name, holds=True)]
 
 
-def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Layer], list[Finding]]:
+def _layers(setup: Setup, own: int, kept: Sequence[float]) -> tuple[list[Layer], list[Finding]]:
     """Build every layer with its input, and find which batches are too large for this machine.
 
-    ``kept`` lists the bytes that each layer keeps per sample for the backward; None if they are unknown.
+    ``kept`` are the bytes that each layer keeps per sample for the backward; 0 if they are unknown.
     """
     chain, dtype, step = setup.chain, parameter_dtype(setup.plan.precision), setup.plan.microbatch_size
     found = [(setup.examination, True), (examine(chain, setup.sample, training=False), False)]
@@ -353,7 +338,7 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
         _check_stopped()
         try:
             stage = Stage(chain, [name], seed=setup.cfg.seed, device=CPU, dtype=dtype)
-            layer, evaluated = (Layer(stage, dtype, inputs, samples, *each) for each in found)
+            layer, evaluated = (Layer(stage, inputs, samples, *each) for each in found)
         except Exception as error:  # a user's code
             text = f"{_SAMPLES} samples cannot be computed in {setup.plan.precision}: {_first_line(error)}"
             if "double" in text.lower():
@@ -362,7 +347,7 @@ def _layers(setup: Setup, own: int, kept: list[float] | None) -> tuple[list[Laye
                 )
             too_large.append(Finding("sizes", f"{name} ({type(chain.skeleton([name])[name]).__name__})", text))
             break
-        each = (kept[i] if kept else 0) + 4 * sum(t.nbytes for t in layer.seen["given"].values()) / _SAMPLES
+        each = kept[i] + 4 * sum(t.nbytes for t in layer.seen["given"].values()) / _SAMPLES
         while sizes:
             needed, seconds = sizes[-1] * each, 5 * sizes[-1] * evaluated.seconds
             if needed < available_memory() and (sizes[-1] == step or seconds < _PATIENCE_S / len(chain.names)):

@@ -43,9 +43,7 @@ Numpy = layer("Numpy", lambda self, x: x + 0.1 * float(np.random.rand()))
 PythonDropout = layer("PythonDropout", dropout)
 BatchMean = layer("BatchMean", lambda self, x: x - x.mean(0))
 MeanInEvaluation = layer("MeanInEvaluation", lambda self, x: x if self.training else x - x.mean(0))
-InPlace = layer("InPlace", lambda self, x: F.relu_(x) * 2)
 Detach = layer("Detach", lambda self, x: x.detach() * 2)
-Half = layer("Half", lambda self, x: x.half())
 Imaginary = layer("Imaginary", lambda self, x: torch.complex(x, x - x.mean(0)))
 Real = layer("Real", lambda self, x: x.real + x.imag)
 PassesMask = layer("PassesMask", lambda self, x: (x - x.mean(0), torch.full_like(x, torch.finfo(x.dtype).min)))
@@ -240,13 +238,10 @@ ZOO = [
     Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "see each other in evaluation", SMALLER),
     Broken("contrastive", partial(chain, loss=Contrastive()), "halves", "c", "Contrastive of a batch is not", SMALLER),
     Broken("mean of some", partial(chain, loss=MeanOfSome()), "halves", "c", "MeanOfSome of a batch is not", SMALLER),
-    # The layer before does not need what it gave; one that does is refused by torch in every layout.
-    Broken("in place", partial(chain, InPlace), "leaves its input", "b", "writes into its input"),
     # Whichever layer is built last overwrites the weights of the other, in every layout.
     Broken("tied silently", shared, "shared parameters", "b", "b.weight is a.weight"),
     Broken("initial numbers", partial(pair, Initial, Initial), "", "b", "", PIPE),
     Broken("detach", partial(chain, Detach), "outputs", "b", "returns nothing that has a gradient"),
-    Broken("half", partial(chain, Half), "outputs", "b", "returns float16"),
     Broken("average in eval", partial(chain, AverageInEvaluation), "unchanged", "b", "'average' in evaluation", DDP),
     # Beside numbers that are much larger and equal, and in the imaginary part of what passes between layers.
     Broken("beside a mask", partial(chain, AverageBesideMask), "unchanged", "b", "buffer 'average' in evaluation"),
