@@ -102,13 +102,6 @@ NAMED = {  # the words of model.size=
     "SmolLM2-135M": "135M", "SmolLM2-360M": "360M", "Qwen2.5-0.5B": "qwen2.5-0.5B", "Qwen3-0.6B": "qwen3-0.6B",
     "Llama-3.2-1B": "llama3.2-1B", "TinyLlama-1.1B-Chat-v1.0": "tinyllama-1.1B",
 }  # fmt: skip
-MISTRAL = {
-    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
 GPT2_SMALL = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
     "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
@@ -202,8 +195,7 @@ def test_how_a_model_generates_and_what_its_tokenizer_is_changes_no_number_of_it
 
 
 OTHERS = {
-    "Mistral": (LLAMA, MISTRAL, "is MistralForCausalLM; use model=transformers$"),
-    "Mixtral": (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "is MixtralForCausalLM; use model=transformers$"),
+    "Mistral": (LLAMA, {"architectures": ["MistralForCausalLM"]}, "is MistralForCausalLM; use model=transformers$"),
     "Bloom": (GPT2, {"architectures": ["BloomForCausalLM"]}, "is BloomForCausalLM; use model=transformers$"),
     "GPT-2 as Llama": (LLAMA, GPT2_SMALL, "is GPT2LMHeadModel; use model=gpt2$"),
     "Llama as GPT-2": (GPT2, SMOL, "is LlamaForCausalLM; use model=llama$"),
