@@ -163,6 +163,17 @@ def saved(folder: Path, step: int, kind: str = "model") -> dict:
     return found
 
 
+def same_bits(one: Path, other: Path, *steps: int) -> bool:
+    """Whether two runs have saved the same weights and states; AssertionError with the names of those that differ."""
+    import torch
+
+    for step, kind in itertools.product(steps, ("model", "optimizer")):
+        ours, wanted = saved(one, step, kind), saved(other, step, kind)
+        assert ours.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
+    return True
+
+
 def rewrite_manifest(checkpoint: Path, change) -> None:
     """The manifest of a checkpoint as its ``change(manifest)`` leaves it, with a checksum that fits."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())

@@ -6,7 +6,7 @@ import shlex
 import shutil
 
 import pytest
-from composed import QUIET, config, execute, losses, records, rewrite_manifest, run, saved, steps, typed
+from composed import QUIET, config, execute, losses, records, rewrite_manifest, run, same_bits, steps, typed
 from omegaconf import OmegaConf
 
 from common.errors import CheckpointError, TrainingError
@@ -296,15 +296,10 @@ def whole(tmp_path_factory):
     return folder
 
 
-def same_end(one, other):
-    one, other = saved(one, 6) | saved(one, 6, "optimizer"), saved(other, 6) | saved(other, 6, "optimizer")
-    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
-
-
 @pytest.mark.parametrize("typed", [RUN.split(), QUIET], ids=["as before", "nothing"])
 def test_a_run_in_another_directory_goes_on_bit_for_bit(whole, tmp_path, capsys, typed):
     assert main([*typed, f"train.resume='{whole}/killed'", f"hydra.run.dir={tmp_path}/on"]) == 0
-    assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_end(tmp_path / "on", whole / "whole")
+    assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_bits(tmp_path / "on", whole / "whole", 6)
     assert "settings that differ" not in capsys.readouterr().err
     chained = json.loads((tmp_path / "on" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
     first = json.loads((whole / "whole" / "checkpoints" / "latest" / "manifest.json").read_text())["config"]
@@ -324,7 +319,7 @@ def test_a_run_that_is_stopped_at_once_says_what_goes_on_from_the_other_run(
     again = "start it again with the same command" if asked == 1 else "the same command and train.resume=auto"
     assert again in said and (tmp_path / "on" / "checkpoints" / "step-00000003").exists() == (asked == 2)
     assert main([*typed, *["train.resume=auto"] * (asked == 2)]) == 0
-    assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_end(tmp_path / "on", whole / "whole")
+    assert losses(tmp_path / "on") == losses(whole / "whole")[3:] and same_bits(tmp_path / "on", whole / "whole", 6)
 
 
 def test_an_evaluation_that_is_stopped_is_started_again_with_its_command(whole, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from composed import for_rank, losses, records, rewrite_manifest, run, run_on_rank, saved, steps
+from composed import for_rank, losses, records, rewrite_manifest, run, run_on_rank, same_bits, steps
 from safetensors.torch import load_file, save_file
 from slow_cases import with_slow
 
@@ -47,15 +47,6 @@ def plainly(tmp_path_factory):
     return folder
 
 
-def same_bits(one, other, steps=(2, 4, 6)):
-    for step in steps:
-        for kind in ("model", "optimizer"):
-            ours, theirs = saved(one, step, kind), saved(other, step, kind)
-            assert ours.keys() == theirs.keys()
-            assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    return True
-
-
 def names(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
@@ -77,7 +68,7 @@ def test_training_goes_on_while_a_copy_is_written_and_waits_where_there_is_none(
     monkeypatch.setattr(save, "available_memory", lambda: memory)
     run(tmp_path, *EVERY_2)
     assert min(seen) >= 3 if memory else max(seen) == 2
-    assert same_bits(tmp_path, plainly)
+    assert same_bits(tmp_path, plainly, 2, 4, 6)
     assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]
 
 
@@ -104,15 +95,6 @@ def test_an_evaluation_that_is_the_best_so_far_is_saved_though_no_checkpoint_is_
     ]
 
 
-def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(tmp_path):
-    recipe = [*STEPS, "train.eval_every=1", "optim.lr=3.0"]
-    whole = run(tmp_path / "whole", *recipe)
-    run(tmp_path / "first", *recipe, "train.steps=4")
-    resumed = run(tmp_path / "rest", *recipe, f"train.resume='{tmp_path}/first'")
-    keys = ("steps", "first_loss", "final_loss", "best_val_loss", "test_loss")
-    assert {key: resumed[key] for key in keys} == {key: whole[key] for key in keys}
-
-
 def test_what_a_killed_run_left_half_written_is_cleaned_up(tmp_path):
     folder = tmp_path / "checkpoints"
     for name in (".step-00000004.tmp", ".step-00000002.removed.tmp"):
@@ -120,12 +102,6 @@ def test_what_a_killed_run_left_half_written_is_cleaned_up(tmp_path):
         (folder / name / "model-00.safetensors").write_bytes(b"half")
     run(tmp_path, *STEPS)
     assert names(tmp_path) == ["best", "latest", "step-00000006"]
-
-
-def test_losses_do_not_depend_on_saving(plainly, tmp_path):
-    run(tmp_path, *STEPS, "train.checkpoint_every=null")
-    assert losses(tmp_path) == losses(plainly)
-    assert not (tmp_path / "checkpoints").exists()
 
 
 # -- where there are no links ----------------------------------------------------------------------------------------
@@ -239,7 +215,6 @@ def test_what_a_file_system_loses_of_one_rank_is_noticed_before_anything_old_is_
     for said in ranks.run(2, run_with_a_fault, *for_rank(tmp_path, *EVERY_2, *words), [4, 6], "lost"):
         assert "step-00000006.tmp/model-00.safetensors of " in said
         assert "is not what its ranks have written" in said and "the file system lost a part of it" in said
-    assert names(tmp_path) == ["best", "latest", "step-00000002"]
     assert names(tmp_path) == ["best", "latest", "step-00000002"]
 
 
@@ -452,15 +427,6 @@ def test_an_evaluation_that_is_started_again_has_each_number_once(plainly, tmp_p
     assert [[name for name in line if name != "step"] for line in records(tmp_path)] == [["val_loss"], ["test_loss"]]
 
 
-def test_a_run_that_was_killed_after_its_last_checkpoint_is_completed(copy, plainly):
-    """All steps are done; the test split and the summary are not."""
-    resumed = run(copy, *EVERY_2, "train.resume=auto")
-    lines = (plainly / "metrics.jsonl").read_text()
-    assert (copy / "metrics.jsonl").read_text() == lines
-    assert resumed["steps"] == 6 and resumed["first_loss"] == losses(plainly)[0]
-    assert resumed["test_loss"] is not None
-
-
 def run_and_be_killed(tree, folder, meeting, name):
     """On each rank of a pool: a run whose rank 0 is killed as it calls a function, or a method, for the first time."""
     owner, _, method = name.rpartition(".")
@@ -633,16 +599,17 @@ def test_a_run_directory_that_is_deleted_is_begun_anew_and_said(tmp_path, monkey
 
 
 def compare_checksums_for_long() -> str:
-    """Rank 0 finds damage after three seconds, and ranks wait for each other for one and a half."""
-    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    """Rank 0 finds damage after two seconds, and ranks wait for each other for one."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
     mesh = SimpleNamespace(gather=partial(Mesh({"replicas": 2}).gather, group=group))
 
     def work():
         if dist.get_rank() == 0:
-            time.sleep(3)
+            time.sleep(2)
             raise CheckpointError("model-00.safetensors is damaged")
 
-    with pytest.raises(CheckpointError) as raised:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as raised:
+        patch.setattr(load, "_ASK_S", 0.2)
         load._together(mesh, work)
     return str(raised.value)
 

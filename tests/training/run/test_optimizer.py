@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from composed import config, for_rank, losses, run, run_on_rank, saved, training
+from composed import config, for_rank, losses, run, run_on_rank, same_bits, saved, training
 from torch import nn
 
 from common.errors import CheckpointError, PlanError, TrainingError
@@ -75,8 +75,7 @@ def assert_it_resumes_with_the_same_bits(cfg, folder):
     for name, resume in (("whole", None), ("resumed", str(folder / "whole/checkpoints/step-00000002"))):
         (folder / name).mkdir()
         training(with_values(cfg, {**length, "train.resume": resume}), folder / name)
-    whole, resumed = (saved(folder / name, 4) for name in ("whole", "resumed"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert same_bits(folder / "resumed", folder / "whole", 4)
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Rprop", "Muon"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from composed import LAYOUTS, compose, config, execute, for_rank, losses, run_layout, run_on_rank, saved
+from composed import LAYOUTS, compose, config, execute, for_rank, losses, run_layout, run_on_rank, same_bits, saved
 from slow_cases import with_slow
 
 from common.errors import PlanError
@@ -29,20 +29,12 @@ def train(ranks, tmp_path, words):
     return lambda layout, *more: run_layout(ranks, layout, tmp_path / f"{len(list(tmp_path.iterdir()))}", *words, *more)
 
 
-def same_bits(run, other, step):
-    for kind in ("model", "optimizer"):
-        ours, wanted = saved(run, step, kind), saved(other, step, kind)
-        assert ours.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
-
-
 @pytest.mark.parametrize("layout", with_slow(("fsdp", *CUT), {*CUT} - {"tensor sequence"}))
 def test_a_run_resumes_with_the_same_bits(train, layout):
     every = ["train.checkpoint_every=2", "train.steps=4", "optim=adamw"]
     whole = train(layout, *every)
     again = train(layout, *every, f"train.resume='{whole}/checkpoints/step-00000002'")
-    assert losses(again) == losses(whole)[2:]
-    same_bits(again, whole, 4)
+    assert losses(again) == losses(whole)[2:] and same_bits(again, whole, 4)
 
 
 def test_a_run_goes_on_with_other_numbers_of_shards(train):
@@ -69,8 +61,7 @@ def test_a_model_starts_from_files_of_which_each_rank_reads_its_part_and_is_save
     alone = train("single", *still)
     for layout in CUT:
         run = train(layout, *still)
-        assert losses(run) == pytest.approx(losses(alone), rel=1e-12), layout
-        same_bits(run, alone, 1)
+        assert losses(run) == pytest.approx(losses(alone), rel=1e-12) and same_bits(run, alone, 1), layout
 
 
 @pytest.mark.parametrize(
