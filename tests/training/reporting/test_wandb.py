@@ -90,16 +90,6 @@ def test_an_offline_run_is_silent_stays_in_its_folder_and_can_be_read_back(tmp_p
     assert not [file for file in home.rglob("*") if file.is_file()]
 
 
-def test_a_resumed_training_continues_the_same_run(tmp_path):
-    for step in (1, 2):
-        run = WandbRun(tmp_path, {})
-        run.log({"loss": float(step)}, step)
-        run.finish()
-    assert losses(tmp_path) == {1: 1.0, 2: 2.0}
-    ids = {record["run"]["run_id"] for record in read_back(tmp_path) if record["type"] == "run"}
-    assert ids == {(tmp_path / "wandb_id.txt").read_text().strip()}
-
-
 KILLED = """
 import sys, time, psutil
 from training.reporting import WandbRun
@@ -246,6 +236,8 @@ def test_a_killed_and_resumed_run_is_uploaded_with_each_step_once(tmp_path, serv
     run = WandbRun(run_dir, {})
     log_steps(run_dir, range(resumed_after + 1, last + 1), run)
     run.finish({})
+    name = (run_dir / "wandb_id.txt").read_text().strip()
+    assert [f"-{name}" in path.name for path in run_dir.glob("wandb/offline-run-*")] == [True] * (len(killed) + 1)
     for _ in range(2):
         sync(run_dir)
         assert Counter(row["_step"] for row in server.rows) == dict.fromkeys(range(1, last + 1), 1)

@@ -1,18 +1,17 @@
 """What a run takes over from a checkpoint: all of it, and only what still means the same."""
 
-import os
 import pickle
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
-from commandline import ROOT
 from torch import nn
 
 from common.errors import CheckpointError, TrainingError, UserError
 from data.dataset import Batch
 from data.tensors import TensorData
+from launchers import stopping
+from launchers.stopping import Stopped
 from models.module_pickling import dumps
 from training import train
 from training.callbacks import Callback
@@ -128,42 +127,20 @@ def test_a_run_with_another_global_batch_size_goes_on_with_the_next_row_of_the_e
     assert sorted(used) == [*range(40)]
 
 
-STOPPED = """
-import signal, sys
-import torch
-from torch import nn
-from launchers.stopping import Stopped
-from training import train
-from training.callbacks import Callback
-
 class StopsItself(Callback):
     def on_step(self, run, record):
         if record["step"] == 3:
             signal.raise_signal(signal.SIGTERM)
 
-x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
-given = {"model": nn.Linear(6, 2), "loss": nn.MSELoss(), "data": (x, x[:, :2])}
-words = ["parallel.threads=1", "logger=none", "train.global_batch_size=8", "train.epochs=null", "train.steps=9"]
-try:
-    train(*words, f"hydra.run.dir={sys.argv[1]}", "+callbacks.stops._target_=__main__.StopsItself", **given)
-except Stopped as stopped:
-    print("STOPPED", stopped, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
-print("STEPS", train(*words, f"hydra.run.dir={sys.argv[1]}", "train.resume=auto", **given).summary["steps"])
-"""
 
-
-def test_a_run_of_one_process_in_a_program_saves_when_it_is_told_to_stop(tmp_path):
-    """In a process of its own, as signals reach the main thread only."""
-    (tmp_path / "program.py").write_text(STOPPED)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ran = subprocess.run(
-        [sys.executable, tmp_path / "program.py", tmp_path / "run"],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    (said,) = (line for line in ran.stdout.splitlines() if line.startswith("STOPPED"))
-    assert said.startswith("STOPPED stopped after step 4 of 9, saved in ") and said.endswith(" True")
-    assert "STEPS 9" in ran.stdout
+def test_a_run_of_one_process_in_a_program_saves_when_it_is_told_to_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "_state", stopping._State())  # commands in this process have left theirs
+    before, words = signal.getsignal(signal.SIGTERM), [*WORDS, "train.steps=9"]
+    assert before is signal.SIG_DFL, "as in most programs"
+    with pytest.raises(Stopped, match="stopped after step 4 of 9, saved in "):
+        go(tmp_path, *words, f"+callbacks.stops._target_={__name__}.StopsItself")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert go(tmp_path, *words, "train.resume=auto").summary["steps"] == 9
 
 
 class Averaging(torch.optim.SGD):

@@ -299,20 +299,12 @@ def test_an_evaluation_changes_nothing_and_one_of_few_batches_sees_fewer_samples
     assert found["one"][1] != found["all"][1] == found["many"][1]
 
 
-def test_overfit_learns_one_batch_of_a_language_by_heart(tmp_path, text):
-    model = ["model=gpt2", "model.size=tiny", "model.n_layer=2", *text, "data.vocabulary=words", "model.vocab_size=384"]
-    words = ["train.global_batch_size=4", "debug=overfit", "train.steps=60", "optim.lr=3e-3", "train.precision=fp32"]
-    run(tmp_path, *model, *words)
-    found = losses(tmp_path)
-    assert found[0] > 5 and found[-1] < 2
-
-
 def test_overfit_trains_on_the_same_batch_where_the_first_layer_works_in_place(tmp_path, monkeypatch):
     def doubled(self, x):
         return nn.functional.linear(x if x.requires_grad else x.mul_(2), self.weight, self.bias)
 
     monkeypatch.setattr(nn.Linear, "forward", doubled)
-    run(tmp_path, *SHORT, "train.overfit=true", "train.precision=fp32", "optim.lr=0")
+    run(tmp_path, "debug=overfit", *SHORT, "train.precision=fp32", "optim.lr=0")
     assert len(set(losses(tmp_path))) == 1
 
 
