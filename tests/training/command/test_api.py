@@ -244,7 +244,7 @@ def failing(*words):
 SETS = ["train.deterministic=true", "parallel.env={MINE: b, NEW: c}"]
 CALLS = {
     "a run": lambda *words: train(*words, *SETS, "train.tf32=true", "train.detect_anomaly=true"),
-    "a run without TF32": train,
+    "a run without TF32": partial(train, "train.cudnn_benchmark=true"),
     "a run that fails": failing,
     "a plan": lambda *words: train(*words, *SETS, "mode=plan", "parallel=ddp"),
     "words that are wrong": lambda *words: pytest.raises(UserError, train, *words, "optim.lr=abc"),

@@ -4,14 +4,12 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
 
 import pytest
-import yaml
 from commandline import train
 
 from train import main
@@ -99,12 +97,6 @@ def test_a_run_of_one_process_on_numbers_has_neither_tokens_nor_a_pipeline(toy):
     assert len(summary["peak_memory_bytes"]) == len(summary["stages"]) == 1
 
 
-def test_the_composed_configuration_is_kept(gpt2):
-    cfg = yaml.safe_load((gpt2.folder / ".hydra" / "config.yaml").read_text())
-    assert (cfg["model"]["size"], cfg["parallel"]["name"], cfg["parallel"]["chunks"]) == ("tiny", "pipe_ddp", 4)
-    assert (cfg["seed"], cfg["train"]["steps"], cfg["data"]["seq_len"]) == (1337, 5, 32)
-
-
 def test_the_checkpoint_can_be_read_without_this_project(gpt2):
     link = gpt2.folder / "checkpoints" / "latest"
     assert os.readlink(link) == "step-00000005", "relative: the run directory can be moved"
@@ -145,16 +137,6 @@ def test_a_run_leaves_nothing_else(gpt2, toy):
     assert usual | {"wandb"} <= set(os.listdir(gpt2.folder)) <= usual | more
     assert len([*gpt2.folder.glob("wandb/offline-run-*/*.wandb")]) == 1
     assert not [name for name in os.listdir(gpt2.folder / "checkpoints") if "tmp" in name]
-
-
-def test_the_printed_command_evaluates_the_checkpoint(toy, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (line,) = [line for line in toy.stdout.splitlines() if line.startswith("evaluate:")]
-    python, script, *overrides = shlex.split(line.partition(":")[2])
-    assert (python, script, main(overrides)) == ("python", "train.py", 0)
-    (summary,) = (tmp_path / "outputs").glob("*/*/summary.json")
-    again = json.loads(summary.read_text())
-    assert again["best_val_loss"] == pytest.approx(toy.summary["best_val_loss"], rel=1e-6)
 
 
 # -- directories: one for each run, and never another's --------------------------------------------------------------

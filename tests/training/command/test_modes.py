@@ -74,31 +74,6 @@ def test_one_process_is_enough_and_more_are_refused(tmp_path, model, trained):
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def exported(model, trained, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export")
-    do(folder, *model, "parallel=pipe_ddp", "parallel.pp=3", "mode=export", f"checkpoint='{trained}'")
-    return folder / "export"
-
-
-@torch.no_grad()
-def test_transformers_gives_the_same_logits(model, trained, exported):
-    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
-    load_torchvision()  # or transformers fails where torchvision does not fit a CPU torch
-    from transformers import AutoTokenizer, GPT2LMHeadModel
-
-    from training.run.restore import restore
-
-    theirs, info = GPT2LMHeadModel.from_pretrained(exported, output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ours = restore(config(*model, "mode=export", f"checkpoint='{trained}'"), "cpu").strategy.stages[0]
-    tokens = torch.randint(0, 50257, (2, 32), generator=torch.Generator().manual_seed(1))
-    logits, wanted = ours.eval().layers(tokens), theirs.eval()(tokens).logits
-    assert (logits.shape[-1], wanted.shape[-1]) == (50304, 50257)
-    assert (logits[..., :50257] - wanted).abs().max() < 1e-5 * wanted.abs().max()
-    assert AutoTokenizer.from_pretrained(exported)("Hello, I'm").input_ids == [15496, 11, 314, 1101]
-
-
 def test_any_folder_that_does_not_exist_can_be_exported_to_is_said_and_is_whole(model, trained, tmp_path, capsys):
     line = [*model, "mode=export", f"checkpoint='{trained}'", f"export_to='{tmp_path}/elsewhere/out'"]
     said = do(tmp_path / "run", *line, capsys=capsys)
