@@ -142,9 +142,12 @@ def write_stop(path: str | os.PathLike, stopped: BaseException) -> None:
 
 
 def read_report(path: str | os.PathLike) -> dict | None:
-    """Return the report that `write_report` or `write_stop` wrote to `path`; None if there is no complete one."""
+    """Return the report that `write_report` or `write_stop` wrote to `path`; None if there is no complete one.
+
+    It is {} for a rank that has done its work: the file is then empty, so that it can be made on a full disk.
+    """
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text() or "{}")
     except (OSError, ValueError):
         return None
 

@@ -254,7 +254,7 @@ class _Workers:
         return WorkerFailed(min(silent), "stall", text) if silent else None
 
     def _ended_early(self) -> list[int]:
-        return [rank for rank in self.exitcodes if not self._job.finished_path(rank).exists()]
+        return [rank for rank in self.exitcodes if read_report(self._job.report_path(rank)) != {}]
 
     def _death(self, rank: int) -> Death:
         return Death(rank, self.exitcodes[rank], read_report(self._job.report_path(rank)) or {})

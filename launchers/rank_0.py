@@ -18,8 +18,6 @@ from launchers.failure import EndedTogether, is_peer_error
 from launchers.heartbeat import STOPPED, Meeting, Note, note, poll_s, read_notes
 from launchers.stopping import Stopped, wanted
 
-_LOOK_S = 1.0  # between two looks at the beats of the ranks that are awaited
-
 
 def tell(meeting: Meeting, content: Any) -> None:
     """Send the other ranks the content for which they wait in ``hear``."""
@@ -66,24 +64,21 @@ def _await(meeting: Meeting, what: str, ranks: Sequence[int], stops: bool) -> No
 
     A request to stop ends the wait if it ``stops``.
     """
-    store, names, look = meeting.store, meeting.names, time.monotonic()
-    heard = {rank: (Note(0, "starting", time.time()), look) for rank in ranks}
+    heard = dict.fromkeys(ranks, (Note(0, "starting", time.time()), time.monotonic()))
     with _host_lives(meeting):
-        while not store.check([f"{what}-{rank}" for rank in ranks]):
+        while missing := [rank for rank in ranks if not meeting.store.check([f"{what}-{rank}"])]:
             if stops and wanted():
                 raise Stopped("stopped before the first step")
-            if time.monotonic() >= look:
-                look = time.monotonic() + _LOOK_S
-                for rank, at in read_notes(store, ranks).items():
-                    if at != heard[rank][0]:
-                        heard[rank] = at, time.monotonic()
-                for rank, (at, since) in heard.items():
-                    if not store.check([f"{what}-{rank}"]):
-                        _check_alive(rank, names[rank], at, since, meeting.timeout_s)
-            time.sleep(poll_s(len(names)))
+            for rank, at in read_notes(meeting.store, missing).items():
+                if at != heard[rank][0]:
+                    heard[rank] = at, time.monotonic()
+            for rank in missing:
+                _check_alive(meeting, rank, *heard[rank])
+            time.sleep(poll_s(meeting.world.size))
 
 
-def _check_alive(rank: int, name: str, at: Note, since: float, timeout_s: float) -> None:
+def _check_alive(meeting: Meeting, rank: int, at: Note, since: float) -> None:
+    name, timeout_s = meeting.names[rank], meeting.timeout_s
     if at.left == STOPPED:
         raise Stopped(f"stopped before the first step, as {name} was")
     if at.left and rank > 0:

@@ -50,12 +50,8 @@ class Job:
         """The file in which the workers meet."""
         return Path(self.folder) / "store"
 
-    def finished_path(self, rank: int) -> Path:
-        """The file that exists after a rank's work is done. It is empty, so that it can be made on a full disk."""
-        return Path(self.folder) / f"finished_{rank}"
-
     def report_path(self, rank: int) -> Path:
-        """The file for the report of a rank that has failed or stopped on request."""
+        """The file for the report on how a rank has ended."""
         return Path(self.folder) / f"report_{rank}.json"
 
     def environment_of(self, rank: int) -> dict[str, str]:
@@ -117,7 +113,7 @@ def work(_console: None, job: Job, rank: int, entry: Callable, args: tuple) -> N
         _leave(stopping.EXIT_CODE)
     except BaseException as error:
         fail(error, report, shown=rank > 0)  # the launching process shows rank 0's, on the same console
-    job.finished_path(rank).touch()
+    report.touch()
     _leave(0)  # remaining threads or process groups must not delay the end
 
 
