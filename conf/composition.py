@@ -6,10 +6,12 @@ import re
 import secrets
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,8 @@ from hydra import version
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import _run_hydra, create_automatic_config_search_path, get_args_parser
-from hydra.core.config_loader import ConfigLoader
+from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -35,7 +35,7 @@ from conf import CHOSEN, COMMAND, FOLDER, LORA, ON_TOP, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
 from conf.schema import Parallel, Root, register
-from conf.words import GROUPS, code_folders, config_folder, expand_lists, hydra_word, key_of, parse
+from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of, parse
 from launchers.world import launcher_start
 
 # Keys that a checkpoint does not keep.
@@ -45,6 +45,7 @@ _LISTED = {"logger@loggers.": "logger", "callback@callbacks.": "callbacks"}  # g
 
 
 Start = tuple[float, str, float]
+Program = Callable[[DictConfig], DictConfig]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,6 @@ class Composed:
         own_options: The words that name folders of the user's options, ``--config-dir=PATH``.
         files: The folder of the configuration's files; None if none are written.
         job: Hydra's section, if it is a job of a sweep; None for a run.
-        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig), until ``complete`` uses it.
         start: When the run began, its id, and the time by Hydra's ``now``.
     """
 
@@ -70,46 +70,19 @@ class Composed:
     own_options: Sequence[str] = ()
     files: Path | None = None
     job: Any = None
-    saved: Any = None
     start: Start = (0.0, "", 0.0)
 
     @classmethod
-    def of(cls, cfg: DictConfig, hydra: Any, saved: Any = None, start: Start = (0.0, "", 0.0)) -> Composed:
+    def of(cls, cfg: DictConfig, hydra: Any, start: Start = (0.0, "", 0.0)) -> Composed:
         """Return the configuration that Hydra has composed. ``hydra`` is Hydra's section."""
-        run_dir, own = Path(hydra.runtime.output_dir), brought(saved)
-        overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
-        sources = hydra.runtime.config_sources
+        run_dir, sources = Path(hydra.runtime.output_dir), hydra.runtime.config_sources
+        typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
         return cls(
-            cfg, run_dir, dict(hydra.runtime.choices), [word for word in overrides["task"] if word not in own],
+            cfg, run_dir, dict(hydra.runtime.choices) or None, typed,
             [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"],
             None if hydra.output_subdir is None else run_dir / hydra.output_subdir,
-            hydra if hydra.mode is RunMode.MULTIRUN else None, saved, start,
+            hydra if hydra.mode is RunMode.MULTIRUN else None, start,
         )  # fmt: skip
-
-    def complete(self) -> Composed:
-        """Apply the checkpoint's values, which typed words override, check the keys, and update the files.
-
-        Raises:
-            HydraException: A key does not exist, or a value has another type.
-            UserError: The checkpoint names code that it may not name.
-        """
-        if self.saved is not None:
-            self.saved.lay_under(self.cfg, self.choices, self.typed)
-            if self.files is not None:
-                self._write("config.yaml", self.cfg)
-                self._write("overrides.yaml", OmegaConf.create([*self.typed]))
-        return replace(self, cfg=check_keys(with_schema(self.cfg)), saved=None)
-
-    def made_by_program(self, cfg: DictConfig) -> Composed:
-        """Return a copy with a configuration that a program has made, after checking its keys, and update its file."""
-        check_keys(with_schema(cfg))
-        self._write("config.yaml", cfg)
-        return replace(self, cfg=cfg, choices=None)
-
-    def _write(self, name: str, content: Any) -> None:
-        file = (self.files or self.run_dir / ".hydra") / name
-        OmegaConf.save(content, file)
-        masking.mask_files([file])
 
     def plain(self) -> Any:
         """Return the configuration as plain data, with how it was composed.
@@ -155,18 +128,117 @@ class Composed:
         }
 
 
+class Loader(ConfigLoaderImpl):
+    """Composes every configuration: of a run, of a sweep and each job of it, and those that are only shown.
+
+    A value comes from the files of the options, from a checkpoint in place of these, from a typed word, or from a
+    Python program: the last of them that has it. Some launchers call it in another process.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], saved: Any = None, program: Program | None = None, start: Start | None = None
+    ) -> None:
+        """Find the folders of options.
+
+        Args:
+            arguments: The command line, which may name a folder of the user's options (``--config-dir``).
+            saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig); None without one.
+            program: How a Python program changes what the words compose.
+            start: See ``Composed``; None: the times and the id of a run are not set.
+
+        Raises:
+            SearchPathException: The user's folder does not exist.
+        """
+        register()
+        version.setbase("1.3")
+        there, folder = parse(arguments).config_path or str(FOLDER), config_folder(arguments)
+        search_path = create_automatic_config_search_path(str(FOLDER.parent / "train.py"), None, there)
+        if folder is not None:
+            if not folder.is_dir():
+                raise SearchPathException(f"Additional config directory '{folder}' not found")
+            search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+        super().__init__(search_path)
+        self._saved, self._program, self._start, self._code = saved, program, start, code_folders(arguments)
+        self._typed: Sequence[str] | None = None
+
+    def load_configuration(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, *checks: Any, **more: Any
+    ) -> DictConfig:
+        """Compose words, with Hydra's section; of a sweep, what comes before its jobs.
+
+        Raises:
+            HydraException: The configuration cannot be composed, or a key does not exist.
+            UserError: The checkpoint cannot be used, or what a Python program gives.
+        """
+        if self._start is not None:
+            register_start(self._start)
+        typed, is_run = expand_lists(overrides), run_mode is RunMode.RUN
+        words = typed if is_run else _before_jobs(typed)
+        self._typed = typed if self._saved is not None and is_run and config_name is not None else None
+        if self._saved is not None:  # what the run added is there already
+            added = (f"+{word}" if re.match(r"\+[^+@=]*\.", word) else word for word in words)
+            words = [*self._saved.words(typed), *added]
+        cfg = super().load_configuration(config_name, words, run_mode, *checks, **more)
+        if config_name is None:  # Hydra's own help
+            return cfg
+        # Without the checkpoint's words, and with all of a sweep's, which the sweeper takes.
+        cfg.hydra.overrides.task = [word for word in typed if not key_of(word).startswith("hydra")]
+        if not is_run:
+            return cfg
+        named(cfg, cfg.hydra.runtime.choices, self._code)
+        if self._program is not None:
+            hydra = cfg.hydra
+            hydra.runtime.choices = {}
+            with open_dict(cfg):
+                del cfg.hydra
+            cfg = self._program(cfg)
+            cfg.hydra = hydra
+        return check_keys(with_schema(cfg))
+
+    def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
+        cfg = super()._compose_config_from_defaults_list(defaults, repo)
+        if self._typed is not None:
+            self._saved.lay_over(cfg, self._typed)
+        return cfg
+
+
+def compose(
+    arguments: Sequence[str], with_hydra: bool = False, saved: Any = None, program: Program | None = None
+) -> Any:
+    """Compose the configuration of a command line without running anything.
+
+    Args:
+        arguments: The command line.
+        with_hydra: Whether to return Hydra's section too, which has the option of each group.
+        saved: See ``Loader``.
+        program: See ``Loader``.
+
+    Raises:
+        HydraException: It cannot be composed.
+        UserError: A word begins with a dash, and is no option.
+    """
+    parsed, hydra = parse(arguments), Hydra("train", Loader(arguments, saved, program))
+    cfg = hydra.compose_config(_name(parsed), [*parsed.overrides, "hydra.mode=RUN"], RunMode.RUN)
+    if not with_hydra:
+        with open_dict(cfg):
+            del cfg.hydra
+    return cfg
+
+
 def compose_and_run(
     task: Callable[[Composed], Any],
     arguments: Sequence[str],
     saved: Any,
+    program: Program | None,
     in_directory: Callable[[DictConfig], AbstractContextManager],
 ) -> Any:
     """Compose the configuration, make the run directory, call ``task`` and return its result; in a sweep, for each job.
 
     Args:
-        task: Called with the composed configuration, which it has to ``complete``.
+        task: Called with the composed configuration.
         arguments: The command line without the program's name.
-        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig); None without one.
+        saved: See ``Loader``.
+        program: See ``Loader``.
         in_directory: Called with a run's or a sweep's configuration, before anything is written. Surrounds the rest.
 
     Raises:
@@ -175,30 +247,22 @@ def compose_and_run(
     """
     # A rank that torchrun starts again finds the directory of the attempt before.
     start = *(launcher_start() or (time.time(), secrets.token_hex(3))), time.time()
-    register_start(start)
-    parsed = parse(arguments)
-    job = HydraTask(task, start, code_folders(arguments), saved)
-    if saved is not None and parsed.cfg:  # Hydra would show the files' part only
-        print(OmegaConf.to_yaml(compose(arguments, saved=saved)))
-        return None
+    parsed, loader = parse(arguments), Loader(arguments, saved, program, start)
+    hydra, job = Hydra("train", loader), partial(_run, task, start)
     if parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion:
-        parsed.overrides = expand_lists(parsed.overrides)
-        GlobalHydra.instance().clear()
-        with changed_environment({"HYDRA_FULL_ERROR": "1"}):  # then Hydra raises its errors instead of printing them
-            return _run_hydra(parsed, get_args_parser(), job, str(FOLDER), "train")
+        return _show(hydra, parsed)
     is_sweep = parsed.multirun or "hydra.mode=MULTIRUN" in parsed.overrides
-    cfg, loader = _compose(arguments, saved, is_sweep)
-    register_start(start)  # again: Hydra has set its ``now``
+    mode = RunMode.MULTIRUN if is_sweep else RunMode.RUN
+    words = [*parsed.overrides, f"hydra.mode={mode.name}"]
+    cfg = hydra.compose_config(_name(parsed), words, mode, with_log_configuration=is_sweep)
     before, sys.argv = sys.argv, [str(FOLDER.parent / "train.py"), *arguments]  # recorded as the command
     try:
         with in_directory(cfg):
             context = HydraContext(loader, users := Callbacks(cfg))
-            of, kind = {"config": cfg, "config_name": parsed.config_name or "train"}, cfg.hydra.mode.name.lower()
+            of, kind = {"config": cfg, "config_name": _name(parsed)}, mode.name.lower()
             getattr(users, f"on_{kind}_start")(**of)
             try:
                 if is_sweep:
-                    # Processes of a third-party launcher register the resolvers too late for the directory.
-                    cfg.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_word(cfg.hydra.sweep.dir)}")
                     plugins = Plugins.instance()
                     sweeper = plugins.instantiate_sweeper(config=cfg, hydra_context=context, task_function=job)
                     return sweeper.sweep([*cfg.hydra.overrides.task])
@@ -212,47 +276,41 @@ def compose_and_run(
     return done.return_value
 
 
-@dataclass(frozen=True)
-class HydraTask:
-    """The function that Hydra calls with each composed configuration. Some launchers call it in another process.
-
-    Attributes:
-        task: See ``compose_and_run``.
-        start: See ``Composed``.
-        folders: The folders that may have the user's code.
-        saved: The checkpoint's configuration.
-    """
-
-    task: Callable[[Composed], Any]
-    start: Start
-    folders: Sequence[str]
-    saved: Any
-
-    def __call__(self, cfg: DictConfig) -> Any:
-        """Mask secrets in the files that Hydra has written, call the task and return its result to Hydra."""
-        register_start(self.start)
-        hydra_section = HydraConfig.get()
-        composed = Composed.of(
-            named(cfg, hydra_section.runtime.choices, self.folders), hydra_section, self.saved, self.start
-        )
-        content = [OmegaConf.to_container(part, resolve=False) for part in (cfg, hydra_section)]
-        # Reading the files would take longer than everything else here.
-        if composed.job is not None or masking.mask_secrets(content) != content:
-            files = composed.files or composed.run_dir / ".hydra"
-            masking.mask_files([*files.glob("*.yaml"), composed.run_dir.parent / "multirun.yaml"])
-        # If Hydra changes the job's current directory, typed paths are still relative to the original one.
-        with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
-            return self.task(composed)
+def _name(parsed: Namespace) -> str:
+    return parsed.config_name or "train"
 
 
-def brought(saved: Any) -> Sequence[str]:
-    """Return the words that a checkpoint adds, which are options of groups; none without a checkpoint."""
-    return () if saved is None else saved.words
+def _show(hydra: Hydra, parsed: Namespace) -> None:
+    """Print what ``--cfg``, ``--info``, ``--hydra-help`` or ``--shell-completion`` asks for."""
+    words = parsed.overrides = expand_lists(parsed.overrides)
+    if parsed.cfg:
+        hydra.show_cfg(_name(parsed), words, parsed.cfg, parsed.package, parsed.resolve)
+    elif parsed.info:
+        hydra.show_info(parsed.info, _name(parsed), words)
+    elif parsed.hydra_help:
+        hydra.hydra_help(None, get_args_parser(), parsed)
+    else:
+        hydra.shell_completion(_name(parsed), words)
+
+
+def _run(task: Callable[[Composed], Any], start: Start, cfg: DictConfig) -> Any:
+    """Call the task with what Hydra has composed, after masking secrets in the files that Hydra has written."""
+    hydra_section = HydraConfig.get()
+    composed = Composed.of(cfg, hydra_section, start)
+    content = [OmegaConf.to_container(part, resolve=False) for part in (cfg, hydra_section)]
+    # Reading the files would take longer than everything else here.
+    if composed.job is not None or masking.mask_secrets(content) != content:
+        files = composed.files or composed.run_dir / ".hydra"
+        masking.mask_files([*files.glob("*.yaml"), composed.run_dir.parent / "multirun.yaml"])
+    # If Hydra changes the job's current directory, typed paths are still relative to the original one.
+    with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
+        return task(composed)
 
 
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
     """Add the folders of code. A cluster, and a model whose file sets no name, get the name of their option."""
-    cfg.import_from = [*(cfg.import_from or ()), *folders]
+    if folders:
+        cfg.import_from = [*(cfg.import_from or ()), *folders]
     if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and cfg.model.get("name") is None:
         name = choices.get("model") or str(cfg.model._target_).rpartition(".")[2]
         OmegaConf.update(cfg, "model.name", name, force_add=True)
@@ -264,7 +322,7 @@ def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[
 def register_start(start: Start) -> None:
     """Let ``${began:}``, ``${run_id:}`` and ``${now:}`` be the same wherever they appear."""
     began, run_id, now = start
-    register()
+    register()  # again, for another process
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
     OmegaConf.register_new_resolver("began", datetime.fromtimestamp(began).strftime, replace=True)
     OmegaConf.register_new_resolver("now", datetime.fromtimestamp(now).strftime, replace=True)
@@ -277,7 +335,9 @@ def with_schema(cfg: DictConfig) -> DictConfig:
     """
     if OmegaConf.get_type(cfg) is Root:
         return cfg
-    typed: Any = OmegaConf.merge(OmegaConf.structured(Root(parallel=Parallel())), cfg)
+    typed: Any = OmegaConf.structured(Root(parallel=Parallel()))
+    with open_dict(typed):  # for Hydra's section
+        typed.merge_with(cfg)
     return typed
 
 
@@ -315,51 +375,6 @@ def _lists(choices: Mapping[str, str | None]) -> dict[str, str]:
 def _is_where(word: str) -> bool:
     named_code = re.findall(r"_target_\W+([\w.]+)", word)
     return key_of(word).partition(".")[0] in _WHERE or not all(map(is_ours, named_code))
-
-
-def compose(arguments: Sequence[str], with_hydra: bool = False, saved: Any = None) -> Any:
-    """Compose the configuration of a command line without running anything.
-
-    Args:
-        arguments: The command line, which may name a folder of the user's options (``--config-dir``).
-        with_hydra: Whether to return Hydra's section too, which has the option of each group.
-        saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig).
-
-    Raises:
-        HydraException: It cannot be composed.
-        UserError: A word begins with a dash, and is no option.
-    """
-    cfg, _ = _compose(arguments, saved)
-    choices, typed = cfg.hydra.runtime.choices, expand_lists(parse(arguments).overrides)
-    if not with_hydra:
-        with open_dict(cfg):
-            del cfg.hydra
-    cfg = named(cfg, choices)
-    if saved is not None:
-        saved.lay_under(cfg, choices, typed)
-    return cfg
-
-
-def _compose(arguments: Sequence[str], saved: Any, is_sweep: bool = False) -> tuple[DictConfig, ConfigLoader]:
-    """Return what Hydra composes, with its own section, and its loader; of a sweep, what comes before its jobs."""
-    register()
-    version.setbase("1.3")
-    parsed, folder = parse(arguments), config_folder(arguments)
-    there = parsed.config_path or str(FOLDER)
-    search_path = create_automatic_config_search_path(str(FOLDER.parent / "train.py"), None, there)
-    if folder is not None:
-        if not folder.is_dir():
-            raise SearchPathException(f"Additional config directory '{folder}' not found")
-        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
-    typed, mode = expand_lists(parsed.overrides), RunMode.MULTIRUN if is_sweep else RunMode.RUN
-    words = [*brought(saved), *(_before_jobs(typed) if is_sweep else typed), f"hydra.mode={mode.name}"]
-    loader = ConfigLoaderImpl(search_path)
-    cfg = Hydra("train", loader).compose_config(
-        parsed.config_name or "train", words, mode, with_log_configuration=is_sweep
-    )
-    if is_sweep:  # the sweeper takes all of them
-        cfg.hydra.overrides.task = [*brought(saved), *(word for word in typed if not key_of(word).startswith("hydra"))]
-    return cfg, loader
 
 
 def _before_jobs(words: list[str]) -> list[str]:

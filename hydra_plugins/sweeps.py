@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import JobReturn
-from omegaconf import DictConfig
 
 
 class JobSweeper(BasicSweeper):
@@ -18,11 +16,6 @@ class JobSweeper(BasicSweeper):
     Unlike Hydra's own sweeper, it records a job that cannot be composed or that fails and runs the others, and leaves
     out jobs that an earlier attempt in the same directory has finished.
     """
-
-    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
-        """Keep Hydra's objects, for ``sweep``."""
-        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        self.task_function = task_function
 
     def sweep(self, arguments: list[str]) -> None:
         """Run all jobs that the overrides ``arguments`` describe."""

@@ -1,14 +1,13 @@
 """Restores the configuration that a checkpoint keeps, so that a command that names the checkpoint need not repeat it.
 
 A checkpoint keeps the option of each group and every value that determine what is trained, not where it is trained
-(see ``training.run.rank.kept``). They are restored in two steps. First, the options are put on the command line, before
-the typed words, which override them, so that Hydra composes the files of the same options (``SavedConfig.words``).
-Then, the checkpoint's values replace those of the files, and what was typed is put back (``SavedConfig.lay_under``).
+(see ``training.run.rank.kept``). A saved value applies unless its key was typed, or its group has another option than
+the run had. Its options are words before the typed ones, so that Hydra reads the files of the same options
+(``SavedConfig.words``). Its values replace those of the files, before Hydra applies the typed words
+(``SavedConfig.lay_over``).
 
-The checkpoint's values of a group apply only if the group has the option that the checkpoint was trained with. Another
-option, typed or selected by an experiment, starts from its own defaults. The checkpoint's values override an
-``experiment=`` that the run was started with; another ``experiment=`` typed now overrides them. A value that the files
-derive from others (``${train.global_batch_size}``) stays derived, as long as the result is the checkpoint's value.
+What an experiment sets counts as typed if the run was started without that experiment. A value that the files derive
+from others (``${train.global_batch_size}``) stays derived, as long as the result is the saved value.
 """
 
 from __future__ import annotations
@@ -64,91 +63,76 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
             f"{paths[0]} holds model={model}, and model={','.join(wanted)} was typed; leave model= out, or name a "
             "checkpoint of that model"
         )
-    return SavedConfig(paths[0], configs[0], typed, config_folder(arguments))
+    return SavedConfig(paths[0], configs[0], config_folder(arguments))
 
 
 class SavedConfig:
-    """The configuration of a checkpoint that a command names.
+    """The configuration of a checkpoint that a command names."""
 
-    Attributes:
-        words: The checkpoint's options of the groups that were not typed, as words of a command line.
-    """
-
-    def __init__(
-        self, path: str, config: Mapping[str, Any], typed: Mapping[str, Override], own: Path | None = None
-    ) -> None:
-        """Find out which options the run was trained with.
+    def __init__(self, path: str, config: Mapping[str, Any], own: Path | None = None) -> None:
+        """Note where it is from.
 
         Args:
             path: The checkpoint.
             config: The configuration that the checkpoint keeps.
-            typed: The overrides of the command line, by key.
             own: The folder of the user's options; None if there is none.
         """
         self._path, self._config = path, config
         self._folders = [folder for folder in (FOLDER, own) if folder is not None]
         self._had = {"model": config["model"]["name"], **config.get("choices", {})}
-        for group in set(CHOSEN) - self._had.keys():  # older checkpoints and those of a program lack them
-            files = [file.stem for folder in self._folders for file in sorted((folder / group).glob("*.yaml"))]
-            read = {option: self._read(group, option) for option in (*_values(typed.get(group)), *files)}
-            same = [o for o, file in read.items() if file.get("_target_") == config[group].get("_target_")]
-            # Of several, the one from which the fewest values differ.
-            alike = {o: sum(config[group].get(key) == value for key, value in read[o].items()) for o in same}
-            self._had[group] = max(same, key=alike.__getitem__, default=None)
-        experiments = [(key, option) for key in ON_TOP for option in _values(typed.get(key))]
-        new = [self._read(key, option) for key, option in experiments if self._is_new(key, option)]
-        self._chosen = {*typed, *(group for file in new for group in _groups_of(file))} & {*CHOSEN}
-        left = {group: self._had.get(group) for group in CHOSEN if group not in self._chosen}
-        self.words = [f"{group}={option}" for group, option in left.items() if self._read(group, option)]
+        for group in set(CHOSEN) - self._had.keys():  # of a program; the option from which the fewest values differ
+            section, alike = config[group], {}
+            for file in (file for folder in self._folders for file in sorted((folder / group).glob("*.yaml"))):
+                content = self._read(group, file.stem)
+                if content.get("_target_") == section.get("_target_"):
+                    alike[file.stem] = sum(section.get(key) == value for key, value in content.items())
+            self._had[group] = max(alike, key=alike.__getitem__, default=None)
 
-    def lay_under(self, cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
-        """Set the checkpoint's values in ``cfg``, except for keys that were typed.
+    def words(self, words: Sequence[str]) -> list[str]:
+        """Return the options of the groups that the typed ``words`` leave open, as words of a command line."""
+        chosen = self._chosen(_typed(words))
+        left = {group: self._had[group] for group in CHOSEN if group not in chosen}
+        return [f"{group}={option}" for group, option in left.items() if self._read(group, option)]
+
+    def lay_over(self, cfg: DictConfig, words: Sequence[str]) -> None:
+        """Replace the values of the files in ``cfg`` by those of the checkpoint.
 
         Args:
-            cfg: The composed configuration, which is changed.
-            choices: The option of each group that it was composed of.
-            overrides: The typed words.
+            cfg: The configuration as the files have it, which is changed.
+            words: The typed words. Hydra applies them later.
 
         Raises:
-            TrainingError: A value names code that is neither this project's nor torch's, nor named by the command.
+            TrainingError: A value was masked, or names code that is neither this project's nor torch's, nor typed.
         """
-        typed, config = _typed(overrides), self._config
-        raw: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-        sections = [
-            "train",
-            *(group for group in CHOSEN if group not in self._chosen or choices.get(group) == self._had[group]),
-        ]
+        typed, config = _typed(words), self._config
+        chosen, files = self._chosen(typed), _plain(cfg)
+        sections = ["train", *(group for group in CHOSEN if chosen.get(group, self._had[group]) == self._had[group])]
         values = {f"{section}.{key}": value for section in sections for key, value in config[section].items()}
         values |= {key: config[key] for key in _AT_ROOT if key in config}
-        if raw["mode"] == "eval":
+        if "eval" in (_values(typed.get("mode")) or [files["mode"]]):
             values["train.eval_batches"] = None  # the whole split, as in conf/model
+        others = [group for group in sections[1:] if self._differs(group, files[group])]
+        of_new = {f"{part}.{key}" for file in self._new(typed) for part in sections for key in file.get(part, {})}
+        of_new |= {key for file in self._new(typed) for key in _AT_ROOT if key in file}
+        for key in [key for key in values if key in {*typed, *of_new} and key.partition(".")[0] not in others]:
+            del values[key]
         with flag_override(cfg, ["struct", "readonly"], False):
-            for group in sections[1:]:
-                same_target = raw[group].get("_target_") == config[group].get("_target_")
-                if choices.get(group) != self._had[group] or not same_target:  # the option's file is missing
-                    cfg[group] = {}
+            for group in others:
+                cfg[group] = {}
             for key, value in values.items():
                 OmegaConf.update(cfg, key, literal(value), merge=False)
             for key, value in values.items():
                 section, _, name = key.rpartition(".")
-                if section and "${" in str(raw[section].get(name)):
-                    OmegaConf.update(cfg, key, raw[section][name], merge=False)
+                if section and "${" in str(derived := files[section].get(name)):
+                    OmegaConf.update(cfg, key, derived, merge=False)
                     if _resolved(cfg, key) != value:
                         OmegaConf.update(cfg, key, literal(value), merge=False)
-            for key in ON_TOP:
-                if self._is_new(key, choices.get(key)):
-                    file = self._read(key, choices.get(key))
-                    cfg.merge_with({name: file[name] for name in (*sections, *_AT_ROOT) if name in file})
-            for key in typed:
-                section, _, name = key.partition(".")
-                if key in _AT_ROOT or (name and section in sections):
-                    _put_back(cfg, raw, key)
         for key in config.get("left_out", ()):  # by masking: a secret, or from the environment
-            if key.partition(".")[0] in sections and OmegaConf.select(cfg, key) is None:
+            if key.partition(".")[0] in sections and key not in typed and OmegaConf.select(cfg, key) is None:
                 raise TrainingError(f"{self._path} does not keep {key}, whose value was masked: type {key}= again")
+        given = {*targets([files, *({key.split(".")[-1]: one.value()} for key, one in typed.items())])}
         for section in sections:
-            foreign = set(targets(OmegaConf.to_container(cfg[section], resolve=False, enum_to_str=True)))
-            for target in foreign - set(targets(raw)):
+            for target in {*targets(_plain(cfg[section]))} - given:
                 if (why := why_foreign(target)) is not None:
                     raise TrainingError(
                         f"{self._path} names {section}._target_={target}, which is not allowed, as {why}: a checkpoint "
@@ -156,9 +140,21 @@ class SavedConfig:
                         f"{section}._target_={target}"
                     )
 
-    def _is_new(self, key: str, option: Any) -> bool:
-        """Return whether the run was not started with this experiment."""
-        return option is not None and option != self._had.get(key)
+    def _chosen(self, typed: Mapping[str, Override]) -> dict[str, Any]:
+        """Return the groups whose option was typed, or is chosen by an experiment that the run had not."""
+        entries = [entry for file in self._new(typed) for entry in file.get("defaults", []) if isinstance(entry, dict)]
+        by_file = {str(key).split("/")[-1]: option for entry in entries for key, option in entry.items()}
+        by_word = {group: next(iter(_values(typed[group])), None) for group in CHOSEN if group in typed}
+        return {group: option for group, option in (by_file | by_word).items() if group in CHOSEN}
+
+    def _new(self, typed: Mapping[str, Override]) -> list[dict[str, Any]]:
+        """Return the files of the typed experiments that the run had not."""
+        options = ((key, option) for key in ON_TOP for option in _values(typed.get(key)))
+        return [self._read(key, option) for key, option in options if option != self._had.get(key)]
+
+    def _differs(self, group: str, section: Mapping[str, Any]) -> bool:
+        """Return whether a section is not of the checkpoint's option, for instance because its file is missing."""
+        return not self._read(group, self._had[group]) or section.get("_target_") != self._config[group].get("_target_")
 
     def _read(self, group: str, option: Any) -> dict[str, Any]:
         """Return the content of an option's file; empty if there is no file."""
@@ -170,21 +166,8 @@ class SavedConfig:
         return {}
 
 
-def _put_back(cfg: DictConfig, raw: Any, key: str) -> None:
-    """Set the value of a typed key as it was composed, or delete the key if it was deleted."""
-    *parents, name = key.split(".")
-    for parent in parents:
-        raw = raw.get(parent, {})
-    if name in raw:
-        OmegaConf.update(cfg, key, raw[name], merge=False, force_add=True)
-    else:
-        OmegaConf.select(cfg, ".".join(parents)).pop(name, None)
-
-
-def _groups_of(file: Mapping[str, Any]) -> set[str]:
-    """Return the groups whose option an experiment's file selects."""
-    entries = [entry for entry in file.get("defaults", []) if isinstance(entry, dict)]
-    return {str(key).split("/")[-1] for entry in entries for key in entry}
+def _plain(cfg: DictConfig) -> Any:
+    return OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
 
 
 def _typed(overrides: Any) -> dict[str, Override]:

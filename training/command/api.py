@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import TrainingError, UserError
 from common.namesakes import check_folder
-from conf.composition import Composed, check_keys, compose
+from conf.composition import Composed, compose
 from conf.instantiate import check_role
 from conf.messages import explain
 from conf.words import hydra_word, key_of, quote_values
@@ -95,7 +95,7 @@ def load_config(*overrides: str) -> Any:
     _check_words(overrides)
     with _user_errors():
         words = quote_values(overrides)
-        return check_keys(compose(words, saved=saved_config(words)))
+        return compose(words, saved=saved_config(words))
 
 
 def train(
@@ -215,11 +215,11 @@ def _run_words(
     if config is not None and (resume := OmegaConf.select(config, "train.resume")) is not None:
         overrides = [*overrides, f"train.resume={hydra_word(resume)}"]  # for the check of the run directory
     objects = _checked(overrides, model, data)
-    replaced = partial(with_given, objects=objects, config=config) if config is not None or objects else None
+    program = partial(with_given, objects=objects, config=config) if config is not None or objects else None
     set_given(objects)
     try:
         with _user_errors(), left_as_it_was(), stopping.handled():
-            return run_words(overrides, act, replaced)
+            return run_words(overrides, act, program)
     finally:
         set_given(None)
 

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from common.errors import TrainingError, exit_is_failure
-from conf.composition import Composed, compose_and_run
+from conf.composition import Composed, Program, compose_and_run
 from conf.effects import check_effects
 from conf.instantiate import use_code_of
 from conf.schema import Root
@@ -59,26 +59,25 @@ class Command:
 
 
 def run_words(
-    arguments: Sequence[str], act: Callable[[Composed, World | None], Any], replaced: Callable[[Any], Any] | None = None
+    arguments: Sequence[str], act: Callable[[Composed, World | None], Any], program: Program | None = None
 ) -> Any:
     """Compose the words of a command line, and return the result of acting on them.
 
     Args:
         arguments: The words.
-        act: Called with the complete configuration and the ranks that exist already; in a sweep, for each job.
-        replaced: How a Python program changes the composed configuration.
+        act: Called with the configuration and the ranks that exist already; in a sweep, for each job.
+        program: How a Python program changes the composed configuration.
 
     Raises:
         SystemExit: On ranks other than 0, whose run has ended with that of rank 0.
     """
     world = World.detect()
     if world is not None and world.rank > 0:
-        follow(world, arguments, replaced)
+        follow(world, arguments, program)
         raise SystemExit(0)
     with leading(world, arguments) as world, locked_directories():
         words = quote_values(arguments)
-        task = partial(_complete_and_act, act, replaced, world)
-        return compose_and_run(task, words, saved_config(words), _in_directory)
+        return compose_and_run(partial(_act, act, world), words, saved_config(words), program, _in_directory)
 
 
 def _in_directory(config: DictConfig) -> AbstractContextManager:
@@ -91,13 +90,8 @@ def _in_directory(config: DictConfig) -> AbstractContextManager:
     return reported(config)
 
 
-def _complete_and_act(
-    act: Callable, replaced: Callable[[Any], Any] | None, world: World | None, composed: Composed
-) -> Any:
+def _act(act: Callable, world: World | None, composed: Composed) -> Any:
     with removed_if_unused(composed.run_dir, composed.files):
-        composed = composed.complete()
-        if replaced is not None:
-            composed = composed.made_by_program(replaced(composed.cfg))
         check_effects(composed.cfg, composed.typed, of_sweep=composed.job is not None)
         return act(composed, world)
 
@@ -110,7 +104,7 @@ def execute(composed: Composed, world: World | None, isolated: bool = False) -> 
     ``training/command/modes/NAME.py``.
 
     Args:
-        composed: The configuration, complete.
+        composed: The configuration.
         world: The ranks that exist already; None if this process starts those that the run needs.
         isolated: See ``Command``.
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +17,11 @@ from omegaconf import DictConfig, open_dict
 
 from common.errors import UserError, printable
 from conf import COMMAND
-from conf.composition import Composed, compose, register_start, with_schema
+from conf.composition import Composed, Program, compose, register_start
 from conf.instantiate import to_config, to_dict
 from conf.masking import hide, mask_secrets
 from conf.schema import Root
-from conf.words import code_folders, quote_values
+from conf.words import quote_values
 from launchers import World, stopping
 from launchers.failure import EndedTogether
 from launchers.heartbeat import note
@@ -88,13 +88,13 @@ def lead(setup: Setup, composed: Composed, cfg: Root, world: World) -> None:
         run(setup, composed.run_dir, world)
 
 
-def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any], Any] | None = None) -> None:
+def follow(world: World, arguments: Sequence[str] = (), program: Program | None = None) -> None:
     """Run this rank's command line by rank 0's plan, under torchrun or srun. Prints nothing unless it fails.
 
     Args:
         world: Which rank this process is.
         arguments: The command line.
-        replaced: How a Python program changes the configuration that the command line composes.
+        program: How a Python program changes the configuration that the command line composes.
     """
     from launchers.meeting import rendezvous
     from launchers.rank_0 import hear
@@ -108,7 +108,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
         meeting = world.meeting
         try:  # meanwhile, rank 0 composes and prepares
             words = quote_values(arguments)
-            own = compose(words, with_hydra=True, saved=saved_config(words))
+            own = compose(words, with_hydra=True, saved=saved_config(words), program=program)
         except Exception as error:  # an error of rank 0 comes first
             own = error
         try:
@@ -120,7 +120,7 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             raise EndedTogether(str(ended) if unseen else "", ended.exit_code) from None
         if isinstance(own, Exception):
             raise own
-        tree, run_dir = resolved(own, job["start"], code_folders(words), replaced)
+        tree, run_dir = resolved(own, job["start"])
         check_agrees(tree, job["cfg"])
         if job["resumes"]:  # from the newest checkpoint of the run directory
             tree["train"]["resume"] = AUTO
@@ -137,16 +137,12 @@ def follow(world: World, arguments: Sequence[str] = (), replaced: Callable[[Any]
             sys.stdout.flush()
 
 
-def resolved(
-    cfg: DictConfig, start: Sequence[Any], folders: Sequence[str] = (), replaced: Callable[[Any], Any] | None = None
-) -> tuple[dict[str, Any], Path]:
+def resolved(cfg: DictConfig, start: Sequence[Any]) -> tuple[dict[str, Any], Path]:
     """Return the configuration of this rank's command line as plain data, and its run directory.
 
     Args:
         cfg: The composed configuration, with Hydra's section.
         start: When the run began, its id, and the time by Hydra's ``now``, as rank 0 has sent them.
-        folders: The folders that may have the user's code.
-        replaced: How a Python program changes the configuration; None: it does not.
     """
     began, run_id, now = start
     register_start((float(began), f"{int(run_id, 16):06x}", float(now)))  # no path is made of anything else
@@ -154,8 +150,7 @@ def resolved(
     HydraConfig.instance().set_config(cfg)
     with open_dict(cfg):
         del cfg.hydra
-    cfg = with_schema(cfg)
-    return {**to_dict(cfg if replaced is None else replaced(cfg)), "import_from": [*folders]}, Path(run_dir)
+    return to_dict(cfg), Path(run_dir)
 
 
 def check_agrees(tree: dict[str, Any], sent: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import Composed, brought, check_keys, named
+from conf.composition import Composed
 from conf.effects import check_effects
 from conf.instantiate import add_to_path, to_config, to_dict
 from conf.masking import mask_files, mask_secrets
@@ -96,15 +96,14 @@ def sweep(sweeper: Any, arguments: list[str]) -> None:
                 update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
 
 
-def _problem_of(cfg: DictConfig, folders: Sequence[str]) -> str | None:
+def _problem_of(cfg: DictConfig) -> str | None:
     """Return what is wrong with the metrics that a job names, which is then known before the first job starts."""
     if all(one is None for one in (cfg.train.monitor, cfg.sweep.objective, cfg.callbacks)):
         return None
     from training.run.checks.model import check_names
     from training.run.prepare import model_and_data
 
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    run = to_config(to_dict(named(own, cfg.hydra.runtime.choices, folders)))
+    run = to_config(to_dict(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])))
     add_to_path(run.import_from or ())
     try:
         run, chain, data = model_and_data(run)
@@ -128,19 +127,19 @@ def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
     Raises:
         HydraException: No job can be composed, so that the mistake is not that of one job.
         OmegaConfBaseException: The same.
+        UserError: The same.
     """
-    loader, config, task = sweeper.hydra_context.config_loader, sweeper.config, sweeper.task_function
+    loader, config = sweeper.hydra_context.config_loader, sweeper.config
     sweep_dir = Path(config.hydra.sweep.dir)
     entries, errors, problems = [], [], {}
     for num, overrides in enumerate(jobs):
-        job = Job(num, tuple(mask_secrets([word for word in overrides if word not in brought(task.saved)])))
+        job = Job(num, tuple(mask_secrets(overrides)))
         try:
-            cfg = check_keys(loader.load_sweep_config(config, overrides))
-            # A job of a checkpoint has its values, which are laid under later.
-            check_effects(cfg, [] if brought(task.saved) else overrides, of_sweep=True)
+            cfg = loader.load_sweep_config(config, overrides)
+            check_effects(cfg, overrides, of_sweep=True)
             of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
             if of not in problems:
-                problems[of] = None if brought(task.saved) else _problem_of(cfg, task.folders)
+                problems[of] = _problem_of(cfg)
             if problems[of] is not None:
                 raise HydraException(problems[of])
             with open_dict(cfg):
@@ -148,7 +147,7 @@ def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
             HydraConfig.instance().set_config(cfg)  # the directory's name may refer to Hydra's section
             folder, queued = sweep_dir / cfg.hydra.sweep.subdir, not cfg.launcher.get("wait", True)
             entries.append(Entry(job, overrides, folder, queued))
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, UserError) as error:
             errors.append(error)
             reason = "\n".join(str(error).strip() for error in (error, error.__cause__) if error is not None)
             entries.append(Entry(replace(job, status=FAILED, error=reason), overrides, sweep_dir / str(num)))
@@ -216,7 +215,7 @@ def run_job(composed: Composed, world: World | None) -> Any:
     exception and decides. A job that is to be queued is only checked here: ``queue_checked`` queues it.
 
     Args:
-        composed: The job's configuration, complete.
+        composed: The job's configuration.
         world: Which of the existing ranks this process is; None if the job starts its ranks.
 
     Returns:

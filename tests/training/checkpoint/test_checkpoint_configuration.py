@@ -67,7 +67,7 @@ def test_a_path_may_begin_with_the_home_folder(words, tmp_path, monkeypatch):
 
 def test_auto_takes_it_from_the_run_directory(words, tmp_path):
     here = [f"hydra.run.dir='{words}'", "train.resume=auto"]
-    assert saved_config(here).words[:2] == ["model=transformer", "data=text"]
+    assert saved_config(here).words(here)[:2] == ["model=transformer", "data=text"]
     nothing_yet = [f"hydra.run.dir='{tmp_path}'", "train.resume=auto", "model=gpt2"]
     assert saved_config(nothing_yet) is None
 
@@ -88,7 +88,7 @@ def test_sizes_that_do_not_fit_are_named_beside_those_of_the_checkpoint(words, t
 def test_a_sweep_over_checkpoints_needs_them_to_agree(words, tmp_path):
     run(tmp_path / "toy", "train.epochs=null", "train.steps=1")
     same = f"checkpoint='{words}','{words}/checkpoints/latest'"
-    assert saved_config(["-m", same, "mode=eval"]).words[:2] == ["model=transformer", "data=text"]
+    assert saved_config(["-m", same, "mode=eval"]).words(["mode=eval"])[:2] == ["model=transformer", "data=text"]
     with pytest.raises(TrainingError, match="have different configurations; name one of them at a time"):
         saved_config(["-m", f"checkpoint='{words}','{tmp_path}/toy'", "mode=eval"])
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_chooses_among_options_and_does_nothing_else(a_run, monkeyp
     sections = {key: value for key, value in trained.items() if key != "recipe"}
     for option in ("../../x", "${oc.env:HOME}", "adamw", ["a", "b"], "sgd hydra.run.dir=x", None):
         a_run.holds({**sections, "choices": {**dict.fromkeys(CHOSEN, option), "experiment": option, "debug": option}})
-        words = saved_config([f"train.resume='{a_run.folder}'"]).words
+        words = saved_config([f"train.resume='{a_run.folder}'"]).words([])
         assert set(words) <= {f"{group}={name}" for group in CHOSEN for name in options(group)}
         assert not differing(trained, a_run.resumed())
     a_run.holds({**sections, "launcher": {"setup": ["touch executed"]}, "hydra": {"callbacks": {"x": {}}}})
