@@ -154,10 +154,10 @@ def to_text(composed: Composed) -> str:
 
 
 def _start_workers(cfg: Root, plan: Plan, run_dir: Path) -> None:
-    from models.given import pack_given
+    from training.run.prepare import PlannedRun
     from training.studies.short_run import run_on_rank
 
-    args = to_dict(cfg), plan, str(run_dir), pack_given()
+    args = PlannedRun(cfg, plan), run_dir
     run_workers(run_on_rank, args, plan.processes, run_dir / "logs", _restarts(cfg), True, cfg.parallel.timeout_s)
 
 

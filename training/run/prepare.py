@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from conf.instantiate import (
     in_section,
     instantiate,
     target_of,
-    to_config,
     to_dict,
     use_code_of,
     with_values,
@@ -89,6 +88,26 @@ def build_setup(cfg: Root, plan: Plan, world: World) -> Setup:
     cfg, chain, data = model_and_data(cfg)
     data.prepare()
     return Setup(cfg, chain, data, plan)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that one process has planned and checked, as it is sent to others of the same program.
+
+    Attributes:
+        cfg: The configuration.
+        plan: The plan.
+        objects: The packed objects of a Python program; None without one.
+    """
+
+    cfg: Root
+    plan: Plan
+    objects: bytes | None = field(default_factory=pack_given)
+
+    def setup(self, world: World) -> Setup:
+        """Build the objects of the run in this process."""
+        unpack_given(self.objects)
+        return build_setup(self.cfg, self.plan, world)
 
 
 def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
@@ -163,7 +182,7 @@ def _balance(setup: Setup, world_size: int | None, hardware: Hardware | None) ->
             return  # the run's first rank measures
         if plan.device_type == "cuda" and world_size is None and plan.processes > 1:
             # In a separate process: this one would keep a context on a GPU that the run's ranks use.
-            (costs,) = call_in_workers(_measure, (to_dict(cfg), plan, pack_given()), 1)
+            (costs,) = call_in_workers(_measure, (PlannedRun(cfg, plan),), 1)
         else:
             costs = seconds_of_layers(setup)
     else:
@@ -181,9 +200,8 @@ def seconds_of_layers(setup: Setup) -> list[float]:
     return seconds_per_layer(setup.plan, setup.chain, setup.sample, cfg.seed, cfg.parallel.threads)
 
 
-def _measure(world: World, tree: dict, plan: Plan, given: bytes | None) -> list[float]:
-    unpack_given(given)
-    return seconds_of_layers(build_setup(to_config(tree), plan, world))
+def _measure(world: World, run: PlannedRun) -> list[float]:
+    return seconds_of_layers(run.setup(world))
 
 
 def describe(setup: Setup) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,9 @@ from conf.instantiate import to_config, to_dict, with_values
 from conf.schema import Root
 from launchers import World
 from launchers.world import restarts
-from models.given import unpack_given
 
 if TYPE_CHECKING:
-    from parallel.plan import Plan
+    from training.run.prepare import PlannedRun
 
 
 def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | None = None, **train: Any) -> Any:
@@ -34,14 +34,12 @@ def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | 
     return to_config(tree | dict(more or {}))
 
 
-def run_on_rank(world: World, tree: dict, plan: Plan, run_dir: str, given: bytes | None) -> dict[str, Any]:
+def run_on_rank(world: World, planned: PlannedRun, run_dir: Path) -> dict[str, Any]:
     """Run one rank in a worker of ``launchers``, from the newest checkpoint after a restart. Returns the summary."""
     from training.checkpoint.load import after_restart
-    from training.run.prepare import build_setup
     from training.run.rank import run  # here, as the process that starts the workers does not need it
 
-    unpack_given(given)
-    cfg, folder = to_config(tree), Path(run_dir)
     if restarts() > 0:
-        cfg = with_values(cfg, after_restart(cfg, folder))
-    return run(build_setup(cfg, plan, world), folder, world)
+        changed = after_restart(planned.cfg, run_dir)
+        planned = replace(planned, cfg=with_values(planned.cfg, changed))
+    return run(planned.setup(world), run_dir, world)

@@ -35,6 +35,6 @@ def test_a_run_is_planned_once_and_a_rank_runs_the_plan_that_it_gets(words, monk
     assert made.call_count == 1
     if setup.plan.processes == 1:
         received = Plan.from_json(json.loads(json.dumps(asdict(setup.plan))))
-        run_on_rank(World.alone(), to_dict(setup.cfg), received, str(tmp_path), None)
+        run_on_rank(World.alone(), preparing.PlannedRun(setup.cfg, received), tmp_path)
         assert [record["step"] for record in records(tmp_path) if "loss" in record] == [1, 2]
         assert made.call_count == 1

@@ -17,10 +17,10 @@ import torch
 
 from common.errors import PlanError
 from common.machine import available_memory, usable_cores
-from conf.instantiate import in_section, to_config, to_dict, with_values
+from conf.instantiate import in_section, to_dict, with_values
 from conf.schema import Root
 from launchers import World
-from models.given import pack_given, unpack_given
+from models.given import unpack_given
 from parallel.layout import Layout
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
@@ -32,7 +32,7 @@ from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer
 from training.optimizer.kinds import mean_states
 from training.reporting.metrics import SUMMARY, read_object, write_json
-from training.run.prepare import BALANCES, in_one_process, model_and_data, prepare
+from training.run.prepare import BALANCES, PlannedRun, in_one_process, model_and_data, prepare
 from training.run.setup import Setup
 from training.studies.planning import AUTO, is_automatic
 from training.studies.planning.paper import batchnorm_of, cluster_of, on_paper, paper_is_off, predict_on_paper, tables
@@ -172,7 +172,7 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
     plan, kinds, (layers, least) = setup.plan, [], setup.work
     subject = Subject(
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
-        partial(Optimizer, to_dict(cfg.optim)), partial(_data, to_dict(cfg), pack_given()), cfg.seed,
+        partial(Optimizer, to_dict(cfg.optim)), partial(_data, PlannedRun(cfg, plan)), cfg.seed,
     )  # fmt: skip
     cuda, states = plan.device_type == "cuda", mean_states(cfg.optim, setup.chain)
     devices = torch.cuda.device_count() if cuda else 1
@@ -193,10 +193,10 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
     return search(layers, kinds), setup
 
 
-def _data(tree: dict, given: bytes | None) -> Any:
-    """Load the data of a configuration in another process."""
-    unpack_given(given)
-    *_, data = model_and_data(to_config(tree))
+def _data(run: PlannedRun) -> Any:
+    """Load the data of a run in another process."""
+    unpack_given(run.objects)
+    *_, data = model_and_data(run.cfg)
     data.prepare()
     return data
 

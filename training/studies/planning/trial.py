@@ -6,20 +6,19 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from common.errors import PlanError
-from conf.instantiate import to_dict
 from conf.schema import Root
 from launchers import WorkerFailed, World, call_in_workers
-from models.given import pack_given
 from parallel.timeline import Interval, Steps, busy_seconds, steady_steps, step_seconds
 from planner.search import Candidate
 from training.callbacks import Callback, TrainingRun
 from training.reporting.metrics import after_warmup
-from training.run.prepare import prepare
+from training.run.prepare import PlannedRun, prepare
 from training.studies.short_run import run_on_rank, short_run
 
 _FEWEST_STEPS, _MOST_STEPS = 8, 200
@@ -56,7 +55,7 @@ def try_layout(cfg: Root, candidate: Candidate, seconds: float) -> Trial:
         setup = prepare(trial)
         plan = setup.plan
         with tempfile.TemporaryDirectory() as folder:
-            found = call_in_workers(_watched, (to_dict(setup.cfg), plan, folder, pack_given()), plan.processes)
+            found = call_in_workers(_watched, (PlannedRun(setup.cfg, plan), Path(folder)), plan.processes)
     except PlanError as error:
         return Trial(problem=str(error))
     except WorkerFailed as failed:  # a worker that was killed ran out of memory

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from conf.instantiate import to_dict
 from conf.schema import Root
 from launchers import World, call_in_workers
 from models.chain import Chain
-from models.given import pack_given
 from parallel.layout import Layout
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
@@ -27,7 +25,7 @@ from parallel.strategies import STRATEGIES
 from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import CheckpointTensors
 from training.reporting.metrics import METRICS, read_records
-from training.run.prepare import prepare
+from training.run.prepare import PlannedRun, prepare
 from training.studies.short_run import run_on_rank, short_run
 from training.studies.verification.probes import largest_difference
 from training.studies.verification.recording import recorded
@@ -213,11 +211,11 @@ class Runs:
             UserError: A job has failed.
         """
         shutil.rmtree(folder, ignore_errors=True)
-        trees = []
+        runs = []
         for part, before, steps in jobs:
             (folder / part).mkdir(parents=True)
-            trees.append((to_dict(self._job(result, part, before, steps)), str(folder / part)))
-        arguments = trees, self._plans[result.name], pack_given(), record
+            runs.append((self._job(result, part, before, steps), folder / part))
+        arguments = PlannedRun(self.cfg, self._plans[result.name]), runs, record
         processes, timeout_s = result.layout.processes, self.cfg.verify.timeout_s
         call_in_workers(_run_jobs, arguments, processes, folder / "logs", timeout_s)
 
@@ -284,11 +282,9 @@ def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
     return found
 
 
-def _run_jobs(
-    world: World, jobs: list[tuple[dict, str]], plan: Plan, given: bytes | None, record: int | None
-) -> None:
+def _run_jobs(world: World, planned: PlannedRun, jobs: list[tuple[Root, Path]], record: int | None) -> None:
     """Run the jobs one after the other on a rank."""
-    folder = Path(jobs[0][1]).parent
+    folder = jobs[0][1].parent
     with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext():
-        for tree, run_dir in jobs:
-            run_on_rank(world, tree, plan, run_dir, given)
+        for cfg, run_dir in jobs:
+            run_on_rank(world, replace(planned, cfg=cfg), run_dir)
