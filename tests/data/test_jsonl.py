@@ -1,4 +1,4 @@
-"""JSON lines as a data set: samples, splits, what is checked and when, and the real gsm8k."""
+"""JSON lines as a data set: samples, splits, and what is checked and when."""
 
 import gzip
 import json
@@ -92,22 +92,6 @@ def test_files_of_a_folder_are_the_splits_that_their_names_say(tmp_path, rows_of
     assert texts(data.train) == [row for row in rows if row not in held_out[valid] + held_out[test]]
 
 
-def test_gsm8k_has_its_own_test_split_and_is_read_without_a_list(rows_of, published):
-    root = published("gsm8k")
-    data = rows_of(root, field=["question", "answer"], seq_len=256, bucket_by_length=True)
-    assert (len(data.train), len(data.valid), len(data.test)) == (7473 - 374, 374, 1319)
-    row = json.loads((root / "test.jsonl").read_text().splitlines()[7])
-    tokens = gpt2().encode_ordinary(f"{row['question']}\n{row['answer']}")
-    inputs, targets = data.test.read(np.array([7]), 0)
-    assert targets[0][targets[0] != -100].tolist() == (tokens + [END_OF_TEXT])[1:257]
-    assert inputs.shape == (1, 256)
-    assert "train 7,099 rows, valid 374 rows, test 1,319 rows" in data.description
-
-    plain = rows_of(root, field=["question", "answer"], seq_len=256).train
-    counted = data.train.lengths(np.arange(200))
-    assert counted.tolist() == (plain.read(np.arange(200), 0)[1] != -100).sum(dim=1).tolist()
-
-
 def test_buckets_leave_less_padding_and_few_shapes_that_all_replicas_share(tmp_path, rows_of):
     rows = [" ".join(["word"] * n) for n in np.random.default_rng(1).integers(1, 120, 400)]
     root = write(tmp_path / "a.jsonl", rows)
@@ -173,19 +157,6 @@ def test_a_folder_of_files_to_test_on_is_an_error_that_says_why(tmp_path):
 
 def everything(rows: Rows) -> list[str]:
     return rows.texts(np.arange(len(rows)), ["text"])
-
-
-def test_rows_of_several_files_come_by_number_in_any_order(tmp_path, cache):
-    files = [write(tmp_path / f"{n}", [f"{n}.{i}" for i in range(n)]) for n in (3, 1, 40)]
-    rows = Rows(files, cache)
-    assert everything(rows) == [f"{n}.{i}" for n in (3, 1, 40) for i in range(n)]
-    assert rows.texts(np.array([43, 3, 0, 0]), ["text"]) == ["40.39", "1.0", "3.0", "3.0"]
-    assert rows.texts(np.array([], dtype=np.int64), ["text"]) == []
-
-
-def test_several_fields_are_joined_by_newlines(tmp_path, cache):
-    file = written(tmp_path / "a", b'{"answer": "4", "question": "2 + 2?", "id": 7}\n')
-    assert Rows([file], cache).texts(np.array([0]), ["question", "answer"]) == ["2 + 2?\n4"]
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])

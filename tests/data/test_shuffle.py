@@ -29,15 +29,6 @@ def test_keys_give_orders_that_have_nothing_to_do_with_each_other():
             assert (one == other).sum() < 20
 
 
-def test_all_orders_of_four_are_about_equally_frequent():
-    counts: dict = {}
-    for key in range(2400):
-        order = tuple(permute(np.arange(4), 4, (key,)))
-        counts[order] = counts.get(order, 0) + 1
-    assert len(counts) == 24
-    assert max(counts.values()) < 2 * 100 and min(counts.values()) > 100 / 2
-
-
 def test_two_hundred_million_samples_need_no_list():
     few = permute(np.arange(1000), 200_000_000, key=(1, 2))
     assert len(set(few.tolist())) == 1000 and few.max() < 200_000_000

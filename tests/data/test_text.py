@@ -144,23 +144,6 @@ def test_wikitext2_takes_both_names_of_its_files(tmp_path, prepared, pattern):
         assert gpt2().decode(source.read(np.array([0]), 0)[0][0].tolist()).startswith(f" = {split} =")
 
 
-def test_the_real_wikitext2_has_its_published_size_and_survives_encoding(prepared, published):
-    data = prepared(WikiText2, published("wikitext-2"), seq_len=256)
-    lines_and_words = {"train": (36_718, 2_088_628), "valid": (3_760, 217_646), "test": (4_358, 245_569)}
-    for split, (line_count, word_count) in lines_and_words.items():
-        [document] = data.documents()[split]
-        text = text_of([document])
-        assert text.count("\n") == line_count
-        assert len(text.split()) + line_count == word_count
-        source = getattr(data, split)
-        assert len(source) == (len(source.tokens) - 1) // 256
-        if split == "valid":  # of all of them it takes seconds
-            tokens = source.tokens.tolist()
-            assert gpt2().decode(tokens) == text + "<|endoftext|>"
-            inputs, targets = source.read(np.array([3]), 0)
-            assert inputs[0].tolist() == tokens[768:1024] and targets[0].tolist() == tokens[769:1025]
-
-
 def test_files_that_are_named_like_splits_and_divided_all_the_same_are_named(tmp_path, caplog):
     for name in ("train.txt", "valid.txt"):
         (tmp_path / name).write_text("some text\n" * 100)

@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 from interpreters import python
 from tokenizer_folders import STYLES, TEXT, tokenizer_folder
@@ -51,17 +50,6 @@ def test_a_document_is_cut_nowhere_and_has_one_beginning_and_one_end(tmp_path, t
     assert data.train.tokens.tolist() == [token for tokens in wanted for token in tokens]
     assert (data.vocab_size, data.seq_len) == (len(reference), 16)
     assert f"tokens of {folder / 'tokenizer.json'}" in data.description
-
-
-def test_rows_are_padded_with_the_end_of_a_text(tmp_path, prepared, theirs):
-    folder, rows = tokenizer_folder(tmp_path / "tokenizer", "llama3"), tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "May"}\n{"text": ""}\n')
-    data, reference = prepared(Jsonl, rows, seq_len=8, tokenizer=str(folder)), theirs(folder)
-    begin, end = reference.bos_token_id, reference.eos_token_id
-    inputs, targets = data.train.read(np.array([0, 1]), 0)
-    may = reference("May").input_ids
-    assert inputs.tolist() == [may + [end] * (8 - len(may)), [begin] + [end] * 7]
-    assert targets.tolist() == [may[1:] + [end] + [-100] * (8 - len(may)), [end] + [-100] * 7]
 
 
 ONLY_NAMED = {  # special tokens that tokenizer.json lacks

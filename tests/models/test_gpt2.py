@@ -23,13 +23,6 @@ def build(seed: int = 5, **numbers):
     return chain.build(chain.names, seed, CPU).eval()
 
 
-def test_a_number_that_is_given_replaces_the_size_s_own():
-    chain = gpt2(**SMALL, vocab_size=100)
-    assert chain.names == ["embedding", "h.0", "h.1", "h.2", "head"]
-    assert chain.limits == {"positions": 48, "vocabulary": 100}
-    assert chain.skeleton()["h.1"].mlp.c_fc.weight.shape == (128, 32)
-
-
 def test_weights_start_as_in_the_released_code():
     n_layer = 6
     layers = build(size="tiny", n_layer=n_layer, n_embd=128, vocab_size=2000)

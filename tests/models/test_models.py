@@ -143,19 +143,7 @@ def test_what_is_asked_for_becomes_logits_and_limits(chain, sample, shape, limit
     assert chain.limits == limits
 
 
-LANGUAGE = pytest.mark.parametrize("name", ["gpt2", "transformer"])
-
-
-@LANGUAGE
-def test_a_later_word_never_changes_an_earlier_logit(name):
-    chain, before = MODELS[name].chain, MODELS[name].sample
-    layers, after = chain.build(chain.names, 5, CPU).eval(), before.clone()
-    after[:, 12] = (after[:, 12] + 1) % 97
-    moved = (layers(before) - layers(after)).abs().amax(dim=2) > 0
-    assert not moved[:, :12].any() and moved[:, 12:].all()
-
-
-@LANGUAGE
+@pytest.mark.parametrize("name", ["gpt2", "transformer"])
 def test_the_last_layer_s_own_loss_is_the_cross_entropy_of_its_logits(name):
     chain, text, weights = MODELS[name].chain, words(97, 21), torch.tensor([1.0, 0.0, 1.0])
     *_, (_, head) = chain.build(chain.names, 1, CPU).items()

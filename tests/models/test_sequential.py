@@ -104,14 +104,6 @@ def test_hooks_modes_memory_and_kinds_of_numbers_are_those_of_the_network():
     assert torch.equal(chain_of(in_float, ClassCrossEntropy()).build(["0"], 1, CPU)["0"].table, buffer)
 
 
-@pytest.mark.parametrize("cut", [2, 5, 7, 8])
-def test_any_cut_of_it_computes_the_same(cut):
-    net, images = network(), torch.randn(3, 1, 4, 4)
-    chain = chain_of(net, ClassCrossEntropy())
-    first, second = (chain.build(names, 1, CPU).eval() for names in (chain.names[:cut], chain.names[cut:]))
-    assert torch.equal(second(first(images)), net(images))
-
-
 def test_what_stands_twice_is_tied_and_what_is_frozen_stays_so():
     chain = chain_of(network(), ClassCrossEntropy())
     assert chain.tied == {"7.weight": "6.weight", "7.bias": "6.bias"}
