@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from composed import change_batches, for_rank, losses, records, run, run_on_rank, saved, steps
+from composed import LAYOUTS, change_batches, for_rank, losses, records, run, run_on_rank, saved, steps
 from torch import nn
 
 from common.errors import CheckpointError, TrainingError
@@ -151,13 +151,6 @@ def test_a_resumed_run_judges_jumps_as_the_uninterrupted_one(tmp_path, spoil):
     assert skipped(parts) == [14] and summary["skipped_steps"] == 1
 
 
-LAYOUTS = {
-    "ddp": (2, ["parallel.dp=2"]),
-    "pipelined": (2, ["parallel.pp=2", "parallel.chunks=2"]),
-    "pipe_ddp": (4, ["parallel.dp=2", "parallel.pp=2", "parallel.chunks=2"]),
-}
-
-
 def train_spoilt(tree, folder, meeting, rank, what):
     """On each rank: its summary and last tensors, of a training in whose step 3 ``rank`` alone has a NaN.
 
@@ -206,15 +199,15 @@ def same(one, other):
 def test_a_nan_on_one_rank_has_all_ranks_skip_that_step(ranks, tmp_path, layout, rank, what):
     size, where = LAYOUTS[layout]
     recipe = ["model=convnet", *SHORT, "train.steps=4", "train.global_batch_size=16", "optim=adamw", *EVERY_STEP]
-    task = for_rank(tmp_path, *recipe, "train.precision=fp32", f"parallel={layout}", *where)
+    task = for_rank(tmp_path, *recipe, "train.precision=fp32", *where)
     results = ranks.run(size, train_spoilt, *task, rank, what)
     assert skipped(tmp_path) == [3] and checkpoints(tmp_path) == [1, 2, 4]
     assert all(summary["skipped_steps"] == 1 for summary, _ in results)
     for kind in ("model", "optimizer"):  # weights, BatchNorm's running statistics, the optimizer's state and steps
         assert not same(saved(tmp_path, 2, kind), saved(tmp_path, 4, kind))
-    if layout in ("ddp", "pipe_ddp"):
-        half = len(results) // 2
-        assert all(same(results[r][1], results[r + half][1]) for r in range(half)), "replicas stay equal"
+    if layout in ("ddp", "pipe_ddp"):  # of the same stage are ranks 0 and 1, 2 and 3
+        pairs = zip(results[::2], results[1::2], strict=True)
+        assert all(same(one, other) for (_, one), (_, other) in pairs), "replicas stay equal"
     assert all(torch.isfinite(tensor).all() for _, tensors in results for tensor in tensors.values())
 
 
