@@ -72,29 +72,6 @@ def test_training_goes_on_while_a_copy_is_written_and_waits_where_there_is_none(
     assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]
 
 
-def test_the_best_stays_however_old_it_is(tmp_path):
-    rhythm = ["train.eval_every=1", "train.checkpoint_every=1", "train.keep_checkpoints=1"]
-    summary = run(tmp_path, *STEPS, *rhythm, "optim.lr=3.0")
-    found = {line["step"]: line["val_loss"] for line in records(tmp_path) if "val_loss" in line}
-    best = min(found, key=found.get)
-    assert best < 6, "a rate this high makes it worse: else this test shows nothing"
-    assert names(tmp_path) == ["best", "latest", f"step-{best:08d}", "step-00000006"]
-    assert os.readlink(tmp_path / "checkpoints" / "best") == f"step-{best:08d}"
-    best_of = Checkpoint.find(tmp_path).progress
-    assert (best_of["best_step"], best_of["best_val_loss"]) == (best, found[best])
-    assert summary["best_val_loss"] == found[best]
-
-
-def test_an_evaluation_that_is_the_best_so_far_is_saved_though_no_checkpoint_is_due(tmp_path):
-    run(tmp_path, *STEPS, "train.eval_every=1", "train.checkpoint_every=0", "train.keep_checkpoints=9")
-    found = [(line["step"], line["val_loss"]) for line in records(tmp_path) if "val_loss" in line]
-    best = [s for i, (s, loss) in enumerate(found) if all(loss < earlier for _, earlier in found[:i])]
-    assert len(best) > 1, "else this test shows nothing"
-    assert [name for name in names(tmp_path) if name.startswith("step")] == [
-        f"step-{step:08d}" for step in sorted({*best, 6})
-    ]
-
-
 def test_what_a_killed_run_left_half_written_is_cleaned_up(tmp_path):
     folder = tmp_path / "checkpoints"
     for name in (".step-00000004.tmp", ".step-00000002.removed.tmp"):
