@@ -33,8 +33,9 @@ _NAME_S = 20.0  # how long rank 0's own name may be unknown: Kubernetes publishe
 _PROBE_S, _PROBES = 5.0, 64  # of so many machines at once
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-# A store outlives the first process group that used it. A second connect() in this process (one job of a sweep after
-# another, under one torchrun) reuses it under a prefix of its own, so that it sees none of the first one's keys.
+# A store outlives the first process group that used it. A second connect() in this process (one call of a Python
+# program after another, under one torchrun) reuses it under another prefix, so that it sees none of the first one's
+# keys.
 _opened: dict[str, Store] = {}
 _connections = itertools.count()
 

@@ -71,23 +71,22 @@ class _State:
 _state = _State()
 
 
-def install_handlers() -> None:
+def install_handlers() -> list[signal.Signals]:
     """From now on, note the first of the SIGNALS instead of ending, and end this process at the second.
 
-    This must be called in the main thread. A signal that was ignored stays ignored.
+    This must be called in the main thread. Returns those of the signals that would have ended this process: one that is
+    ignored, or for which a program has a handler, stays so.
     """
-    for signum in SIGNALS:
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, _take)
+    taken = [signum for signum in SIGNALS if signal.getsignal(signum) is signal.SIG_DFL]
+    for signum in taken:
+        signal.signal(signum, _take)
+    return taken
 
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """In the block, note signals as after ``install_handlers``, except those for which a program has a handler."""
-    ours = threading.current_thread() is threading.main_thread()
-    taken = [signum for signum in SIGNALS if ours and signal.getsignal(signum) is signal.SIG_DFL]
-    for signum in taken:
-        signal.signal(signum, _take)
+    """In the block, note signals as after ``install_handlers``; outside of the main thread, none."""
+    taken = install_handlers() if threading.current_thread() is threading.main_thread() else []
     try:
         yield
     finally:
