@@ -141,7 +141,7 @@ class Subject:
         chain: The model.
         sample: A batch of samples.
         optimizer: Creates an optimizer, with methods ``train()`` and ``step(lr)``, for a strategy.
-        data: Loads the data that a process of the run holds.
+        build: Lets a process compute as the run asks, and returns what it holds beside the model, such as the data.
         seed: The seed of weights and dropout.
     """
 
@@ -151,7 +151,7 @@ class Subject:
     chain: Chain
     sample: Batch
     optimizer: Callable[[Strategy], Any]
-    data: Callable[[], Any]
+    build: Callable[[World], Any]
     seed: int = 0
 
 
@@ -194,11 +194,11 @@ def _work(world: World, packed: bytes, limits: tuple[int, int]) -> Here:
         some = dist.new_group(range(at_once)) if 1 < at_once < world.size else None
         among = some if isinstance(some, dist.ProcessGroup) else None
         ranks = _Ranks(world.rank, world.size, at_once, local_device(subject.device, world.local_rank), among)
-        data = subject.data()
+        held = subject.build(world)
         for name in ("single", "ddp", "fsdp") if world.size > 1 else ("single",):
             _step(ranks, subject, name, _NUMBERS[0], 1)  # imports what it needs
         process = peak_memory_bytes(ranks.device)
-        del data
+        del held
         layers = _layers(ranks, subject, *limits)
         here = Here(world.size, at_once, layers, process=process, **_strategies(ranks, subject))
         ranks.wait()

@@ -53,7 +53,7 @@ def subject(counts) -> Subject:
     return Subject(parallel, "cpu", "fp32", chain, sample, optimizer, hurry)
 
 
-def hurry():
+def hurry(world):
     """Called in the processes that measure, before they do: less and smaller sizes, as only their order counts."""
     here._SIZES, here._STEPS_S, here._NUMBERS, here._ROUNDS, here._LEAST_S = 2, 0.02, (2**8, 2**18), 1, 0.005
 

@@ -20,7 +20,6 @@ from common.machine import available_memory, usable_cores
 from conf.instantiate import in_section, to_dict, with_values
 from conf.schema import Root
 from launchers import World
-from models.given import unpack_given
 from parallel.layout import Layout
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
@@ -32,7 +31,7 @@ from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer
 from training.optimizer.kinds import mean_states
 from training.reporting.metrics import SUMMARY, read_object, write_json
-from training.run.prepare import BALANCES, PlannedRun, in_one_process, model_and_data, prepare
+from training.run.prepare import BALANCES, PlannedRun, in_one_process, prepare
 from training.run.setup import Setup
 from training.studies.planning import AUTO, is_automatic
 from training.studies.planning.paper import batchnorm_of, cluster_of, on_paper, paper_is_off, predict_on_paper, tables
@@ -172,7 +171,7 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
     plan, kinds, (layers, least) = setup.plan, [], setup.work
     subject = Subject(
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
-        partial(Optimizer, to_dict(cfg.optim)), partial(_data, PlannedRun(cfg, plan)), cfg.seed,
+        partial(Optimizer, to_dict(cfg.optim)), PlannedRun(cfg, plan).setup, cfg.seed,
     )  # fmt: skip
     cuda, states = plan.device_type == "cuda", mean_states(cfg.optim, setup.chain)
     devices = torch.cuda.device_count() if cuda else 1
@@ -191,14 +190,6 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
         allocation = Allocation.here(plan.precision, plan.device_type, here.process + _RUN)
         kinds.append((Devices(costs, processes, each, allocation, states), its_layouts))
     return search(layers, kinds), setup
-
-
-def _data(run: PlannedRun) -> Any:
-    """Load the data of a run in another process."""
-    unpack_given(run.objects)
-    *_, data = model_and_data(run.cfg)
-    data.prepare()
-    return data
 
 
 def _fixed(cfg: Root) -> dict[str, Any]:
