@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from common.errors import PlanError
 from models.chain import ONE_LAYER
+
+T = TypeVar("T")
 
 
 def partition_layers(
@@ -31,8 +34,12 @@ def partition_layers(
         )
     else:
         counts = _explicit(list(balance), len(names), stages)
-    starts = [sum(counts[:i]) for i in range(stages)]
-    return [list(names[s : s + n]) for s, n in zip(starts, counts, strict=True)]
+    return [list(stage) for stage in blocks(names, counts)]
+
+
+def blocks(items: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
+    """Cut a sequence into blocks of ``counts`` items."""
+    return [items[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def even_split(layers: int, stages: int) -> list[int]:

@@ -22,7 +22,7 @@ from parallel.devices import (
     share_cores,
     synchronize,
 )
-from parallel.partition import block_partition, even_split
+from parallel.partition import block_partition, blocks, even_split
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
 from parallel.stage import Stage
@@ -163,8 +163,7 @@ def _moves(counts: Sequence[int]) -> Iterator[list[int]]:
 
 def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
     """Add up the costs of each stage's layers."""
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    return [sum(costs[s : s + n]) for s, n in zip(starts, counts, strict=True)]
+    return [sum(block) for block in blocks(costs, counts)]
 
 
 def stage_shares(costs: Sequence[float], counts: Sequence[int]) -> list[float]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any
 
 from parallel.layout import Layout
-from parallel.partition import even_split
+from parallel.partition import T, blocks, even_split
 from parallel.plan import Plan
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,8 @@ def nodes_for(processes: int, per_node: int) -> int:
 
 def cut(layers: Sequence[T], layout: PlannedLayout) -> list[Sequence[T]]:
     """Cut the layers into stages."""
-    stages = layout.pp * layout.per_rank
-    counts = list(layout.counts) or even_split(len(layers) - 2 * layout.ends_on_top, stages)
+    counts = list(layout.counts) or even_split(len(layers) - 2 * layout.ends_on_top, layout.pp * layout.per_rank)
     if layout.ends_on_top:
         counts[0] += 1
         counts[-1] += 1
-    starts = [sum(counts[:i]) for i in range(stages)]
-    return [layers[start : start + count] for start, count in zip(starts, counts, strict=True)]
+    return blocks(layers, counts)
