@@ -48,13 +48,11 @@ class Optimizer:
         self.kind = _kind(config)
         self._parts: list[_Part] = []
         parameters = [(name, p) for name, p in strategy.named_parameters() if p.requires_grad]
-        fused = strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages)
         others = config.get("others")
         first = dict(parameters).keys() if others is None else hidden_matrices(strategy.chain)
         matrices = [(name, p) for name, p in parameters if name in first]
         rest = [(name, p) for name, p in parameters if name not in first]
         shared = {key: config.get(key) for key in ("decay_vectors", "rates")}
-        exact = strategy.plan.precision in ("fp32", "fp64")
         for section, own in ((config, matrices), (others or config, rest)):
             whole_only = update_of(section) == PER_PARAMETER
             divided = {name for name, p in own if whole_only and strategy.placement(name, p).axes}
@@ -62,7 +60,7 @@ class Optimizer:
             together = [(name, p) for name, p in own if name not in divided]
             for part, gathers in (*((pair, True) for pair in alone), (together, False)):
                 if part:
-                    self._parts.append(_Part({**section, **shared}, part, strategy, gathers, fused, exact))
+                    self._parts.append(_Part({**section, **shared}, part, strategy, gathers))
         # All learning rates follow one schedule, each scaled by its ratio to the base rate.
         for part in self._parts:
             for group in part.optimizer.param_groups:
@@ -109,25 +107,19 @@ class Optimizer:
 class _Part:
     """An optimizer of torch. Plain tensors stand in for parameters sharded by FSDP2; others are optimized directly.
 
-    With ``gathers``, the parameters are gathered for the update. ``exact``: Muon in float32.
+    With ``gathers``, the parameters are gathered for the update.
     """
 
     def __init__(
-        self,
-        config: Mapping,
-        parameters: list[tuple[str, nn.Parameter]],
-        strategy: Strategy,
-        gathers: bool,
-        fused: bool,
-        exact: bool,
+        self, config: Mapping, parameters: list[tuple[str, nn.Parameter]], strategy: Strategy, gathers: bool
     ) -> None:
         self._strategy, self._gathers = strategy, gathers
         self._names = {parameter: name for name, parameter in parameters}
         self._own = {parameter: self._stand_in(parameter) for _, parameter in parameters}
-        self.optimizer = build_optimizer(
-            config, [(name, self._own[parameter]) for name, parameter in parameters], fused
-        )
-        if exact and type(self.optimizer) is torch.optim.Muon:
+        fused = strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages)
+        own = [(name, self._own[parameter]) for name, parameter in parameters]
+        self.optimizer = build_optimizer(config, own, fused)
+        if strategy.plan.precision in ("fp32", "fp64") and type(self.optimizer) is torch.optim.Muon:
             self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
         groups = [(group, _own_values(group)) for group in self.optimizer.param_groups]
         # The group of a parameter, and the group's values when it was made.
