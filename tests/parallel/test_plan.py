@@ -58,12 +58,6 @@ def test_interleaved_chunks_that_make_no_equal_rounds_and_every_way_out_works(pp
         assert plan(layout, chain, batch=n).chunks == n
 
 
-def test_interleaved_stages_are_two_a_rank_unless_told_otherwise():
-    looped = plan(Layout("pipelined", pp=2, chunks=4, schedule="interleaved_1f1b"), gpt2(size="tiny"))
-    assert [stage.index for stage in looped.stages_of(1)] == [1, 3]
-    assert len(looped.stages) == 4
-
-
 def test_replicas_left_open_are_as_many_as_the_started_processes_allow_and_two_on_a_cpu():
     open_layout = Layout("pipe_ddp", dp=None, pp=2, chunks=2)
     assert plan(open_layout, world_size=6).dp == 3
@@ -159,19 +153,6 @@ def test_the_plan_counts_a_tied_weight_once_in_the_model_and_in_each_stage_that_
     halves = plan(Layout("pipelined", pp=2, chunks=4), chain)
     assert whole.stages[0].parameters == whole.parameters == halves.parameters
     assert sum(stage.parameters for stage in halves.stages) == whole.parameters + 512 * 64
-
-
-def test_processes_and_micro_batches_follow_from_the_layout():
-    sizes = {
-        Layout("single", chunks=4): (1, 6),
-        Layout("model_parallel", pp=3, chunks=4): (1, 6),
-        Layout("ddp", dp=2, chunks=4): (2, 3),
-        Layout("pipelined", pp=2, chunks=4): (2, 6),
-        Layout("pipe_ddp", dp=2, pp=3, chunks=4): (6, 3),
-    }
-    for layout, wanted in sizes.items():
-        made = plan(layout)
-        assert (made.processes, made.microbatch_size) == wanted
 
 
 # -- strategies and schedules ------------------------------------------------------------------------------------------
