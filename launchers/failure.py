@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.errors import LaunchError, format_exception, message_for_user
 from common.files import write_atomically
+from launchers.stopping import Stopped
 
 _LOG_LINES = 20
 
@@ -62,7 +63,7 @@ class Death:
     Attributes:
         rank: Its global rank.
         exitcode: Its exit code; -N if signal N ended it.
-        report: The report from `write_report` or `write_stop`; empty if there is none.
+        report: The report from `write_report`; empty if there is none.
     """
 
     rank: int
@@ -124,25 +125,20 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
 
     "message" is the traceback without the launcher's own frame, "peer" whether it is an ``is_peer_error``, "timestamp"
     the time in seconds since the epoch, "repeats" the error's attribute of that name (it would occur again after a
-    restart), and "for_user" the message of a UserError, which needs no traceback.
+    restart), "for_user" the message of a UserError, which needs no traceback, and "stopped" that of a Stopped.
     """
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = format_exception(error, frames)
     report = {"message": text, "peer": is_peer_error(error), "timestamp": time.time()}
     report["repeats"] = getattr(error, "repeats", False)
     report["for_user"] = None if report["peer"] else message_for_user(error)
+    report["stopped"] = str(error) if isinstance(error, Stopped) else None
     write_atomically(Path(path), json.dumps(report))
     return report
 
 
-def write_stop(path: str | os.PathLike, stopped: BaseException) -> None:
-    """Write a report to ``path`` as JSON that the work ended early on request."""
-    report = {"message": str(stopped), "stopped": True, "timestamp": time.time()}
-    write_atomically(Path(path), json.dumps(report))
-
-
 def read_report(path: str | os.PathLike) -> dict | None:
-    """Return the report that `write_report` or `write_stop` wrote to `path`; None if there is no complete one.
+    """Return the report that `write_report` wrote to `path`; None if there is no complete one.
 
     It is {} for a rank that has done its work: the file is then empty, so that it can be made on a full disk.
     """

@@ -195,7 +195,7 @@ class _Workers:
                 for process in self._processes:
                     process.terminate()
         deaths = [self._death(rank) for rank in early]
-        if stopped := [death.report["message"] for death in deaths if "stopped" in death.report]:
+        if stopped := [death.report["stopped"] for death in deaths if death.report.get("stopped") is not None]:
             deadline = time.monotonic() + _LEAVE_S
             while len(self.exitcodes) < self._job.processes and time.monotonic() < deadline:
                 self._poll()

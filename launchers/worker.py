@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from common.machine import unfailing_output
 from launchers import stopping
-from launchers.failure import log_path, write_report, write_stop
+from launchers.failure import log_path, write_report
 from launchers.meeting import use_loopback
 from launchers.world import LOCAL_ROLE, STORE_FILE, World
 
@@ -109,7 +109,7 @@ def work(_console: None, job: Job, rank: int, entry: Callable, args: tuple) -> N
         use_loopback()
         entry(world, *args)
     except stopping.Stopped as stopped:
-        write_stop(report, stopped)
+        write_report(report, stopped)
         _leave(stopping.EXIT_CODE)
     except BaseException as error:
         fail(error, report, shown=rank > 0)  # the launching process shows rank 0's, on the same console
