@@ -38,6 +38,7 @@ def types(record):
 def test_relative_paths_are_meant_where_they_were_typed_in_a_directory_of_the_job_too(tmp_path):
     (tmp_path / "x.txt").write_text("a text of some words\n" * 500)
     words = ["model=gpt2", "model.size=tiny", "data=text", "data.seq_len=16", "train.global_batch_size=4"]
+    words += ["data.vocabulary=words", "model.vocab_size=64"]
     words += ["train.steps=1", "logger=none", "device=cpu", "hydra.job.chdir=true"]
     trained = train([*words, "data.root=x.txt", "parallel=ddp", "parallel.dp=2"], tmp_path / "run", cwd=tmp_path)
     assert trained.code == 0, trained.console

@@ -222,7 +222,8 @@ def test_the_norm_of_the_weights_is_the_same_in_every_layout(folders, tmp_path):
     (tmp_path / "weight_norm.py").write_text(re.search(r"weight_norm.py`:\n\n```python\n(.*?)```", page, re.S)[1])
     (tmp_path / "text.txt").write_text("the cat and the dog saw the bird and the bird saw the cat\n" * 200)
     words = [
-        "model=gpt2", "model.vocabulary=words", "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "optim=sgd",
+        "model=gpt2", "data.vocabulary=words", "model.vocab_size=64", "model.n_layer=2", "model.n_head=2",
+        "model.n_embd=16", "optim=sgd",
         "data=text", f"data.root={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache", "data.seq_len=16",
         "train.steps=2", "train.global_batch_size=8", "train.precision=fp32", "train.eval_every=1",
         "callbacks=[{_target_: weight_norm.WeightNorm}]", f"import_from=[{tmp_path}]",

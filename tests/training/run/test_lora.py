@@ -121,7 +121,7 @@ def test_all_weights_trained_are_no_adapters(trained, recipe, tmp_path):
         prepare(again(tmp_path / "full", "mode=eval", "model.lora.rank=4"))
 
 
-def assert_exports_compute_what_the_adapters_compute(run_dir, published, tmp_path):
+def assert_exports_compute_what_the_adapters_compute(run_dir, published, tmp_path, words=50257):
     peft = pytest.importorskip("peft", reason="peft is a test dependency (requirements-dev.txt)")
     from transformers import AutoModelForCausalLM
 
@@ -129,11 +129,11 @@ def assert_exports_compute_what_the_adapters_compute(run_dir, published, tmp_pat
     said = export(again(run_dir, "mode=export", "export_to=adapters", "export.format=peft"), tmp_path)
     assert "adapter_config.json, adapter_model.safetensors" in said
     (stage,) = restore(again(run_dir, "mode=export"), "cpu").strategy.stages
-    base = AutoModelForCausalLM.from_pretrained(published)
+    base, tokens = AutoModelForCausalLM.from_pretrained(published), TOKENS % words
     with torch.no_grad():
-        ours, before = stage.eval().layers(TOKENS)[..., :50257], base(TOKENS).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(TOKENS).logits[..., :50257]
-        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(TOKENS).logits
+        ours, before = stage.eval().layers(tokens)[..., :words], base(tokens).logits[..., :words]
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits[..., :words]
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(tokens).logits[..., :words]
     assert (ours - before).abs().max() > 0.1, "the adapters do something"
     assert (merged - ours).abs().max() < 1e-4 and (adapted - ours).abs().max() < 1e-4
     assert "lora" not in "".join(load_file(tmp_path / "merged" / "model.safetensors"))
@@ -144,15 +144,16 @@ def test_exports_compute_what_the_adapters_compute(trained, published, tmp_path)
 
 
 def test_so_do_those_of_the_llama_family(text, tmp_path):
-    hugging_face.make_folder(tmp_path / "base", vocab_size=50257, num_hidden_layers=2, max_position_embeddings=256)
-    (tmp_path / "base" / "tokenizer.json").unlink()  # whose tokens are fewer
+    hugging_face.make_folder(tmp_path / "base", vocab_size=384, num_hidden_layers=2, max_position_embeddings=256)
+    (tmp_path / "base" / "tokenizer.json").unlink()  # the tokens are the words of the text
     words = ["model=llama", f"model.init_from='{tmp_path}/base'", "model.tokenizer=null", *text, "train.precision=fp32"]
-    words += ["train.steps=4", "train.global_batch_size=8", "train.eval_batches=1", "optim.lr=0.02"]
-    run(tmp_path / "run", *words, "scheduler=constant", "model.lora.rank=4", "model.lora.targets=null")
+    words += ["data.vocabulary=words", "train.steps=4", "train.global_batch_size=8", "train.eval_batches=1"]
+    lora = ["model.lora.rank=4", "model.lora.targets=null"]
+    run(tmp_path / "run", *words, "optim.lr=0.02", "scheduler=constant", *lora)
     assert {name.split(".")[-3] for name in saved(tmp_path / "run", 4)} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
-    assert_exports_compute_what_the_adapters_compute(tmp_path / "run", tmp_path / "base", tmp_path)
+    assert_exports_compute_what_the_adapters_compute(tmp_path / "run", tmp_path / "base", tmp_path, words=300)
 
 
 @pytest.mark.parametrize(

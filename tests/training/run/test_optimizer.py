@@ -240,10 +240,17 @@ def test_adapters_are_hidden_and_what_is_frozen_is_not_trained():
     assert len(hidden) == 2 * 2 * 7 and all(".lora_" in name for name in hidden)
 
 
+@pytest.fixture
+def gpt2(text):
+    """A step of GPT-2 on words, its head tied to its embedding."""
+    sizes = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", "model.vocab_size=384"]
+    length = ["train.epochs=null", "train.steps=1", "train.global_batch_size=4", "train.eval_every=null"]
+    return [*sizes, *text, "data.vocabulary=words", *length]
+
+
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
-def test_a_plan_counts_the_tensors_that_the_optimizers_keep(ranks, text, tmp_path, optim):
-    words = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", *text, f"optim={optim}"]
-    words += ["train.epochs=null", "train.steps=1", "train.global_batch_size=4", "train.eval_every=null"]
+def test_a_plan_counts_the_tensors_that_the_optimizers_keep(ranks, gpt2, tmp_path, optim):
+    words = [*gpt2, f"optim={optim}"]
     setup = prepare(config(*words, "parallel=single"))
     (planned,) = memory_of_ranks(setup.plan, setup.work[0], mean_states(setup.cfg.optim, setup.chain))
     ranks.run(1, run_on_rank, *for_rank(tmp_path, *words, "parallel=single"))
@@ -251,10 +258,8 @@ def test_a_plan_counts_the_tensors_that_the_optimizers_keep(ranks, text, tmp_pat
     assert planned.optimizer == pytest.approx(held, rel=1e-3), "and a number of steps for each parameter of AdamW"
 
 
-def test_a_pipeline_s_copies_of_a_tied_embedding_have_adamw_on_every_stage(ranks, text, tmp_path):
-    gpt2 = ["model=gpt2", "model.size=tiny", "model.n_layer=2", "model.n_embd=32", *text, "optim=muon"]
-    gpt2 += ["train.epochs=null", "train.steps=1", "train.global_batch_size=4", "train.eval_every=null"]
-    ranks.run(2, run_on_rank, *for_rank(tmp_path, *gpt2, "parallel=pipelined"))
+def test_a_pipeline_s_copies_of_a_tied_embedding_have_adamw_on_every_stage(ranks, gpt2, tmp_path):
+    ranks.run(2, run_on_rank, *for_rank(tmp_path, *gpt2, "optim=muon", "parallel=pipelined"))
     state = saved(tmp_path, 1, "optimizer")
     assert {"embedding.wte.weight/exp_avg", "h.0.attn.c_attn.weight/momentum_buffer"} <= state.keys()
     manifest = json.loads((tmp_path / "checkpoints/latest/manifest.json").read_text())
