@@ -20,7 +20,7 @@ GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # a run needs an option of
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Return the options and the ``overrides`` of a command line, as Hydra reads them.
+    """Return the options and the ``overrides`` of a command line, as Hydra reads them, with quotes where it needs them.
 
     Raises:
         UserError: Another word begins with a dash.
@@ -29,6 +29,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if unknown:
         setting, value = unknown[0].lstrip("-"), "" if "=" in unknown[0] else "=VALUE"
         raise UserError(f"{unknown[0]}: settings are written without dashes: {setting}{value}")
+    parsed.overrides = quote_values(parsed.overrides)
     return parsed
 
 

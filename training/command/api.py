@@ -18,7 +18,7 @@ from common.namesakes import check_folder
 from conf.composition import Composed, compose
 from conf.instantiate import check_role
 from conf.messages import explain
-from conf.words import hydra_word, key_of, quote_values
+from conf.words import hydra_word, key_of
 from launchers import World, stopping
 from models.given import GIVEN, set_given
 from training.checkpoint.configuration import saved_config
@@ -94,8 +94,7 @@ def load_config(*overrides: str) -> Any:
     """
     _check_words(overrides)
     with _user_errors():
-        words = quote_values(overrides)
-        return compose(words, saved=saved_config(words))
+        return compose(overrides, saved=saved_config(overrides))
 
 
 def train(

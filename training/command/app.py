@@ -18,7 +18,6 @@ from conf.composition import Composed, Program, compose_and_run
 from conf.effects import check_effects
 from conf.instantiate import use_code_of
 from conf.schema import Root
-from conf.words import quote_values
 from launchers import World
 from training.checkpoint.configuration import saved_config
 from training.command.ranks import follow, leading
@@ -76,8 +75,7 @@ def run_words(
         follow(world, arguments, program)
         raise SystemExit(0)
     with leading(world, arguments) as world, locked_directories():
-        words = quote_values(arguments)
-        return compose_and_run(partial(_act, act, world), words, saved_config(words), program, _in_directory)
+        return compose_and_run(partial(_act, act, world), arguments, saved_config(arguments), program, _in_directory)
 
 
 def _in_directory(config: DictConfig) -> AbstractContextManager:

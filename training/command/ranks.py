@@ -21,7 +21,6 @@ from conf.composition import Composed, Program, compose, register_start
 from conf.instantiate import to_config, to_dict
 from conf.masking import hide, mask_secrets
 from conf.schema import Root
-from conf.words import quote_values
 from launchers import World, stopping
 from launchers.failure import EndedTogether
 from launchers.heartbeat import note
@@ -107,8 +106,7 @@ def follow(world: World, arguments: Sequence[str] = (), program: Program | None 
     with rendezvous(world, _typed_timeout(arguments)) as world:
         meeting = world.meeting
         try:  # meanwhile, rank 0 composes and prepares
-            words = quote_values(arguments)
-            own = compose(words, with_hydra=True, saved=saved_config(words), program=program)
+            own = compose(arguments, with_hydra=True, saved=saved_config(arguments), program=program)
         except Exception as error:  # an error of rank 0 comes first
             own = error
         try:

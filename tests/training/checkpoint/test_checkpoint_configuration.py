@@ -13,7 +13,6 @@ from common.errors import CheckpointError, TrainingError
 from conf import CHOSEN, TRAINED, options
 from conf.composition import compose
 from conf.instantiate import to_config, to_dict
-from conf.words import quote_values
 from launchers import stopping
 from launchers.stopping import Stopped
 from train import main
@@ -34,7 +33,7 @@ def words(text, tmp_path_factory):
 
 def composed(*typed: str) -> dict:
     """What train.py composes of a command line."""
-    words = [*QUIET, *quote_values(typed)]
+    words = [*QUIET, *typed]
     return to_config(to_dict(compose(words, saved=saved_config(words))))
 
 
@@ -143,7 +142,6 @@ class Pretended:
 
     def trained_by(self, *words, **changed):
         """The sections that the run of a command line had; ``changed`` is written into its checkpoint instead."""
-        words = quote_values(words)
         config = kept(typed(*words).plain())
         for key, value in changed.items():
             section, _, name = key.partition("__")
@@ -161,7 +159,7 @@ class Pretended:
 
     def resumed(self, *words):
         """The sections of a command line that resumes it."""
-        arguments = quote_values([*words, f"train.resume='{self.folder}'"])
+        arguments = [*words, f"train.resume='{self.folder}'"]
         tree = to_dict(compose(arguments, saved=saved_config(arguments)))
         tree["train"].pop("resume")
         return json.loads(json.dumps({name: tree[name] for name in ("seed", "recipe", *TRAINED)}))
@@ -269,7 +267,7 @@ def test_a_checkpoint_chooses_among_options_and_does_nothing_else(a_run, monkeyp
         assert set(words) <= {f"{group}={name}" for group in CHOSEN for name in options(group)}
         assert not differing(trained, a_run.resumed())
     a_run.holds({**sections, "launcher": {"setup": ["touch executed"]}, "hydra": {"callbacks": {"x": {}}}})
-    words = quote_values([f"train.resume='{a_run.folder}'"])
+    words = [f"train.resume='{a_run.folder}'"]
     cfg = compose(words, with_hydra=True, saved=saved_config(words))
     assert "setup" not in cfg.launcher and "x" not in cfg.hydra.callbacks
     assert not differing(trained, a_run.resumed())
