@@ -6,8 +6,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import Any
 
 from common.machine import terminal_width
 from training.reporting.console import number
@@ -22,20 +22,9 @@ class Progress:
     Shows step, loss, throughput and time left.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        first_step: int = 1,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Open the bar if ``stream``, standard error if None, is a terminal. ``clock`` returns seconds.
-
-        An evaluation has no steps, and no bar.
-        """
-        self._total, self._first = total_steps, first_step
-        self._stream = sys.stderr if stream is None else stream
-        self._clock = clock
+    def __init__(self, total_steps: int, first_step: int = 1) -> None:
+        """Open the bar if standard error is a terminal. An evaluation has no steps, and no bar."""
+        self._total, self._first, self._stream = total_steps, first_step, sys.stderr
         self._last_line: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
         self._bar = self._open_bar() if total_steps > 0 and terminal_width(self._stream) > 0 else None
@@ -46,7 +35,7 @@ class Progress:
         If the stream is not a terminal, only the first and the last step and one per ``SECONDS_BETWEEN_LINES`` are
         shown. Use ``say`` for messages that must always be shown.
         """
-        now, step = self._clock(), record["step"]
+        now, step = time.monotonic(), record["step"]
         self._recent.append((now, step))
         due = self._last_line is None or step >= self._total or now - self._last_line >= SECONDS_BETWEEN_LINES
         if self._bar is None and not due:

@@ -1,6 +1,7 @@
 """What stands on the console: a run's page, numbers, hints, colour, the progress bar; and a console that breaks."""
 
 import io
+import itertools
 import os
 import re
 import shlex
@@ -126,51 +127,46 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def record(step):
     return {"step": step, "loss": 8.1234, "samples_per_s": 2.5, "tokens_per_s": 612.3}
 
 
-def run(stream, steps, seconds=1.0, **options):
-    clock = Clock()
-    progress = Progress(steps, stream=stream, clock=clock, **options)
-    for step in range(options.get("first_step", 1), steps + 1):
-        clock.now += seconds
+def shown(monkeypatch, stream, steps, first_step=1):
+    """What a run shows, one step a second."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("training.reporting.progress.time.monotonic", itertools.count(100.0).__next__)
+    progress = Progress(steps, first_step)
+    for step in range(first_step, steps + 1):
         progress.update(record(step))
+    monkeypatch.undo()
     progress.close()
     return stream.getvalue()
 
 
-def test_a_file_gets_the_first_and_last_step_and_otherwise_a_line_every_five_seconds():
-    lines = run(io.StringIO(), 40).splitlines()
+def test_a_file_gets_the_first_and_last_step_and_otherwise_a_line_every_five_seconds(monkeypatch):
+    lines = shown(monkeypatch, io.StringIO(), 40).splitlines()
     assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, 6, 11, 16, 21, 26, 31, 36, 40]
     assert lines[0] == "step    1/40  loss 8.123  612 tokens/s"
     assert lines[2] == "step   11/40  loss 8.123  612 tokens/s  29 s left"
     assert lines[-1] == "step   40/40  loss 8.123  612 tokens/s"
 
 
-def test_a_resumed_run_starts_its_bar_where_it_left_off():
-    shown = run(Terminal(), 50, first_step=41)
-    assert "step 40/50" in shown and "step 50/50" in shown and "step 0/50" not in shown
-    assert "loss 8.123" in shown and "612 tokens/s" in shown and shown.count("\n") == 1
+def test_a_resumed_run_starts_its_bar_where_it_left_off(monkeypatch):
+    bar = shown(monkeypatch, Terminal(), 50, first_step=41)
+    assert "step 40/50" in bar and "step 50/50" in bar and "step 0/50" not in bar
+    assert "loss 8.123" in bar and "612 tokens/s" in bar and bar.count("\n") == 1
 
 
-def test_a_message_gets_a_line_of_its_own_above_the_bar():
-    stream = Terminal()
-    progress = Progress(10, stream=stream)
+def test_a_message_gets_a_line_of_its_own_above_the_bar(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    progress = Progress(10)
     progress.update(record(1))
     progress.say("checkpoint saved")
     progress.update(record(2))
     progress.close()
     assert "\rcheckpoint saved\n" in stream.getvalue() or "\ncheckpoint saved\n" in stream.getvalue()
-    plain = io.StringIO()
-    Progress(10, stream=plain).say("checkpoint saved")
+    monkeypatch.setattr(sys, "stderr", plain := io.StringIO())
+    Progress(10).say("checkpoint saved")
     assert plain.getvalue() == "checkpoint saved\n"
 
 
