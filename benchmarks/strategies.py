@@ -341,7 +341,7 @@ class Kept(saved_tensors_hooks):
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
         whole = {p.untyped_storage().data_ptr(): p for p in self._strategy.parameters() if not is_sharded(p)}
-        if self._strategy.sharding is not None:
+        if self._strategy.plan.shards > 1:
             self.whole = max(self.whole, sum(p.untyped_storage().nbytes() for p in whole.values()))
         storage = tensor.untyped_storage()
         if storage.data_ptr() in whole:

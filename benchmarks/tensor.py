@@ -29,8 +29,9 @@ from benchmarks.command_line import run_directory
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import take_turns
 from models.gpt2 import gpt2
-from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
-from parallel.tensor import TensorParallel
+from parallel.axes.tensor import TensorParallel
+from parallel.layout import Layout
+from parallel.mesh import TENSOR, Mesh, Ranks, reduce_scatter
 from training.reporting.metrics import SUMMARY
 
 PARTS = ("runs", "layers")
@@ -125,7 +126,8 @@ def contenders(mesh: Mesh) -> dict[tuple[str, str, bool], Callable[[], None]]:
     for way, sequence in WAYS.items():
         ((name, block),) = chain.build(chain.names[1:2], 1, torch.device("cpu")).items()
         if sequence is not None:
-            TensorParallel(chain, mesh, sequence).cut(name, block)
+            layout = Layout("tensor", tp=mesh.size, sequence=sequence)
+            TensorParallel(TENSOR, layout, chain, mesh).prepare(name, block, [])
         for layer, module in (("MLP", block.mlp), ("block", block)):
             steps[layer, way, False] = both_ways(module, bool(sequence))
             if sequence is not None:
@@ -141,7 +143,7 @@ def both_ways(module: nn.Module, divided: bool) -> Callable[[], None]:
     return lambda: module(x).backward(gradient)
 
 
-def collectives(line: Axis, sequence: bool, regions: int) -> Callable[[], None]:
+def collectives(line: Ranks, sequence: bool, regions: int) -> Callable[[], None]:
     """Return what a layer of so many regions sends in its forward and backward."""
     whole = torch.zeros(SMALL)
     parts = whole.view(-1, SMALL[1] // line.size, SMALL[2])

@@ -84,6 +84,9 @@ ROLES = {
         methods=("log", "finish"),
         least=2,
     ),
+    "parallel.axes": Role(
+        "an axis (parallel.axes.axis.Axis)", "see docs/extending.md, 'An axis'", kinds=("parallel.axes.axis.Axis",)
+    ),
     "parallel": Role("a strategy", "see docs/extending.md, 'A strategy'", kinds=("parallel.strategy.Strategy",)),
     "callbacks": Role(
         f"a callback: it has none of the methods {', '.join(CALLBACK_METHODS)}",
@@ -102,9 +105,18 @@ def use_code_of(cfg: Root) -> None:
     """Let this process import the user's code, and know the strategy ``parallel.strategy``.
 
     Raises:
-        UserError: The section does not name a strategy, has unknown keys, or its name is taken.
+        UserError: The section does not name a strategy, has unknown keys, or its name is taken. Or a section of
+            ``parallel.axes`` does not name an axis and its number of ranks.
     """
     add_to_path(cfg.import_from or ())
+    for name, section in (cfg.parallel.axes or {}).items():
+        item, keys = target_of(f"parallel.axes.{name}", section), to_dict(section)
+        ranks = keys.get("ranks")
+        if keys.keys() != {"_target_", "ranks"} or not isinstance(ranks, int) or ranks < 1 or not name.isidentifier():
+            raise PlanError(
+                f"parallel.axes.{name}={keys} must have a name, and the keys _target_ and ranks, a number of at least "
+                f"1: parallel.axes={{mirror: {{_target_: {item.__module__}.{item.__qualname__}, ranks: 2}}}}"
+            )
     if (section := cfg.parallel.strategy) is not None:
         item, keys, name = target_of("parallel.strategy", section), to_dict(section), cfg.parallel.name
         keys["class_path"] = f"{item.__module__}:{item.__qualname__}"
@@ -227,6 +239,8 @@ def target_of(role: str, section: Any) -> Any:
 
 def _role(path: str) -> Role:
     """Return the role of the object at a path of a configuration."""
+    if path.startswith("parallel.axes."):
+        return ROLES["parallel.axes"]
     name = path.partition(".")[0]
     return ROLES["logger" if name == "loggers" else name]
 

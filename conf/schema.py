@@ -182,6 +182,7 @@ class Parallel(Section):
     shard: int | None = None  # replicas that share one copy of the parameters; null: all; for hsdp: those of one node
     reshard: bool | None = None  # free a layer's gathered parameters after its forward; null: not in a pipeline
     sync_batchnorm: bool = False  # BatchNorm statistics over the micro-batches of all replicas together
+    axes: Any = None  # further axes, of your own: {mirror: {_target_: mine.Mirror, ranks: 2}}
     strategy: Any = None  # a strategy of your own: {_target_: mine.CheckedDDP, replicas: true}; name: its name
     env: Any = None  # environment variables of the workers, such as {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 

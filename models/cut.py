@@ -6,7 +6,7 @@ A region of a layer begins with products that are cut by ``Columns`` and ends wi
             \-> columns of rank 1 --> ... --> rows of rank 1 --+--> sum, whole
 
 What lies between computes with fewer columns (heads) than the whole layer has, and must not mix them. Such a table is
-all that a model says; ``parallel.tensor`` does the rest::
+all that a model says; ``parallel.axes.tensor`` does the rest::
 
     cut = {
         "h.*.attn.c_attn": Columns(groups=3, unit=64),  # queries, keys and values side by side, heads of 64
@@ -26,8 +26,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from common.errors import ModelError
+from common.errors import ModelError, PlanError
 from models.fused_cross_entropy import FusedHead
+from models.losses import loss_of
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,68 @@ def is_divided(table: Mapping[str, CutOf], names: Sequence[str], name: str, laye
     """
     inner = (key for key, _ in layer.named_modules(prefix=name))
     return name != names[0] and (name != names[-1] or any(isinstance(cut_of(table, k), Vocabulary) for k in inner))
+
+
+def check_cuts(
+    table: Mapping[str, CutOf],
+    tied: Mapping[str, str],
+    names: Sequence[str],
+    layers: nn.Module,
+    tp: int,
+    sequence: bool,
+) -> None:
+    """Check that layers, the submodules ``names``, can be cut among ``tp`` ranks, which may share the sequence.
+
+    Raises:
+        PlanError: The number of ranks does not fit the model.
+        ModelError: The table does not fit the model.
+    """
+    if not table:
+        raise PlanError(
+            f"parallel.tp={tp} cuts layers, and this model does not say where: give its chain a table of the products "
+            f"that are cut, cut={{{example(layers)}, …}} (docs/own_model.md, 'Tensor parallelism'), or set "
+            "parallel.tp=1"
+        )
+    check_table(table, layers, tied)
+    for name in names:
+        check_pairs(table, name, layers.get_submodule(name))
+    last, head = names[-1], layers.get_submodule(names[-1])
+    if sequence and len(names) > 1 and not is_divided(table, names, last, head) and loss_of(head) is not None:
+        raise PlanError(
+            f"parallel.sequence=true needs the vocabulary of {last} cut, whose loss gets a part of the sequence; add "
+            "its projection to the chain's cut as Vocabulary(), or leave parallel.sequence out"
+        )
+    modules = [(name, module, cut_of(table, name)) for name, module in layers.named_modules()]
+    cuts = {name: (module, cut) for name, module, cut in modules if isinstance(cut, Columns | Rows | Vocabulary)}
+    for name, (module, cut) in cuts.items():
+        if _divides(tp, module, cut):
+            continue
+        parts = _parts(module, cut)
+        if isinstance(cut, Vocabulary):
+            raise PlanError(f"parallel.tp={tp} ranks cannot share the {parts} words of {name}")
+        what = "inputs"
+        if isinstance(cut, Columns):
+            what = f"heads of {cut.unit} columns" if cut.unit > 1 else "columns"
+        largest = max(_parts(*pair) for pair in cuts.values() if not isinstance(pair[1], Vocabulary))
+        fits = [str(n) for n in range(2, largest + 1) if all(_divides(n, *pair) for pair in cuts.values())]
+        raise PlanError(
+            f"parallel.tp={tp} does not divide the {parts} {what} of {name}; parallel.tp can be {', '.join(fits) or 1}"
+        )
+
+
+def _parts(module: nn.Module, cut: CutOf) -> int:
+    """Return how many heads, columns, inputs or words a module has that ranks can share."""
+    if isinstance(cut, Columns):
+        return cut.heads(module)
+    return module.get_parameter("weight").shape[isinstance(cut, Rows)]
+
+
+def _divides(tp: int, module: nn.Module, cut: CutOf) -> bool:
+    """Return whether ``tp`` ranks can share a module: equally, except for words, of which each needs one."""
+    parts = _parts(module, cut)
+    if isinstance(cut, Vocabulary):
+        return parts >= tp
+    return parts % tp == 0 or (isinstance(cut, Columns) and cut.shared and tp % parts == 0)
 
 
 def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str, str]) -> None:

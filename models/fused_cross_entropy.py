@@ -250,7 +250,7 @@ def fused_cross_entropy(
 
 
 class VocabularyPart(Protocol):
-    """The words of a vocabulary that this rank has, where ranks share it (``parallel.tensor.VocabularyShard``).
+    """The words of a vocabulary that this rank has, where ranks share it (``parallel.axes.tensor.VocabularyShard``).
 
     Attributes:
         start: The first of them.

@@ -145,7 +145,7 @@ def samples_of(x: Tensor) -> Samples | None:
 
 
 class Part(NamedTuple):
-    """Which elements of a whole sample a rank has that shares the layer with others (``parallel.tensor``).
+    """Which elements of a whole sample a rank has that shares the layer with others (``parallel.axes.tensor``).
 
     Of each ``period`` neighbouring elements of the whole it has ``length``, from ``start`` on.
     """

@@ -1,6 +1,8 @@
 """How a model is computed on several ranks: the layout, the mesh, stages, strategies and schedules.
 
-    layout.py, mesh.py, plan.py      a layout, the ranks along its axes, and the plan of a run
+    layout.py, mesh.py               a layout, and the ranks along its axes
+    plan.py, planning.py             the plan of a run, and how it is made and checked
+    axes/                            how ranks divide the work along each axis: replicas, shards, pipeline, tensor
     strategies.py                    the registry of strategies
     strategy.py                      the base class of all strategies; single, ddp, fsdp, hsdp and tensor
     several_devices.py               model_parallel and data_parallel, several devices in one process
@@ -11,10 +13,9 @@
     examination.py                   what layers and the loss do that depends on the layout, seen before a run
     shape_inference.py               what layers return and keep, and their work, inferred without numbers
     watching.py                      the modes of torch by which both see each operator
-    gradients.py, batchnorm.py       what replicas average
+    gradients.py, batchnorm.py       the gradients of a rank's stages; BatchNorm's statistics
     placement.py, pieces.py          how a tensor is divided over the axes, and the part that a rank holds
-    sharding.py, dtensor.py          parameters sharded among replicas
-    tensor.py                        layers shared among ranks
+    dtensor.py                       what a DTensor says of its placement
     host_group.py, devices.py        ranks that share a GPU; devices and threads
     timeline.py                      when each piece of work ran
 
@@ -28,7 +29,7 @@ These modules use parts of torch that are private or undocumented and may change
     watching.py,                  torch.utils._python_dispatch, torch._ops.OpOverload, Operator._schema,
     shape_inference.py            UntypedStorage._cdata, torch._subclasses.fake_tensor; torch._dynamo.reset (tried with
                                   2.13)
-    stage.py, gradients.py        aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
+    stage.py, axes/replicas.py    aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
     gradients.py, batchnorm.py    torch._foreach_*; aten.native_batch_norm_backward
     devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; the file of
                                   torch._dynamo.config

@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 from common.errors import PlanError
 from models.losses import replicas
 from parallel.layout import Layout
-from parallel.mesh import Axis
+from parallel.mesh import Ranks
 from parallel.plan import Plan
 
 
 @contextmanager
-def gathering(plan: Plan, axis: Axis | None = None, compiled: bool = False) -> Iterator[None]:
+def gathering(plan: Plan, axis: Ranks | None = None, compiled: bool = False) -> Iterator[None]:
     """Let ``gather`` return the rows of the replicas along ``axis`` inside the block, or without one what it is given.
 
     If the plan divides the samples of a replica, ``gather`` raises PlanError. ``compiled`` is whether layers or losses
@@ -52,7 +52,7 @@ class _Gather(torch.autograd.Function):
     """All rows of the ranks along an axis. The gradient of a rank's rows is the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx, axis: Axis, rows: Tensor) -> Tensor:
+    def forward(ctx, axis: Ranks, rows: Tensor) -> Tensor:
         counts = [int(n) for n in torch.cat(axis.all_gather(torch.tensor([len(rows)], device=rows.device)))]
         padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, max(counts) - len(rows)))
         ctx.axis, ctx.first, ctx.count = axis, sum(counts[: axis.index]), len(rows)

@@ -1,41 +1,23 @@
-"""The gradients of one rank's stages: averaged over replicas, summed over tied parameters, scaled and clamped.
-
-Replicas average them while autograd accumulates gradients into parameters: DistributedDataParallel does that here,
-FSDP2 in ``parallel.sharding``, and ``parallel.zero_bubble`` where a backward is split.
-"""
+"""The gradients of one rank's stages: completed by the axes, summed over tied parameters, scaled and clamped."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import Any
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from models.chain import Chain, is_within
+from parallel.axes import Axis
 from parallel.dtensor import local
-from parallel.mesh import COPIES, PEERS, PIPELINE, Mesh, reduce_scatter
+from parallel.mesh import PIPELINE, Mesh
 from parallel.placement import Placement
-from parallel.plan import HIERARCHICAL, Plan
+from parallel.plan import Plan
 from parallel.stage import Stage
-from parallel.tensor import TensorParallel
 
 # reportPrivateImportUsage: torch's stubs do not export its _foreach_ functions.
-
-# Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
-Average = Callable[[Tensor], Future]
-
-# torch 2.13 renamed the argument and warns about the old name.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
-
-# The dtype in which gradients are sent; under a hierarchy, between groups.
-_COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "hierarchical_bf16": torch.bfloat16}
 
 _ROW, _LARGE = 512, 2**16  # the elements of a row that is summed in float32, and of the least gradient cut into rows
 
@@ -57,9 +39,9 @@ class Gradients:
         device: torch.device,
         timeout_s: float,
         place: Callable[[str, Tensor], Placement],
-        tensor_parallel: TensorParallel | None = None,
+        axes: Sequence[Axis] = (),
     ) -> None:
-        self._device, self._tensor_parallel = device, tensor_parallel
+        self._device, self._axes = device, axes
         # True: the parameters that this rank counts. False: those that another rank counts, which holds them as well.
         self._counted: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         # Listed once: iterating over the modules of a ResNet-50 takes a millisecond, and a GPU waits for most of it.
@@ -96,9 +78,8 @@ class Gradients:
         for parameter in self._names:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if (axis := self._tensor_parallel) is not None:
-            parameters = [p for p, names in self._names.items() if p.grad is not None and axis.is_partial(names)]
-            _add_up([local(p.grad) for p in parameters if p.grad is not None], axis.tp_axis.group)
+        for axis in reversed(self._axes):
+            axis.finish(self._names)
         for parameters, group in self._copies:
             total, *others = [local(p.grad) for p in parameters if p.grad is not None]
             for other in others:
@@ -135,16 +116,6 @@ class Gradients:
 
     def _present(self) -> list[Tensor]:
         return [local(p.grad) for p in self._names if p.grad is not None]
-
-
-def _add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Add gradients up over ranks, in place, all that have one dtype at once."""
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = torch.cat([gradient.flatten() for gradient in alike])
-        dist.all_reduce(flat, group=group)
-        for gradient, total in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
-            gradient.copy_(total.view_as(gradient))
 
 
 def _norms(gradients: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -190,123 +161,3 @@ def _copies(
         if (group is not None or len(copies) > 1) and copies[0].requires_grad:
             found.append((copies, group))
     return found
-
-
-def replicate(stage: nn.Module, mesh: Mesh, bucket_mb: float, comm_hook: str) -> nn.Module:
-    """Wrap a stage in DistributedDataParallel, unless there is one replica, or nothing is trained.
-
-    Gradients are averaged during the backward, in buckets of about ``bucket_mb`` MiB, by ``averaging``.
-    """
-    if mesh.dp_group is None or not any(p.requires_grad for p in stage.parameters()):
-        return stage
-    replicated = DistributedDataParallel(
-        stage,
-        process_group=mesh.dp_group,
-        init_sync=False,  # weights are drawn by name or loaded, so they are equal, which the run checks
-        **_NO_BUFFER_SYNC,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_mb,
-    )
-    stage.register_forward_hook(_reach_parameters)
-    if comm_hook != "none":
-        replicated.register_comm_hook(averaging(mesh, comm_hook), _average_bucket)
-    return replicated
-
-
-def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):
-    """Make the stage's output depend on every parameter, because DDP waits for each of them in the backward.
-
-    Parameters that the forward has not used get no gradient this way, which DDP treats as zero. This costs nothing,
-    while ``find_unused_parameters`` searches the graph in every backward.
-    """
-    outputs = list(output) if isinstance(output, tuple) else [output]
-    at = next((i for i, tensor in enumerate(outputs) if tensor.requires_grad), None)
-    if at is None:
-        return output
-    outputs[at] = _Reach.apply(outputs[at], *(p for p in stage.parameters() if p.requires_grad))
-    return tuple(outputs) if isinstance(output, tuple) else outputs[0]
-
-
-class _Reach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, output: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = len(parameters)
-        return torch.ops.aten._unsafe_view(output, output.shape)  # torch detaches it in place, which fails for a view
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient, *([None] * ctx.parameters)
-
-
-def _average_bucket(average: Average, bucket):  # DDP refuses an annotation in quotes
-    return average(bucket.buffer())
-
-
-def averaging(mesh: Mesh, comm_hook: str) -> Average:
-    """Return the function that averages over the replicas of a mesh.
-
-    bf16 and fp16 send gradients in that dtype. hierarchical averages within each group of replicas first, then between
-    groups; hierarchical_bf16 does the same, in bf16 between groups.
-    """
-    dtype = _COMPRESSED.get(comm_hook)
-    if comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1:
-        return _Hierarchical(mesh, dtype)
-    assert mesh.dp_group is not None  # there are replicas
-    return partial(_average, mesh.dp_group, dtype)
-
-
-def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Tensor) -> Future:
-    """Divide the gradients, convert them to ``dtype`` if it is given, sum over the group, and convert back in place.
-
-    torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
-    """
-    gradients /= dist.get_world_size(group)
-    small = gradients if dtype is None else gradients.to(dtype)
-    work = dist.all_reduce(small, group=group, async_op=True)
-    sent = work.get_future()  # pyright: ignore[reportOptionalMemberAccess]  # None only without async_op
-
-    def widen(done: Future) -> Tensor:
-        (mean,) = done.value()  # raises the error of the all-reduce
-        return mean if dtype is None else gradients.copy_(mean)
-
-    return sent.then(widen)
-
-
-class _Hierarchical:
-    """Reduce-scatter among peers, all-reduce of one part between their groups, all-gather among peers.
-
-    Each rank sends 1/peers of the bytes between groups. The three collectives of a bucket are called before those of
-    the next bucket, since all ranks must call the collectives of a process group in one order. On a GPU they run on a
-    stream of their own, so that the backward does not wait for them.
-    """
-
-    def __init__(self, mesh: Mesh, across: torch.dtype | None) -> None:
-        self._copies, self._peers, self._across = mesh.axis(COPIES), mesh.axis(PEERS), across
-        self._dp = mesh.dp
-        self._stream: torch.cuda.Stream | None = None
-
-    def __call__(self, gradients: Tensor) -> Future:
-        if not gradients.is_cuda:
-            return self._averaged(gradients)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(gradients.device)
-        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
-        with torch.cuda.stream(self._stream):
-            return self._averaged(gradients)  # waiting for the future waits for the work queued on this stream
-
-    def _averaged(self, gradients: Tensor) -> Future:
-        peers, copies = self._peers, self._copies
-        each = -(-gradients.numel() // peers.size)
-        whole = gradients.new_zeros(each * peers.size)
-        torch.div(gradients, self._dp, out=whole[: gradients.numel()])
-        part = gradients.new_empty(each)
-        reduce_scatter(part, whole, group=peers.group)
-        if copies.group is not None:
-            sent = part if self._across is None else part.to(self._across)
-            dist.all_reduce(sent, group=copies.group)
-            part = sent.to(part.dtype)
-        dist.all_gather_into_tensor(whole, part, group=peers.group)
-        gradients.copy_(whole[: gradients.numel()])
-        done = Future(devices=[gradients.device] if gradients.is_cuda else [])
-        done.set_result(gradients)
-        return done

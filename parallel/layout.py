@@ -6,6 +6,7 @@ command line, planned, compared, or kept in a checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -36,9 +37,11 @@ class Layout:
         reshard: Whether shared parameters are gathered one layer at a time; None for yes, except in pipelines.
         devices: The devices of the stages or copies that one process runs; empty to let the plan choose them.
         sequence: Whether the ranks that share layers also share the sequence between the products.
+        axes: For each further axis of the mesh its name, the module and name of its class, and its number of ranks.
     """
 
     AXES: ClassVar = ("dp", "tp", "pp")  # the keys that hold the degrees
+    OPTIONS: ClassVar = ("sequence",)  # other keys of an axis
 
     strategy: str = "single"
     dp: int = 1
@@ -53,6 +56,7 @@ class Layout:
     devices: tuple[str, ...] = ()
     tp: int = 1
     sequence: bool = False
+    axes: tuple[tuple[str, str, int], ...] = ()
 
     @classmethod
     def of(cls, section: Any) -> Layout:
@@ -60,11 +64,15 @@ class Layout:
         keys = {key: getattr(section, key) for key in _KEYS}
         balance = keys["balance"]
         keys["balance"] = balance if isinstance(balance, str | int | None) else tuple(balance)
+        keys["axes"] = tuple((name, axis["_target_"], axis["ranks"]) for name, axis in (section.axes or {}).items())
         return cls(**{**keys, "strategy": section.name, "devices": tuple(section.devices or ())})
 
     @classmethod
     def from_manifest(cls, saved: Mapping[str, Any]) -> Layout:
-        """Read a layout from a checkpoint's manifest (``Plan.manifest``). Old manifests have no schedule."""
+        """Read a layout from a checkpoint's manifest (``Plan.manifest``). Old manifests have no schedule.
+
+        Further axes are not read, because a checkpoint must not name code.
+        """
         stages, schedule = saved["stages"], saved.get("schedule")
         return cls(
             strategy=saved["parallel"],
@@ -80,7 +88,8 @@ class Layout:
         """Return all keys of the section ``parallel`` that a layout has. The reverse of ``of``."""
         keys = {key: getattr(self, key) for key in _KEYS}
         balance, devices = [*self.counts] or self.balance, [*self.devices] or None
-        return {"name": self.strategy, **keys, "balance": balance, "devices": devices}
+        axes = {name: {"_target_": path, "ranks": ranks} for name, path, ranks in self.axes} or None
+        return {"name": self.strategy, **keys, "balance": balance, "devices": devices, "axes": axes}
 
     def keys(self) -> dict[str, Any]:
         """Return the keys of the section ``parallel`` that a planner chooses. It leaves the others as they are."""
@@ -96,6 +105,7 @@ class Layout:
         words += [f"parallel.dp={self.dp}"] if self.info.replicas else []
         words += [f"parallel.tp={self.tp}"] if self.tp > 1 else []
         words += ["parallel.sequence=true"] if self.sequence else []
+        words += [f"parallel.axes.{name}.ranks={ranks}" for name, _, ranks in self.axes]
         if self.pipelined:
             words += [f"parallel.pp={self.pp}"]
             words += [f"parallel.schedule={self.schedule}"] if self.schedule is not None else []
@@ -105,7 +115,8 @@ class Layout:
     @property
     def name(self) -> str:
         """The layout's name, such as ``pipe_ddp dp=2 pp=2 gpipe chunks=4``."""
-        words = [self.strategy, *(f"{axis}={n}" for axis in self.AXES if (n := getattr(self, axis)) > 1)]
+        degrees = [(axis, getattr(self, axis)) for axis in self.AXES] + [(name, n) for name, _, n in self.axes]
+        words = [self.strategy, *(f"{axis}={n}" for axis, n in degrees if n > 1)]
         words += [self.schedule] if self.pipelined and self.schedule is not None else []
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
         words += ["sequence"] if self.sequence else []
@@ -126,18 +137,28 @@ class Layout:
         """Whether gradients of inputs and of weights are computed at different times."""
         return self.pipelined and self.schedule is not None and SCHEDULES[self.schedule].splits_backward
 
-    @property
-    def axes(self) -> dict[str, int]:
+    @cached_property
+    def sizes(self) -> dict[str, int]:
         """The number of ranks along each axis of the mesh by its name, the slowest first."""
         group = SHARDS if self.info.sharded else PEERS
         stages = self.pp if self.pipelined else 1
         sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: stages, TENSOR: self.tp}
-        return {name: sizes.get(name, 1) for name in ORDERS[self.order]}
+        return {name: sizes.get(name, 1) for name in ORDERS[self.order]} | {name: n for name, _, n in self.axes}
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """The number of ranks that compute the same samples with the same layers, each a part or all of it."""
+        return self.tp * math.prod(ranks for *_, ranks in self.axes)
 
     @property
     def ranks_per_replica(self) -> int:
         """The number of ranks that compute the same samples, each a part of the model."""
-        return self.tp * (self.pp if self.pipelined else 1)
+        return self.ranks_per_stage * (self.pp if self.pipelined else 1)
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether no rank has the whole model."""
+        return self.pipelined or self.tp > 1 or self.shards > 1
 
     @property
     def processes(self) -> int:
@@ -146,7 +167,7 @@ class Layout:
 
     def mesh(self, rank: int = 0) -> Mesh:
         """Return the mesh of ranks, seen from ``rank``."""
-        return Mesh(self.axes, rank)
+        return Mesh(self.sizes, rank)
 
     @cached_property
     def group(self) -> int:

@@ -23,7 +23,7 @@ reduce gradients among themselves first. Peers and shards are different axes, so
 group shards its parameters.
 
 Along tensor, the fastest axis in both orders, ranks compute the same samples, each with a part of every layer
-(``parallel.tensor``).
+(``parallel.axes.tensor``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ORDERS = {"dp_pp": (*REPLICAS, PIPELINE, TENSOR), "pp_dp": (PIPELINE, *REPLICAS,
 
 
 @dataclass
-class Axis:
+class Ranks:
     """The ranks that differ from this one along an axis, or along several axes together.
 
     Attributes:
@@ -87,9 +87,9 @@ class Mesh:
         self.sizes, self.rank, self.size = dict(sizes), rank, math.prod(sizes.values())
         self._ranks = torch.arange(self.size).reshape(tuple(sizes.values()))
         self.index = dict(zip(sizes, (self._ranks == rank).nonzero()[0].tolist(), strict=True))
-        self._axes: dict[tuple[str, ...], Axis] = {}
+        self._axes: dict[tuple[str, ...], Ranks] = {}
 
-    def axis(self, *names: str) -> Axis:
+    def axis(self, *names: str) -> Ranks:
         """Return the ranks along an axis, or along several together, that have this rank's index on the others."""
         if names not in self._axes:
             # Axes that add the same ranks are one axis, so that they share a group.
@@ -97,7 +97,7 @@ class Mesh:
             if several not in self._axes:
                 here = tuple(slice(None) if name in several else index for name, index in self.index.items())
                 ranks = self._ranks[here].flatten().tolist()
-                self._axes[several] = Axis(ranks, ranks.index(self.rank))
+                self._axes[several] = Ranks(ranks, ranks.index(self.rank))
             self._axes[names] = self._axes[several]
         return self._axes[names]
 

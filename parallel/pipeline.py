@@ -28,12 +28,13 @@ from torch import Tensor
 
 from data.dataset import Batch
 from models.chain import Chain
+from parallel.axes import axes_of
 from parallel.gathering import gathering
 from parallel.mesh import Mesh
 from parallel.pipe_stage import PipeStage
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
-from parallel.shape_inference import stage_borders
+from parallel.shape_inference import TensorSpec, trace
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Timeline
 
@@ -57,7 +58,6 @@ class Pipeline(Strategy):
         assert plan.schedule is not None  # a pipeline has one
         self._info = SCHEDULES[plan.schedule]
         self._stage_class, self._schedule_class = map(resolve_name, (self._info.stage_class, self._info.class_name))
-        self._modules = [self.replicate(stage) for stage in self.stages]  # of all shapes
         self._by_shape: dict[tuple[torch.Size, ...], tuple[list[PipeStage], Any]] = {}
         self.prepared(sample)
 
@@ -69,7 +69,7 @@ class Pipeline(Strategy):
                 borders = stage_borders(self.plan, self.chain, microbatch)
             stages = [
                 self._stage_class(self, stage, module, index, borders[index], borders[index + 1])
-                for stage, module, index in zip(self.stages, self._modules, self.indices, strict=True)
+                for stage, module, index in zip(self.stages, self.modules, self.indices, strict=True)
             ]
             schedule = self._schedule_class(
                 stages if self._info.looped else stages[0],
@@ -114,8 +114,18 @@ class Pipeline(Strategy):
     def close(self) -> None:
         """See ``Strategy.close``."""
         self._by_shape.clear()
-        self._modules.clear()
         super().close()
+
+
+def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:
+    """Infer the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss."""
+    traces = trace(chain, sample, plan.precision, plan.device_type)
+    outputs = {name: traced.outputs for name, traced in zip(chain.names, traces, strict=True)}
+    received = tuple(map(TensorSpec.of, sample.input_tensors))
+    *sent, loss = (outputs[stage.layers[-1]] for stage in plan.stages)
+    for _, axis in axes_of(plan):
+        sent = [tuple(axis.sent(plan, spec) for spec in specs) for specs in sent]
+    return [received, *sent, loss]
 
 
 def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:

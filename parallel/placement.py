@@ -2,8 +2,8 @@
 
 A parameter, its gradient, its optimizer state and its copy in a checkpoint have the same ``Placement``. It says which
 part of the whole tensor a rank holds (``parallel.pieces``), along which axes other ranks hold the other parts, and how
-the parts are put together. A weight [12, 4] of queries, keys and values with ``tp=2``, the rows of each rank divided
-again by FSDP2 between two replicas::
+the parts are put together. A weight [12, 4] of queries, keys and values, divided between two ranks of tensor
+parallelism, and the rows of each divided again by FSDP2 between two replicas::
 
     Placement((12, 4), (Split(TENSOR, dim=0, sizes=(2, 2), groups=3), Split(SHARDS, dim=0, sizes=(3, 3))))
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh, Ranks
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Split:
         parts = [whole.narrow(self.dim, held.start, held.stop - held.start) for held in self.ranges(index)]
         return torch.cat(parts, self.dim)
 
-    def gather(self, part: Tensor, axis: Axis) -> Tensor:
+    def gather(self, part: Tensor, axis: Ranks) -> Tensor:
         """Return the whole tensor. The ranks along ``axis`` call this together, each with its part."""
         before, after = part.shape[: self.dim], part.shape[self.dim + 1 :]
         shapes = [(*before, self.groups, size, *after) for size in self.sizes]

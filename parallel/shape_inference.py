@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,7 +22,6 @@ from models.losses import Loss, copy_to_try, loss_of
 from models.seeds import Samples, computing, seeded
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.examination import made_up, reads_numbers
-from parallel.plan import Plan
 from parallel.watching import Measure
 
 
@@ -38,11 +37,6 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         """Describe ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def divided(self, ranks: int) -> TensorSpec:
-        """Return the part of the sequence that each of ``ranks`` ranks has."""
-        batch, length, *others = self.shape
-        return replace(self, shape=(batch, length // ranks, *others))
 
     @property
     def bytes(self) -> int:
@@ -152,17 +146,6 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str, count: 
     inputs = faked(batch.input_tensors)
     with computing(Samples(len(sample), notes=[])):
         return list(chain.walk(inputs, traced))
-
-
-def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:
-    """Infer the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss."""
-    traces = trace(chain, sample, plan.precision, plan.device_type)
-    outputs = {name: traced.outputs for name, traced in zip(chain.names, traces, strict=True)}
-    received = tuple(map(TensorSpec.of, sample.input_tensors))
-    *sent, loss = (outputs[stage.layers[-1]] for stage in plan.stages)
-    if plan.sequence:  # each rank has a part of dimension 1
-        sent = [tuple(spec.divided(plan.tp) for spec in specs) for specs in sent]
-    return [received, *sent, loss]
 
 
 def _loss(loss: Loss, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:

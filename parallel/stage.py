@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
-from models.chain import LOSS, Chain, Tensors, converted, is_within
+from models.chain import LOSS, Chain, Tensors, converted
 from models.losses import Sums, is_by_sample, loss_of, replicas
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
+from parallel.axes import Axis
+from parallel.dtensor import is_sharded
 from parallel.examination import Examination, some_samples
 
 # The attribute of an error with a description of the layer that raised it.
@@ -54,16 +56,14 @@ class Stage(nn.Module):
         between_layers: torch.dtype | None = None,
         recompute: bool = False,
         found: Examination | None = None,
-        cut: Callable[[str, nn.Module], None] | None = None,
-        shard: Callable[[nn.Module], None] | None = None,
+        axes: Sequence[Axis] = (),
     ) -> None:
         """Build the layers ``names`` with their initial weights.
 
         Floating-point tensors that a layer passes to the next are converted to ``between_layers`` if it is given. With
         ``recompute`` a layer's activations are recomputed in the backward instead of kept. A layer that changes its
-        inputs in place, according to ``found``, may get copies of them. ``cut`` is called with each layer, and reduces
-        it to this rank's part of it. ``shard`` is called with each layer and finally with the stage, and reduces the
-        parameters of that module to this rank's share.
+        inputs in place, according to ``found``, may get copies of them. Each of ``axes`` reduces the layers to this
+        rank's part.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
@@ -72,19 +72,16 @@ class Stage(nn.Module):
         left_to_stage = chain.tied_within(names)
 
         def built(name: str, layer: nn.Module) -> None:
-            if cut is not None:
-                cut(name, layer)
-            if name in self._writing:  # before ``shard``, inside of which the copy must be made
+            if name in self._writing:  # before the axes: inside of FSDP2 the copy must be made
                 layer.register_forward_pre_hook(lambda _, given: self._copied(given))
                 if (loss := loss_of(layer)) is not None:
                     layer.loss = lambda *given: loss(*self._copied(given))  # pyright: ignore[reportArgumentType]
-            if shard is not None and not any(is_within(parameter, [name]) for parameter in left_to_stage):
-                shard(layer)
+            for axis in reversed(axes):
+                axis.prepare(name, layer, left_to_stage)
 
         self.layers = chain.build(names, seed, device, dtype, built)
-        if shard is not None:
-            shard(self)
-        elif chain.channels_last:  # the shares of a sharded parameter are contiguous
+        sharded = any(is_sharded(parameter) for parameter in self.layers.parameters())
+        if chain.channels_last and not sharded:  # the shards of a parameter are contiguous
             # A convolution's output has the memory format of its weight.
             self.layers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # no overload has it
         first, self._last = chain.names[0], chain.names[-1]

@@ -6,7 +6,7 @@ A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an ent
 * After each step it has the weights that ``single`` has. Checkpoints, ``mode=verify`` and ``parallel=auto`` rely on it.
   ``parallel=auto`` may choose any strategy of the registry, at the costs of its entry's properties (planner/).
 * A class says how a batch passes through the stages. How ranks share parameters and optimizer state is decided
-  elsewhere: in ``parallel.sharding`` and ``training.optimizer``.
+  elsewhere: in ``parallel.axes.shards`` and ``training.optimizer``.
 
 To add a configuration key, add it to ``conf.schema.Parallel`` and to ``parallel.strategy.Options``.
 """
@@ -30,7 +30,7 @@ class StrategyInfo:
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
             or, without stages, a copy of the model on each.
         gpu_only: Whether the devices must be GPUs.
-        tensor: Whether ranks can share each layer (``parallel.tp``).
+        tensor: Whether ranks can share each layer (tensor parallelism).
         shards: Which replicas share parameters, gradients and optimizer state if ``parallel.shard`` is not set: "all",
             or those of one "node". Empty if each replica has its own.
     """

@@ -22,20 +22,19 @@ from torch import Tensor, nn
 from common.errors import TrainingError, add_note
 from data.dataset import Batch
 from models.chain import LOSS, Chain
+from parallel.axes import axes_of
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
-from parallel.dtensor import local, split_of
+from parallel.dtensor import local
 from parallel.examination import REENTRANT, Examination, examine
 from parallel.gathering import gathering
-from parallel.gradients import Gradients, replicate, sum_dtype
-from parallel.mesh import REPLICAS, SHARDS, Mesh
+from parallel.gradients import Gradients, sum_dtype
+from parallel.mesh import REPLICAS, Mesh
 from parallel.pieces import Boxes, Piece, fill, piece_of
 from parallel.placement import Placement
 from parallel.plan import Plan
-from parallel.sharding import Sharding
 from parallel.stage import RAISED_IN, Stage
 from parallel.strategies import strategy_info
-from parallel.tensor import TensorParallel
 from parallel.timeline import BACKWARD, FORWARD, Timeline
 
 
@@ -46,19 +45,11 @@ class Options:
     Attributes:
         seed: The run's seed, for weights and dropout.
         timeout_s: The longest time that a rank waits for another, in seconds.
-        bucket_mb: The size of DDP's buckets in MiB.
-        comm_hook: How gradients are sent: none, bf16, fp16, hierarchical or hierarchical_bf16 (``averaging``).
-        sync_batchnorm: Whether BatchNorm normalises over the micro-batches of all replicas together.
-        recompute: Whether activations are recomputed in the backward.
         compile: Whether layers are compiled.
     """
 
     seed: int
     timeout_s: float = 300.0
-    bucket_mb: float = 25.0
-    comm_hook: str = "none"
-    sync_batchnorm: bool = False
-    recompute: bool = False
     compile: bool = False
 
 
@@ -144,8 +135,8 @@ class Strategy(ABC):
         devices: All devices on which this rank computes, each once.
         timeline: When this rank worked in the newest steps of a pipeline; None without a pipeline.
         loss_scale: The loss scaling, which is enabled for float16.
-        sharding: How replicas share parameters, gradients and optimizer state; None if each has its own.
-        tensor_parallel: How ranks share layers; None if each has whole layers.
+        axes: The axes along which there are other ranks, slowest first.
+        modules: What is called in place of each of ``stages``, as the axes have wrapped it.
         computing: The pass that this rank computes now, FORWARD or BACKWARD, and the index of its replica's
             micro-batch, for error messages. None between passes.
     """
@@ -174,16 +165,14 @@ class Strategy(ABC):
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         each = max(1, sample.targets.numel()) / len(sample) if sample is not None else 1.0
         self._usual_terms = self._terms = plan.global_batch_size // plan.dp * each
-        sharded = mesh.axis(SHARDS).group is not None  # there are other ranks
-        self.sharding = Sharding(mesh, self.device.type, bool(plan.reshard)) if sharded else None
+        self.axes = [axis(name, plan, chain, mesh) for name, axis in axes_of(plan)]
         # One context spans a whole step, so that weights are cast once and not once per micro-batch. The gradient of a
         # kept cast comes last, after the sharded gradients of its layer may have been reduced.
-        keep_casts = self.sharding is None or plan.pipelined
+        keep_casts = plan.shards == 1 or plan.pipelined
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
-        self.tensor_parallel = TensorParallel(chain, mesh, plan.sequence) if plan.tp > 1 else None
         # Only there does a layer's input have to stay as it is.
         found = None
-        if options.recompute or options.compile or self.sharding is not None:
+        if plan.recompute or options.compile or plan.shards > 1:
             found = examine(chain, sample) if sample is not None else Examination([*chain.names, LOSS])
         planned = plan.stages_of(mesh.position)
         self.indices = [stage.index for stage in planned]
@@ -195,22 +184,22 @@ class Strategy(ABC):
                 device=devices[i % len(devices)],
                 dtype=self._dtype,
                 between_layers=between_layers(plan.precision),
-                recompute=options.recompute,
+                recompute=plan.recompute,
                 found=found,
-                cut=self.tensor_parallel.cut if self.tensor_parallel is not None else None,
-                shard=self.sharding.shard if self.sharding is not None else None,
+                axes=self.axes,
             )
             for i, stage in enumerate(planned)
         ]
+        self.modules = [self._wrapped(stage) for stage in self.stages]
         if options.compile:
             assert found is not None
             random = found.may("random")
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint([*stage.layers.names, *[LOSS] * stage.ends_chain]))
         self.gradients = Gradients(
-            plan, chain, self.stages, mesh, self.device, options.timeout_s, self.placement, self.tensor_parallel
+            plan, chain, self.stages, mesh, self.device, options.timeout_s, self.placement, self.axes
         )
-        self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, options.sync_batchnorm)
+        self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, plan.sync_batchnorm)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -233,7 +222,7 @@ class Strategy(ABC):
         self.statistics.begin()
         # The gradient of the global mean loss, over count targets that are not padding, is put together in this order:
         #     sum over a replica's targets  x  loss scale / (averaged x terms)   here, as the loss's factor
-        #     mean over the dp replicas                                          by DistributedDataParallel or Sharding
+        #     mean over the dp replicas                                          by DistributedDataParallel or FSDP2
         #     x  averaged / loss scale  x  (dp x terms) / count                  in _agree, when count is known
         # ``terms`` is about the number of a replica's targets, padding included, and the same on all replicas.
         # ``averaged`` is 1; in float16 it is dp, so that every number is as large as in one process.
@@ -293,10 +282,8 @@ class Strategy(ABC):
             self.computing = None
             for stage in self.stages:
                 stage.end()
-            if self.tensor_parallel is not None:
-                self.tensor_parallel.end()
-            if self.sharding is not None and not training:
-                self.sharding.reshard(self.stages)
+            for axis in self.axes:
+                axis.end(self.stages, training)
 
     def _add_location(self, error: Exception, step: int | None) -> None:
         """Add a note to an error that tells where in the step it was raised."""
@@ -377,6 +364,8 @@ class Strategy(ABC):
     def close(self) -> None:
         """Drop the references to process groups, before the groups are destroyed."""
         self.stages.clear()
+        self.modules.clear()
+        self.axes.clear()
 
     # -- this rank's part of the model, under the names of the whole model -------------------------------------------
 
@@ -430,8 +419,7 @@ class Strategy(ABC):
 
         ``name`` is its canonical name, or the parameter's.
         """
-        of_layers = None if self.tensor_parallel is None else self.tensor_parallel.splits.get(name)
-        return Placement.of(tensor.shape, (of_layers, split_of(tensor)))
+        return Placement.of(tensor.shape, [axis.split(name, tensor) for axis in reversed(self.axes)])
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
         """Return which part of the whole this rank has of such a tensor."""
@@ -446,14 +434,11 @@ class Strategy(ABC):
 
     # -- for subclasses --------------------------------------------------------------------------------------------
 
-    def replicate(self, stage: Stage) -> nn.Module:
-        """Wrap a stage in DistributedDataParallel, if replicas have parameters of their own and it sees all gradients.
-
-        Those of a split backward it does not (``parallel.zero_bubble.schedule.SplitStage``).
-        """
-        if self.sharding is not None or self.plan.splits_backward:
-            return stage
-        return replicate(stage, self.mesh, self.options.bucket_mb, self.options.comm_hook)
+    def _wrapped(self, stage: Stage) -> nn.Module:
+        module: nn.Module = stage
+        for axis in reversed(self.axes):
+            module = axis.wrap(module)
+        return module
 
     def samples_of(self, batch: Batch) -> Tensor:
         """Return [chunks, 2]: the index of each micro-batch's first sample in the global batch, and its size."""
@@ -482,7 +467,7 @@ class LocalStrategy(Strategy):
 
     def wrap(self) -> nn.Module:
         """Return this rank's stages as one module, which is called like a ``Stage``."""
-        return self.replicate(self.stages[0])
+        return self.modules[0]
 
     def forward_backward(self, batch: Batch) -> None:
         """See ``Strategy.forward_backward``. Replicas average their gradients in the last micro-batch's backward."""
@@ -490,8 +475,8 @@ class LocalStrategy(Strategy):
         for i, (samples, chunk) in enumerate(zip(self.samples_of(batch).tolist(), chunks, strict=True)):
             self.computing = FORWARD, i
             last = chunk is chunks[-1]
-            if self.sharding is not None:
-                self.sharding.before_backward(self.stages, last)
+            for axis in self.axes:
+                axis.before_backward(self.stages, last)
             with nullcontext() if last else self._no_sync():
                 loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
                 for stage in self.stages:

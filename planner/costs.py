@@ -9,7 +9,7 @@ from math import ceil
 from parallel.schedules import SCHEDULES
 from planner.cluster import BYTES, Cluster
 from planner.here import Here, Line
-from planner.work import LayerWork, part_of_rank
+from planner.work import LayerWork
 
 _UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
 # Layers that are measured one by one find what they need in a CPU's caches: fitted to runs of six small models.
@@ -33,21 +33,17 @@ class PaperCosts:
         self.devices, self.itemsize, self.gathered = cluster.devices, BYTES[precision], BYTES[precision]
         self.forward = cache(self._forward)
 
-    def _forward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
-        """Seconds of a layer's forward on some samples, its products and parameters split over ``tp`` ranks.
-
-        ``sequence`` says whether the ranks share each sequence where they do not share products.
-        """
+    def _forward(self, work: LayerWork, samples: int) -> float:
+        """Seconds of a layer's forward, or of a rank's part of it, on some samples."""
         cluster = self.cluster
-        read = self.itemsize * work.parameters / tp / cluster.memory_bandwidth if work.flops else 0.0
-        products = work.flops * samples / tp / (self.peak * cluster.product) + read + work.products * cluster.launch
-        moved = part_of_rank(work.moved, work.whole, tp, sequence)
-        traffic = moved * samples / (cluster.memory_bandwidth * cluster.traffic)
-        return products + traffic + self.attention(work, samples, tp)
+        read = self.itemsize * work.parameters / cluster.memory_bandwidth if work.flops else 0.0
+        products = work.flops * samples / (self.peak * cluster.product) + read + work.products * cluster.launch
+        traffic = work.moved * samples / (cluster.memory_bandwidth * cluster.traffic)
+        return products + traffic + self.attention(work, samples)
 
-    def backward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
+    def backward(self, work: LayerWork, samples: int) -> float:
         """Seconds of a layer's backward."""
-        return 2 * self.forward(work, samples, tp, sequence)
+        return 2 * self.forward(work, samples)
 
     def begin(self, work: LayerWork, samples: int) -> float:
         """Extra seconds of the first micro-batch of a step."""
@@ -57,10 +53,10 @@ class PaperCosts:
         """Return 1: each rank has a device of its own."""
         return 1.0
 
-    def attention(self, work: LayerWork, samples: int, tp: int = 1) -> float:
+    def attention(self, work: LayerWork, samples: int) -> float:
         """Seconds of the products of attention in a forward."""
         longer = 1 + self.cluster.attention_half / work.length if work.attention else 0.0
-        return (work.attention - work.masked) * samples / tp / (self.peak * self.cluster.attention) * longer
+        return (work.attention - work.masked) * samples / (self.peak * self.cluster.attention) * longer
 
     def message(self, size: float, inside: bool, schedule: str) -> float:
         """Seconds to send ``size`` bytes to the next stage, within a node or between nodes."""
@@ -112,11 +108,11 @@ class MeasuredCosts:
         self._in_turn = 1.0 if on_gpus else _IN_TURN
         self._layers = {layer.name: layer for layer in here.layers}
 
-    def forward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
-        """See PaperCosts; ``tp`` is 1."""
+    def forward(self, work: LayerWork, samples: int) -> float:
+        """See PaperCosts. Layers are measured whole."""
         return self._in_turn * self._layers[work.name].forward(samples)
 
-    def backward(self, work: LayerWork, samples: int, tp: int = 1, sequence: bool = False) -> float:
+    def backward(self, work: LayerWork, samples: int) -> float:
         """See PaperCosts."""
         return self._in_turn * max(0.0, self._layers[work.name].backward(samples) - self.here.overhead)
 
@@ -137,7 +133,7 @@ class MeasuredCosts:
         together = sum(layer.forward(samples) + layer.backward(samples) for layer in self.here.layers)
         return alone / together + (1 - alone / together) * (max(1.0, busy) - 1) / max(1, most - 1)
 
-    def attention(self, work: LayerWork, samples: int, tp: int = 1) -> float:
+    def attention(self, work: LayerWork, samples: int) -> float:
         """Return 0: selective recomputation is not offered on this machine."""
         return 0.0
 

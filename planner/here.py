@@ -30,7 +30,7 @@ from models.module_pickling import dumps
 from parallel.devices import keep_freed_memory, local_device, peak_memory_bytes, share_cores, synchronize
 from parallel.host_group import init_process_group
 from parallel.layout import Layout
-from parallel.plan import make_plan
+from parallel.planning import make_plan
 from parallel.schedules import borders
 from parallel.strategy import Options, Strategy, build_strategy
 from planner.balance import time_layers

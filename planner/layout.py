@@ -50,7 +50,7 @@ class PlannedLayout(Layout):
     def group(self) -> int:
         """How many neighbouring replicas reduce gradients among themselves first. For hsdp, those of a node."""
         by_node = self.shard is None and self.info.shards == "node"
-        return max(1, self.node // (self.tp * self.pp)) if by_node else super().group
+        return max(1, self.node // (self.ranks_per_stage * self.pp)) if by_node else super().group
 
     @property
     def of_states(self) -> int:

@@ -16,14 +16,12 @@ from parallel.plan import Plan
 from parallel.schedules import in_flight
 from planner.cluster import BYTES
 from planner.layout import PlannedLayout, cut
-from planner.work import Works, parameters_of, part_of_rank
+from planner.work import Works, parameters_of, shares
 
 # Measured on Linux: a worker that has imported torch, its pipelining and wandb, and set gloo up.
 PROCESS_BYTES = 350 * 2**20
 # What parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see Allocation.
 _HEAP, _COPIES = 0.25, (2, 6, 4)
-# Of 34 bytes that a block of GPT keeps, tensor parallelism alone leaves 10 whole (Korthikanti et al. 2022).
-_WHOLE = 10 / 34
 
 
 @dataclass(frozen=True)
@@ -149,31 +147,36 @@ class Rank:
         return cls(layers, PlannedLayout.of_plan(plan, recompute), allocation, states)
 
     @cached_property
+    def parts(self) -> Works:
+        """The rank's part of each layer's work."""
+        return shares(self.layers, self.layout)
+
+    @cached_property
     def largest(self) -> float:
-        """The parameters of the largest layer."""
-        return max(work.parameters for work in self.layers) / self.layout.tp
+        """The parameters of the largest part."""
+        return max(work.parameters for work in self.parts)
 
     def positions(self) -> list[Memory]:
         """Return the memory of the rank at each position of the pipeline."""
-        stages, count = cut(self.layers, self.layout), self.layout.pp if self.layout.pipelined else 1
+        stages, count = cut(self.parts, self.layout), self.layout.pp if self.layout.pipelined else 1
         return [self.holding(stages[position::count], position) for position in range(count)]
 
     def each_layer(self) -> list[float]:
         """Predict the bytes that each layer adds to the first rank."""
-        return [self.holding([[work]], 0).of_layers for work in self.layers]
+        return [self.holding([[work]], 0).of_layers for work in self.parts]
 
     def holding(self, stages: Sequence[Works], position: int) -> Memory:
-        """Return the memory of the rank at a position of the pipeline, which holds some stages."""
+        """Return the memory of the rank at a position of the pipeline, which holds its parts of some stages."""
         layout, allocation = self.layout, self.allocation
         own = [work for stage in stages for work in stage]
         counted = [parameters_of(stage) for stage in stages]
-        parameters, trained = (sum(some) / layout.tp for some in zip(*counted, strict=True))
+        parameters, trained = (sum(some) for some in zip(*counted, strict=True))
         gathered = self._gathered(parameters, trained) if layout.shards > 1 else 0.0
         weights = allocation.number * parameters / layout.of_states
         gradients = 0.0 if self.states is None else allocation.number * trained / layout.shards
         states = 0.0 if self.states is None else self.states * allocation.number * trained / layout.of_states
         gathered_cast = layout.shards > 1 and allocation.gathered < allocation.number  # in the compute dtype already
-        cast = 0.0 if gathered_cast else sum(work.cast for work in own) / layout.tp
+        cast = 0.0 if gathered_cast else sum(work.cast for work in own)
         kept, recomputed = self._activations(own)
         if layout.pipelined:
             kept *= in_flight(layout.schedule, layout.pp, layout.chunks, layout.per_rank, position)
@@ -202,17 +205,10 @@ class Rank:
     def _activations(self, own: Works) -> tuple[float, float]:
         """Return the bytes kept for a micro-batch's backward, and those of the layer being recomputed."""
         layout, kept, recomputed = self.layout, 0.0, 0.0
-        tp, samples = layout.tp, layout.samples
         for work in own:
-            if work.kept_whole is not None:
-                of_backward = part_of_rank(work.kept, work.kept_whole, tp, layout.sequence)
-            else:  # this project's: what a block's two regions gather of the sequence is kept
-                gathered = 2 * self.allocation.activation * work.hidden if work.attention else 0.0
-                whole = gathered if layout.sequence else _WHOLE * work.kept
-                of_backward = part_of_rank(work.kept, whole, tp, sequence=False)
-            of_backward *= samples
-            if layout.recompute == "full" and work is not self.layers[-1]:  # the last one has the loss
-                kept += samples * part_of_rank(work.output, work.output, tp, layout.sequence)
+            of_backward = layout.samples * (work.kept + self.allocation.activation * work.gathered)
+            if layout.recompute == "full" and work is not self.parts[-1]:  # the last one has the loss
+                kept += layout.samples * work.output
                 recomputed = max(recomputed, of_backward)
             else:
                 kept += of_backward

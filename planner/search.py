@@ -8,6 +8,8 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from common.errors import PlanError
+from parallel.axes import AXES
+from parallel.layout import Layout
 from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
 from planner.balance import equal_stages
@@ -17,8 +19,7 @@ from planner.memory import Allocation, Memory, Rank, fullest
 from planner.step import Seconds, seconds_of, seconds_of_layer
 from planner.work import Works
 
-WHOLE: Mapping[int, bool] = {1: False}  # ranks that share a layer, and whether they can share a sequence
-FREE = ("dp", "tp", "pp", "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
+FREE = (*Layout.AXES, "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 _SHORT = 4  # ranks of a pipeline that may be fast with fewer micro-batches than ranks
 _PER_RANK = (2, 4)  # stages of a rank, of schedules that take several
@@ -149,8 +150,8 @@ def _equal_stages(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def layouts(
-    layers: Works, batch: int, pool: Pool, tensor: Mapping[int, bool] = WHOLE, fixed: Mapping[str, Any] | None = None,
-    least: int = 1,
+    layers: Works, batch: int, pool: Pool, divided: Sequence[Mapping[str, Any]] = ({},),
+    fixed: Mapping[str, Any] | None = None, least: int = 1,
 ) -> Iterator[PlannedLayout]:  # fmt: skip
     """Yield the layouts that a model, a batch and devices allow.
 
@@ -158,9 +159,8 @@ def layouts(
         layers: The layers' work.
         batch: The number of samples per step.
         pool: The devices.
-        tensor: How many ranks can share each layer of the model, and whether these can share each sequence.
-        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, reshard, balance, sequence and
-            recompute.
+        divided: The ways in which ranks may divide stages: keys of a layout, besides ``dp`` and ``pp``.
+        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, reshard, balance and recompute.
         least: The number of samples of the smallest micro-batch that the layers accept.
     """
     (per_node, devices, whole), fixed = pool, fixed or {}
@@ -168,17 +168,18 @@ def layouts(
     def numbers(key: str, usual: Sequence[int], possible: Sequence[int]) -> Sequence[int]:
         return [n for n in possible if n == fixed[key]] if key in fixed else usual
 
-    within = [tp for tp in tensor if tp in divisors(min(per_node, devices))]
-    for tp in numbers("tp", within, [*tensor]):
-        for pp in numbers("pp", divisors(devices // tp), range(1, devices // tp + 1)):
-            possible = [n for n in divisors(batch) if n * tp * pp <= devices and divides(n * tp * pp, per_node)]
+    for keys in divided:
+        ranks, typed = Layout(**keys).ranks_per_stage, len(divided) == 1
+        if not typed and ranks not in divisors(min(per_node, devices)):
+            continue
+        for pp in numbers("pp", divisors(devices // ranks), range(1, devices // ranks + 1)):
+            possible = [n for n in divisors(batch) if n * ranks * pp <= devices and divides(n * ranks * pp, per_node)]
             for dp in numbers("dp", sorted({*possible[:1], *possible[-1:]}), possible):
                 for chunks in numbers("chunks", cuts := divisors(batch // dp), cuts):
                     layout = PlannedLayout(
-                        dp=dp, tp=tp, pp=pp, chunks=chunks, samples=batch // dp // chunks, node=per_node,
-                        sequence=tp > 1 and fixed.get("sequence", tensor[tp]),
-                    )  # fmt: skip
-                    if layout.samples >= least and (not whole or dp * tp * pp == devices):
+                        dp=dp, pp=pp, chunks=chunks, samples=batch // dp // chunks, node=per_node, **keys
+                    )
+                    if layout.samples >= least and (not whole or dp * ranks * pp == devices):
                         yield from _strategies(layers, layout, fixed)
 
 
@@ -187,9 +188,7 @@ def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) 
         typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
         piped = info.stage_per_rank or not (typed or stages)  # else what is typed has no meaning
         wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
-        if not wanted or info.replicas != (layout.dp > 1) or info.stage_per_rank != (layout.pp > 1):
-            continue
-        if not info.tensor if layout.tp > 1 else info.only_tensor:
+        if not wanted or not all(axis.is_used_by(info, layout) for axis in AXES):
             continue
         base = replace(
             layout, strategy=name, shard=fixed.get("shard"), reshard=fixed.get("reshard"),

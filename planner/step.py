@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import gcd
 
+from parallel.axes import axes_of
 from parallel.orders import UNMEASURED, StageSeconds
 from parallel.schedules import borders
 from planner.costs import Costs
 from planner.layout import PlannedLayout, cut
 from planner.simulation import duration
-from planner.work import LayerWork, Works, parameters_of
+from planner.work import LayerWork, Works, parameters_of, shares
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ class Seconds:
 
 def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     """Predict the seconds of a step."""
-    m, stages = layout.chunks, stage_seconds(layers, layout, costs)
+    m, stages, parts = layout.chunks, stage_seconds(layers, layout, costs), shares(layers, layout)
     each = [sum(stage.forward + stage.backward for stage in stages[r :: layout.pp]) for r in range(layout.pp)]
     slowest = max(range(layout.pp), key=each.__getitem__)
-    own = cut(layers, layout)[slowest :: layout.pp]
+    own = cut(parts, layout)[slowest :: layout.pp]
     held = [work for stage in own for work in stage]
-    parameters, trained = (sum(some) / layout.tp for some in zip(*map(parameters_of, own), strict=True))
-    tensor = sum(_tensor(work, layout, costs) for work in held)
+    parameters, trained = (sum(some) for some in zip(*map(parameters_of, own), strict=True))
+    whole_layers = (work for stage in cut(layers, layout)[slowest :: layout.pp] for work in stage)
+    tensor = sum(_sums(work, layout, costs) for work in whole_layers)
     passed = sum(borders(layout.pp * layout.per_rank)[slowest :: layout.pp]) * _message(layers, layout, costs)
     compute = each[slowest] - tensor - passed
     gradients, shards = _replicas(held, parameters, trained, compute, layout, costs)
@@ -58,12 +60,12 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     if layout.pp > 1 and layout.resharded:  # stages wait for it in turn, as they do for computing
         shards *= whole / (m * each[slowest])
     if layout.pp > 1:  # what the first and the last stage share
-        tied = sum(work.tied_trained for work in layers)
-        gradients += costs.reduce(layout.gradient * tied / layout.tp, 2, 2 if layout.processes <= costs.devices else 1)
+        tied = sum(work.tied_trained for work in parts)
+        gradients += costs.reduce(layout.gradient * tied, 2, 2 if layout.processes <= costs.devices else 1)
     part = slowed(stages, whole, layout, costs)
     reduced = layout.per_rank if layout.shards == 1 else 1  # DDP reduces each stage's gradients apart
     # The first micro-batch passes through all stages in turn.
-    first, ours = (sum(costs.begin(work, layout.samples) for work in some) for some in (layers, held))
+    first, ours = (sum(costs.begin(work, layout.samples) for work in some) for some in (parts, held))
     return Seconds(
         compute=part * (m * compute + ours),
         bubble=part * max(0.0, whole - m * each[slowest] + first - ours),  # measured parts may be off
@@ -84,13 +86,14 @@ def slowed(stages: Sequence[StageSeconds], whole: float, layout: PlannedLayout, 
 def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[StageSeconds]:
     """Return the seconds of each stage per micro-batch, including messages, for which ranks wait."""
     seconds, message = [], _message(layers, layout, costs)
+    alike = {id(work): (work, part) for work, part in zip(layers, shares(layers, layout), strict=True)}
     parts = {  # layers that are alike may be one object: a search predicts thousands of layouts
         key: (
-            costs.forward(work, layout.samples, layout.tp, layout.sequence),
-            _computed(work, layout, costs, work is not layers[-1]),
-            _tensor(work, layout, costs),
+            costs.forward(part, layout.samples),
+            _computed(part, layout, costs, work is not layers[-1]),
+            _sums(work, layout, costs),
         )
-        for key, work in {id(work): work for work in layers}.items()
+        for key, (work, part) in alike.items()
     }
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
         forward, both, tensor = (sum(parts[id(work)][part] for work in stage) for part in range(3))
@@ -103,31 +106,44 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
 
 def seconds_of_layer(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     """Predict the seconds of a layer's forward and backward per micro-batch."""
-    return _computed(work, layout, costs, True) + _tensor(work, layout, costs)
+    (part,) = shares([work], layout)
+    return _computed(part, layout, costs, True) + _sums(work, layout, costs)
 
 
-def _computed(work: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
-    """Seconds of a layer per micro-batch. ``again`` is false for the last layer, whose loss is not recomputed."""
-    forward, backward = (of(work, layout.samples, layout.tp, layout.sequence) for of in (costs.forward, costs.backward))
-    more = {"none": 0.0, "full": forward, "selective": costs.attention(work, layout.samples, layout.tp)}
+def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
+    """Seconds of a rank's part of a layer per micro-batch.
+
+    ``again`` is false for the last layer, whose loss is not recomputed.
+    """
+    forward, backward = costs.forward(part, layout.samples), costs.backward(part, layout.samples)
+    more = {"none": 0.0, "full": forward, "selective": costs.attention(part, layout.samples)}
     return forward + backward + again * more[layout.recompute]
 
 
-def _tensor(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
-    """Seconds of two all-reduces in a block's forward, two in its backward, and two if the forward is recomputed."""
-    times = (6 if layout.recompute == "full" else 4) if work.attention else 0
-    # Where ranks that share layers do not divide a node, some of them are on two nodes.
-    together = layout.tp if layout.processes <= costs.devices else gcd(layout.tp, costs.devices)
-    return times * costs.reduce(costs.itemsize * work.hidden * layout.samples, layout.tp, together)
+def _sums(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
+    """Seconds of the all-reduces of a layer: those of its forward, as many in its backward, and if it is recomputed."""
+    total = 0.0
+    for name, axis in axes_of(layout):
+        times, numbers = axis.sums(layout, work)
+        ranks = layout.sizes[name]
+        # Where these ranks do not divide a node, some of them are on two nodes.
+        together = ranks if layout.processes <= costs.devices else gcd(ranks, costs.devices)
+        passes = 3 if layout.recompute == "full" else 2
+        if times:
+            total += passes * times * costs.reduce(costs.itemsize * numbers * layout.samples, ranks, together)
+    return total
 
 
 def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:
     """Seconds of one message of a micro-batch between two stages."""
     if layout.pp == 1:
         return 0.0
-    apart = layout.tp * (layout.dp if layout.order == "pp_dp" else 1)  # how far the next stage's rank is
-    parts = layout.tp if layout.sequence or layout.scatters else 1
-    size = max(work.output for work in layers[:-1]) * layout.samples / parts
+    # How far the next stage's rank is.
+    apart = layout.ranks_per_stage * (layout.dp if layout.order == "pp_dp" else 1)
+    sent = [work.output / layout.ranks_per_stage for work in layers] if layout.scatters else [
+        work.output for work in shares(layers, layout)
+    ]  # fmt: skip
+    size = max(sent[:-1]) * layout.samples
     return costs.message(size, layout.pp * apart <= costs.devices, layout.schedule)
 
 
@@ -137,7 +153,7 @@ def _replicas(
     """Seconds for gradients and for shared parameters that ``compute``, of a micro-batch, does not hide."""
     if layout.dp == 1:
         return 0.0, 0.0
-    per_node = max(1, costs.devices // (layout.tp * (1 if layout.order == "pp_dp" else layout.pp)))
+    per_node = max(1, costs.devices // (layout.ranks_per_stage * (1 if layout.order == "pp_dp" else layout.pp)))
     if layout.shards == 1:
         # The first half of an all-reduce scatters gradients. With ZeRO-1, the second half gathers weights.
         size = (layout.gradient + costs.gathered) / 2 if layout.zero1 else layout.gradient

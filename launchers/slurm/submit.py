@@ -87,8 +87,9 @@ def submit(
     """
     if processes % options.nodes:
         raise LaunchError(
-            f"{processes} process{'es' * (processes > 1)} (parallel.dp x parallel.tp x parallel.pp) cannot be divided "
-            f"equally among launcher.nodes={options.nodes}; choose a number of nodes that divides the processes"
+            f"{processes} process{'es' * (processes > 1)} (the product of parallel.dp, parallel.pp and other axes) "
+            f"cannot be divided equally among launcher.nodes={options.nodes}; choose a number of nodes that divides "
+            "the processes"
         )
     folder, count = Path(folder).absolute(), len(log_dirs)
     file = "%j" if count == 1 else "%A_%a"

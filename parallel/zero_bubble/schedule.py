@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.futures import Future
 
-from parallel.gradients import Average, averaging
+from parallel.axes.replicas import Average, averaging
 from parallel.orders import UNMEASURED, StageSeconds, stage_seconds
 from parallel.pipe_stage import PipeStage
 from parallel.stage import Stage
@@ -41,9 +41,10 @@ class SplitStage(PipeStage):
         """See ``PipeStage``."""
         super().__init__(strategy, stage, *more)
         self._buckets = None
-        if strategy.mesh.dp_group is not None and strategy.sharding is None:
-            average = averaging(strategy.mesh, strategy.options.comm_hook)
-            self._buckets = Buckets(stage.parameters(), average, strategy.options.bucket_mb)
+        plan = strategy.plan
+        if strategy.mesh.dp_group is not None and plan.shards == 1:
+            average = averaging(strategy.mesh, plan.comm_hook)
+            self._buckets = Buckets(stage.parameters(), average, plan.bucket_mb)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients over replicas; called once per step after the stage's last backward, or evaluation."""

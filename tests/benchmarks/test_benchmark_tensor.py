@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import tensor as benchmark
-from parallel import tensor
+from parallel.axes import tensor
 from parallel.mesh import TENSOR, Mesh
 
 _COLLECTIVES = (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from parallel import gradients
+from parallel.axes import replicas
 from parallel.devices import peak_memory_bytes
 from parallel.host_group import HostGroup
 from parallel.shape_inference import trace
@@ -98,7 +98,7 @@ def streams_of_a_hierarchy(recipe: Recipe) -> list[tuple[bool, bool]]:
 
     with (
         mock.patch.object(dist, "all_gather_into_tensor", noted(dist.all_gather_into_tensor)),
-        mock.patch.object(gradients, "reduce_scatter", noted(gradients.reduce_scatter)),
+        mock.patch.object(replicas, "reduce_scatter", noted(replicas.reduce_scatter)),
     ):
         strategy.train_step(batch_at(1).chunks(2)[strategy.mesh.replica], 1)
     return seen

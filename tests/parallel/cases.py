@@ -16,7 +16,8 @@ from small_models import chain_and_batches
 from data.dataset import Batch
 from models.chain import Chain
 from parallel import layout
-from parallel.plan import Plan, make_plan
+from parallel.plan import Plan
+from parallel.planning import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import Interval
 
@@ -92,6 +93,7 @@ class Result:
 def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
     """The configuration section that a layout stands for."""
     others = {"threads": None, "timeout_s": 60.0, "bucket_mb": 25.0, "comm_hook": layout.comm_hook}
+    others["sync_batchnorm"] = False
     return SimpleNamespace(**{**layout.section(), **others, **changes})
 
 
@@ -118,7 +120,9 @@ def pretend_gpus(monkeypatch, count: int) -> None:
 
 def plan_of(layout: Layout, recipe: Recipe, chain: Chain, **where) -> Plan:
     """The plan of a layout for a recipe."""
-    return planned(layout, chain, recipe.global_batch, device=recipe.device, precision=recipe.precision, where=where)
+    about = {"recompute": recipe.recompute, **where}
+    alike = {key: getattr(recipe, key) for key in ("device", "precision", "bucket_mb", "sync_batchnorm")}
+    return planned(layout, chain, recipe.global_batch, where=about, **alike)
 
 
 def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
@@ -129,15 +133,7 @@ def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
     rank = dist.get_rank() if world > 1 else 0
     mesh = plan.mesh(rank).connect(timeout_s=60)
     sample = batch_at(0).chunks(plan.dp * plan.chunks)[0]
-    options = Options(
-        seed=7,
-        timeout_s=60,
-        recompute=recipe.recompute,
-        sync_batchnorm=recipe.sync_batchnorm,
-        comm_hook=layout.comm_hook,
-        bucket_mb=recipe.bucket_mb,
-    )
-    return plan, build_strategy(plan, chain, mesh, options, sample, rank)
+    return plan, build_strategy(plan, chain, mesh, Options(seed=7, timeout_s=60), sample, rank)
 
 
 def train(layout: Layout, recipe: Recipe) -> Result:

@@ -11,7 +11,8 @@ from conf.instantiate import to_config, to_dict
 from models.gpt2 import gpt2
 from models.toy import toy
 from parallel.layout import Layout
-from parallel.plan import Plan, make_plan
+from parallel.plan import Plan
+from parallel.planning import make_plan
 
 LAYOUTS = [
     Layout(chunks=3),
@@ -61,7 +62,7 @@ def test_single_leaves_no_key_that_one_process_does_not_take():
     everything = {
         "name": "pipe_fsdp", "dp": 2, "pp": 2, "chunks": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2,
         "balance": [1, 1, 1, 0], "order": "pp_dp", "shard": 2, "reshard": True, "devices": ["cpu", "cpu"],
-        "tp": 2, "sequence": True,
+        "tp": 2, "sequence": True, "axes": {"mirror": {"_target_": "mine.Mirror", "ranks": 2}},
     }  # fmt: skip
     assert everything.keys() == {"name", *(key.name for key in fields(Layout))} - {"strategy"}
     parallel = SimpleNamespace(**{**section("parallel=single"), **everything, **Layout().section()})

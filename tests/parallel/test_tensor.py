@@ -30,15 +30,15 @@ from models.resnet50 import resnet50
 from models.seeds import Samples, by_sample, computing
 from models.sequential import chain_of
 from models.transformer import transformer
-from parallel import tensor
+from parallel.axes import tensor
+from parallel.axes.tensor import TensorParallel
 from parallel.examination import examine
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, Ranks
 from parallel.partition import even_split
 from parallel.placement import Split
-from parallel.tensor import TensorParallel
 from planner.search import layouts
 from planner.work import weights_of
-from training.studies.planning.typed import _problems, tensor_sizes
+from training.studies.planning.typed import _problems, ways_to_divide
 
 TWO, SEQUENCE = Layout("tensor", tp=2), Layout("tensor", tp=2, sequence=True)
 WHOLE_HEAD = gpt2("tiny")  # as of transformers, where it has settings that no cut vocabulary has
@@ -195,7 +195,7 @@ def train_with_an_overflow_on_one_rank(layout, recipe):
     """The last rank along ``tensor`` has a gradient that is not finite."""
     with pytest.MonkeyPatch.context() as patch:
         real = cases._overflow
-        patch.setattr(cases, "_overflow", lambda strategy: real(strategy) if strategy.tensor_parallel.index else None)
+        patch.setattr(cases, "_overflow", lambda strategy: real(strategy) if strategy.axes[-1].ranks.index else None)
         return train(layout, recipe)
 
 
@@ -209,15 +209,20 @@ def test_an_overflow_on_one_rank_is_a_step_that_all_skip(ranks, layout):
 # -- the vocabulary --------------------------------------------------------------------------------------------------
 
 
+def cutting(mesh, sequence: bool = False) -> TensorParallel:
+    """The axis as one of its ranks sees it."""
+    return TensorParallel(tensor.TENSOR, SimpleNamespace(sequence=sequence), gpt2("tiny"), mesh)
+
+
 def loss_of_shared_words(vocabulary: int) -> tuple[torch.Tensor, ...]:
     """On each rank: the loss of its words, and the gradients of the hidden states and of its weight."""
     mesh = SimpleNamespace(
-        axis=lambda name: tensor.Axis([*range(dist.get_world_size())], dist.get_rank(), dist.group.WORLD)
+        axis=lambda name: Ranks([*range(dist.get_world_size())], dist.get_rank(), dist.group.WORLD)
     )
-    layers = TensorParallel(gpt2("tiny"), mesh, sequence=False)
+    layers = cutting(mesh)
     x, weight, bias, targets = words_of(vocabulary)
-    split = Split(tensor.TENSOR, 0, tuple(even_split(vocabulary, layers.tp_axis.size)))
-    own = [split.part(t, layers.index).requires_grad_() for t in (weight, bias)]
+    split = Split(tensor.TENSOR, 0, tuple(even_split(vocabulary, layers.ranks.size)))
+    own = [split.part(t, layers.ranks.index).requires_grad_() for t in (weight, bias)]
     words = tensor.VocabularyShard(layers, split, sequence_parallel=False)
     hidden = words.enter(x.requires_grad_())
     loss = fused_cross_entropy.fused_cross_entropy(hidden, own[0], own[0].detach(), targets, own[1], words)
@@ -267,7 +272,7 @@ def sent_in_a_step(layout: Layout, recipe) -> dict[str, list[int]]:
             real = getattr(owner, name)
 
             def noting(*given, real=real, name=name, place=place, **more):
-                if more.get("group") is strategy.tensor_parallel.tp_axis.group and given[place].dim() == 3:
+                if more.get("group") is strategy.axes[-1].ranks.group and given[place].dim() == 3:
                     noted.setdefault(name, []).append(given[place].numel())
                 return real(*given, **more)
 
@@ -344,11 +349,10 @@ def test_automatic_layouts_divide_no_sequence_where_a_run_refuses_that(chain):
     cfg = {"optim": {"_target_": "torch.optim.AdamW"}, "parallel": keys, "train": {"compile": False}}
     found = examine(chain, Batch(tokens[:2], tokens[:2]))
     problem_of, possible = _problems(SimpleNamespace(cfg=OmegaConf.create(cfg), chain=chain, examination=found)), 0
-    for tp, sequence in tensor_sizes(chain, data, {}, 2).items():
-        for layout in layouts(weights_of(chain), 2, (2, 2, True), {tp: sequence}, {}):
-            if not problem_of(layout):
-                plan(chain, **layout.section())
-                possible += layout.tp > 1
+    for layout in layouts(weights_of(chain), 2, (2, 2, True), ways_to_divide(chain, data, {}, 2), {}):
+        if not problem_of(layout):
+            plan(chain, **layout.section())
+            possible += layout.tp > 1
     assert possible > 0
 
 
@@ -431,9 +435,7 @@ def test_the_masks_of_the_ranks_are_parts_of_the_whole_one(case):
         whole = layer(torch.ones(shape))
     parts = []
     for index in range(2):
-        layers = TensorParallel(
-            gpt2("tiny"), SimpleNamespace(axis=lambda name, i=index: tensor.Axis([0, 1], i)), sequence=True
-        )
+        layers = cutting(SimpleNamespace(axis=lambda name, i=index: Ranks([0, 1], i)), sequence=True)
         layers._inside = not divided
         layer[0].part = partial(layers._part_of, layer[0], False, divided)
         with computing(Samples(2, seed=1, step=1)):
@@ -445,16 +447,14 @@ def test_the_masks_of_the_ranks_are_parts_of_the_whole_one(case):
 def test_of_keys_and_values_side_by_side_a_rank_uses_its_head_of_both():
     module, x = nn.Linear(4, 2 * 2 * 3, bias=False), torch.randn(2, 5, 4)  # keys of two heads, and values
     wanted = module(x).unflatten(-1, (2, 2, 3))[..., 1, :].flatten(-2)
-    last_of_four = SimpleNamespace(axis=lambda name: tensor.Axis([*range(4)], 3))
-    layers = TensorParallel(gpt2("tiny"), last_of_four, sequence=False)
+    layers = cutting(SimpleNamespace(axis=lambda name: Ranks([*range(4)], 3)))
     layers._cut_columns("kv", module, Columns(groups=2, unit=3, shared=True), sequence_parallel=False)
     assert torch.equal(module(x), wanted)
 
 
 def test_a_first_layer_without_positions_is_refused_where_they_are_to_be_divided():
-    mesh = SimpleNamespace(axis=lambda name: tensor.Axis([0, 1], 0))
     layer = torch.nn.Linear(4, 4)
-    TensorParallel(gpt2("tiny"), mesh, sequence=True).cut("embedding", layer)
+    cutting(SimpleNamespace(axis=lambda name: Ranks([0, 1], 0)), sequence=True).prepare("embedding", layer)
     with pytest.raises(PlanError, match=r"\[b, t, \.\.\.\], among parallel.tp=2 ranks, and that is \(8, 4\)"):
         layer(torch.zeros(8, 4))
 

@@ -51,6 +51,7 @@ WORKS = [ENDS[0], *[BLOCK] * 8, ENDS[1]]
 pipelined = partial(PlannedLayout, "pipelined", schedule="1f1b")
 COSTS = PaperCosts(PLAIN, "bf16")
 PAPER = Allocation(gathered=2, process=0.0)
+TENSOR = [{"tp": n, "sequence": n > 1} for n in (1, 2, 4, 8)]
 DEVICES = Devices(COSTS, count=8, memory=PLAIN.memory, allocation=PAPER)
 
 
@@ -313,8 +314,8 @@ def test_a_tied_weight_is_held_once_by_a_rank_and_its_gradients_pass_between_two
 
 
 def test_the_best_is_the_fastest_of_all_that_fit_and_each_uses_what_there_is():
-    found = search(WORKS, 16, [DEVICES], tensor=dict.fromkeys((1, 2, 4, 8), True))
-    everything = list(layouts(WORKS, 16, Pool(4, 8), dict.fromkeys((1, 2, 4), True)))
+    found = search(WORKS, 16, [DEVICES], divided=TENSOR)
+    everything = list(layouts(WORKS, 16, Pool(4, 8), TENSOR[:3]))
     assert found.tried == len(everything) and {one.processes for one in everything} <= {1, 2, 4, 8}
     fastest = min(seconds_of(WORKS, one, COSTS).total for one in everything)
     assert found.best[0].seconds.total == fastest
@@ -386,7 +387,7 @@ def test_a_thousand_devices_take_seconds():
     large = replace(PLAIN, nodes=128, devices=8, memory=1e12)
     devices = Devices(PaperCosts(large, "bf16"), 1024, 1e12, PAPER)
     with Profile() as profile:
-        found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [devices], tensor=dict.fromkeys((1, 2, 4, 8), True))
+        found = search([ENDS[0], *[BLOCK] * 80, ENDS[1]], 2048, [devices], divided=TENSOR)
     calls = sum(entry.callcount for entry in profile.getstats())
     assert found.tried > 2000 and calls < 30_000_000
 

@@ -95,7 +95,7 @@ def planned(cfg, world=None):
     from training.run.prepare import model_and_data, plan_of
 
     cfg, chain, _ = model_and_data(cfg)
-    return plan_of(cfg, chain, world and world.size)
+    return plan_of(cfg, chain, world.size, world.nodes) if world is not None else plan_of(cfg, chain)
 
 
 def training(cfg, folder: Path, world=None) -> dict:

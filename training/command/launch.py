@@ -136,7 +136,7 @@ def _has_workers(command: Command) -> bool:
 
     parallel = command.cfg.parallel
     info = strategy_info(parallel.name)
-    several = info.stage_per_rank or parallel.tp != 1 or (info.replicas and parallel.dp != 1)
+    several = info.replicas or info.stage_per_rank or info.only_tensor or parallel.axes
     return bool(several or command.isolated or _restarts(command.cfg))
 
 

@@ -62,7 +62,7 @@ def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
         PlanError: An optimizer may depend on all parameters at once, and the layout splits them.
     """
     copies = len(plan.stages) > 1 and chain.tied  # two stages may have the same tied parameter
-    if plan.pipelined or plan.tp > 1 or plan.shards > 1 or copies:
+    if plan.divides_model or copies:
         check_apart(config, plan.strategy)
 
 

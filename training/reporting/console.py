@@ -91,6 +91,8 @@ def describe_plan(
         shares: Each stage's measured fraction of the cost, and which cost this is, such as "of the time". If None, the
             stages' fractions of all parameters are shown, copies of tied ones included.
     """
+    from parallel.axes import axes_of
+
     where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
     frozen = f" (and {plan.frozen:,} frozen)" * bool(plan.frozen)
     lines = [
@@ -102,8 +104,7 @@ def describe_plan(
         f"global batch {plan.global_batch_size}{shape} = {plan.dp} replica{'s' * (plan.dp > 1)} x {plan.chunks} "
         f"micro-batch{'es' * (plan.chunks > 1)} of {plan.microbatch_size}"
     )
-    if plan.tp > 1:
-        lines.append(f"{plan.tp} ranks share each layer" + ", and the sequence between its products" * plan.sequence)
+    lines += filter(None, (axis.describe(plan) for _, axis in axes_of(plan)))
     if plan.gpus is not None and plan.shares_gpus:
         lines.append(
             f"{plan.processes} processes share {plan.gpus} GPU{'s' * (plan.gpus > 1)}: tensors between them go through "

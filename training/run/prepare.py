@@ -34,7 +34,8 @@ from models.lora import adapt
 from models.sequential import chain_of_module
 from parallel.devices import Hardware, share_cores
 from parallel.layout import Layout
-from parallel.plan import Plan, make_plan, rebalanced
+from parallel.plan import Plan
+from parallel.planning import make_plan, rebalanced
 from planner.balance import equal_stages, seconds_per_layer, stage_shares
 from planner.memory import Rank
 from training.checkpoint.init_from import unseen, vocabulary_with, with_base
@@ -44,6 +45,7 @@ from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
 from training.run.checks.model import (
     across_nodes,
     check_compile,
+    check_divided_data,
     check_evaluated,
     check_fit,
     check_kind,
@@ -53,7 +55,6 @@ from training.run.checks.model import (
     check_parameters,
     check_proof,
     check_saved_weights,
-    check_sequence,
     reads_weights,
 )
 from training.run.checks.samples import check_length_of_run, check_read, check_shapes, check_splits
@@ -131,7 +132,7 @@ def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: 
     note(0, "checking the run")
     for check in (
         check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_microbatch_fits,
-        check_shapes, check_sequence,
+        check_shapes, check_divided_data,
     ):  # fmt: skip
         check(setup)
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:

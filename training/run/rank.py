@@ -165,8 +165,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
 def strategy_options(setup: Setup) -> Options:
     """Return the strategy's options of a run."""
     cfg = setup.cfg
-    alike = {key: cfg.parallel[key] for key in ("timeout_s", "bucket_mb", "comm_hook", "sync_batchnorm")}
-    return Options(cfg.seed, recompute=setup.plan.recompute, compile=cfg.train.compile, **alike)
+    return Options(cfg.seed, cfg.parallel.timeout_s, cfg.train.compile)
 
 
 # -- before the training ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from conf.schema import Root
 from data.dataset import DataSet
 from parallel.devices import share_cores
-from parallel.plan import make_plan
+from parallel.planning import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import read_base, with_base

@@ -21,6 +21,7 @@ LAYOUTS = {
     "pipelined": ["parallel=pipelined", "parallel.chunks=4"],
     "pipe_ddp": ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"],
     "checked_ddp": ["parallel=checked_ddp", "parallel.dp=2", "parallel.chunks=2"],
+    "mirror": ["parallel.axes={mirror:{_target_:parallel.mirror.Mirror,ranks:2}}"],
 }
 SHORT = [
     "train.epochs=null", "train.steps=4", "train.global_batch_size=8", "train.eval_every=null",
@@ -80,7 +81,7 @@ def runs(house):
     top3 = "model.loss={_target_: models.top_k.TopK, k: 3}"
     places = {
         "lstm": (lstm, ["single", "pipelined"]),
-        "csv": (table, ["single", "checked_ddp"]),
+        "csv": (table, ["single", "checked_ddp", "mirror"]),
         "skip": (["model=skip", "optim=rmsprop", top3, "train.eval_every=2"], ["single", "pipe_ddp"]),
         "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipelined"]),
         "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "fsdp"]),

@@ -6,19 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 import models
-from common.errors import DataError, PlanError, TrainingError
+from common.errors import DataError, TrainingError
 from common.files import folder_of
 from conf.instantiate import to_dict
 from conf.schema import Root
 from data.arrays import Arrays
 from data.cache import cached_folder, key_of
-from data.dataset import Batch, DataSet
+from data.dataset import DataSet
 from data.vocabulary import GPT2Vocabulary, tokens_after_gpt2
 from models.chain import Chain
+from parallel.axes import axes_of
 from parallel.devices import check_compiler
 from parallel.layout import Layout
 from training.callbacks import build as build_callbacks
@@ -170,33 +170,16 @@ def check_one_backward(layout: Layout) -> None:
         )
 
 
-def check_sequence(setup: Setup) -> None:
-    """Check that the ranks that share layers can divide each sequence. Raises PlanError."""
-    if setup.plan.sequence:
-        check_sequences(setup.data, setup.plan.tp)
-
-
-def check_sequences(data: DataSet, tp: int) -> None:
-    """Check that ``tp`` divides each training sequence of data that is prepared. Raises PlanError."""
-    sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
-    widths = {*getattr(data.train, "widths", ()), *(t.shape[1] for t in sample.input_tensors if t.dim() > 1)}
-    if uneven := sorted(width for width in widths if width % tp):
-        raise PlanError(
-            f"parallel.sequence=true divides each sequence among parallel.tp={tp} ranks, and there are sequences of "
-            f"{', '.join(map(str, uneven))} positions; set data.seq_len to a multiple of {tp}, or leave "
-            "parallel.sequence out"
-        )
+def check_divided_data(setup: Setup) -> None:
+    """Check that the ranks along each axis can divide the data's samples. Raises PlanError."""
+    for _, axis in axes_of(setup.plan):
+        axis.check_data(setup.plan, setup.data)
 
 
 def across_nodes(setup: Setup) -> str | None:
-    """Return a warning if ranks that share layers lie on several machines; otherwise None."""
-    plan, per_node = setup.plan, setup.plan.processes // setup.nodes
-    if plan.tp == 1 or setup.nodes == 1 or per_node % plan.tp == 0:
+    """Return a warning if ranks that send much to each other lie on several machines; otherwise None."""
+    plan, axes = setup.plan, axes_of(setup.plan)
+    if setup.nodes == 1 or plan.ranks_per_stage == 1:
         return None
     sent = 4 * plan.microbatch_size * max(work.output for work in setup.work[0][:-1])
-    mend = f"a parallel.tp that divides {per_node}" if per_node > 1 else "fewer nodes"
-    return (
-        f"the parallel.tp={plan.tp} ranks that share a layer lie on several of {setup.nodes} nodes with {per_node} "
-        f"process{'es' * (per_node > 1)} each: every layer sends {sent / 2**20:,.1f} MiB between nodes for each "
-        f"micro-batch, forward and backward. Choose {mend}"
-    )
+    return next(filter(None, (axis.across_nodes(plan, setup.nodes, sent) for _, axis in axes)), None)

@@ -12,8 +12,9 @@ from conf.instantiate import to_dict
 from conf.schema import Root
 from models.given import given_objects
 from parallel.devices import parameter_dtype
+from parallel.layout import Layout
 from parallel.orders import StageSeconds
-from parallel.plan import make_plan
+from parallel.planning import make_plan
 from parallel.strategies import strategy_info
 from planner.cluster import Cluster, read_cluster
 from planner.costs import PaperCosts
@@ -46,7 +47,7 @@ _MEMORY_IS_OFF = 0.1  # layouts that fit with less to spare are named; see the t
 _SHOWN = 10
 _PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
 # Keys of a command that a layout says itself.
-_OF_LAYOUT = ("parallel", *(f"parallel.{key}" for key in (*FREE, "sequence")))
+_OF_LAYOUT = ("parallel", *(f"parallel.{key}" for key in (*FREE, *Layout.OPTIONS)))
 _NOT_COPIED = ("mode", "cluster", "hydra")  # sections of a command
 _PAPER = "bf16"  # the precision on paper of train.precision=auto
 

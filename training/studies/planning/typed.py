@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +15,16 @@ from conf.instantiate import to_dict
 from conf.schema import Root
 from data.dataset import DataSet
 from models.chain import Chain
+from parallel.axes import known_axes
 from parallel.gathering import refuse_to_gather
 from parallel.layout import Layout
 from parallel.partition import partition_layers
-from parallel.plan import check_cuts, check_groups, check_numbers, check_shardable, check_ties, single_numbers
+from parallel.planning import check_groups, check_numbers
 from parallel.strategies import strategy_info
 from planner.layout import PlannedLayout, cut
 from planner.search import FREE, Pool, layouts
 from training.optimizer.checks import check_apart
-from training.run.checks.model import check_one_backward, check_sequences
+from training.run.checks.model import check_one_backward
 from training.run.checks.samples import check_layer
 from training.run.prepare import BALANCES
 from training.run.setup import Setup
@@ -37,45 +40,28 @@ def fixed_of(cfg: Root) -> dict[str, Any]:
     """
     check_numbers(cfg.parallel)
     typed = {*cfg.get(COMMAND, {}).get("typed", ()), "parallel.shard", "parallel.reshard"}  # these are null otherwise
-    values = {key: cfg.parallel[key] for key in (*FREE, "sequence", "shard", "reshard") if f"parallel.{key}" in typed}
+    keys = (*FREE, *Layout.OPTIONS, "shard", "reshard")
+    values = {key: cfg.parallel[key] for key in keys if f"parallel.{key}" in typed}
     fixed = {key: value for key, value in values.items() if value not in (None, "auto")}
     if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
         fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
     if (balance := Layout.of(cfg.parallel).balance) != "uniform":
         fixed["balance"] = balance
+    if axes := Layout.of(cfg.parallel).axes:
+        fixed["axes"] = axes
     if cfg.parallel.devices is not None:
         raise PlanError("parallel.devices is for strategies of one process, which parallel=auto does not choose")
     return fixed
 
 
-def tensor_sizes(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: int) -> dict[int, bool]:
-    """Return how many ranks can share each layer of a model: a fixed number, or 1 and those up to ``most``.
+def ways_to_divide(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+    """Return the ways in which ranks may divide the stages of a model, for ``planner.search.layouts``.
 
-    The values are whether as many ranks can share each sequence of the data, which is prepared.
-
-    Raises:
-        PlanError: The fixed number is not possible.
+    See ``parallel.axes.axis.Axis.choices``.
     """
-    skeleton, sizes = chain.skeleton(), {}
-
-    def check(tp: int, sequence: bool) -> None:
-        if tp > 1:
-            check_cuts(chain, skeleton, tp, sequence)
-        if sequence:
-            check_sequences(data, tp)
-            if "sequence" not in fixed:
-                check_ties(chain, skeleton, [chain.names])
-
-    for tp in [fixed["tp"]] if "tp" in fixed else range(1, 1 + (most if chain.cut else 1)):
-        for sequence in sorted({fixed.get("sequence", False), tp > 1 and fixed.get("sequence", True)}):
-            try:
-                check(tp, sequence)
-            except PlanError:
-                if "tp" in fixed and tp not in sizes:
-                    raise
-                break
-            sizes[tp] = sequence
-    return sizes
+    typed = {"axes": fixed["axes"]} if "axes" in fixed else {}
+    each = [axis.choices(chain, data, fixed, most) for axis in known_axes(Layout(**typed))]
+    return [typed | {key: value for keys in some for key, value in keys.items()} for some in product(*each)]
 
 
 def possible_layouts(
@@ -91,10 +77,10 @@ def possible_layouts(
     batch, balance, (layers, least) = setup.cfg.train.global_batch_size, fixed.get("balance", "time"), setup.work
     if balance not in BALANCES:
         partition_layers(setup.chain.names, len(balance) if isinstance(balance, tuple) else 1, balance, [])
-    tensor = tensor_sizes(setup.chain, setup.data, fixed, most)
+    divided = ways_to_divide(setup.chain, setup.data, fixed, most)
 
     def having(given: Mapping[str, Any]) -> dict[Pool, list[PlannedLayout]]:
-        return {pool: [*layouts(layers, batch, pool, tensor, given, least)] for pool in pools}
+        return {pool: [*layouts(layers, batch, pool, divided, given, least)] for pool in pools}
 
     problem_of, every = _problems(setup), having(fixed)
     found = {pool: [layout for layout in each if not problem_of(layout)] for pool, each in every.items()}
@@ -128,7 +114,7 @@ def check_kept(saved: Layout, cfg: Root) -> None:
         PlanError: They do not.
     """
     fixed = fixed_of(cfg)
-    others = {key: fixed[key] for key in (*FREE, "sequence") if key in fixed and fixed[key] != getattr(saved, key)}
+    others = {key: fixed[key] for key in (*FREE, *Layout.OPTIONS) if key in fixed and fixed[key] != getattr(saved, key)}
     if others:
         wrong = " ".join(f"parallel.{key}={str(value).lower()}" for key, value in others.items())
         raise PlanError(
@@ -144,23 +130,24 @@ def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
     """
     cfg, chain, found = setup.cfg, setup.chain, setup.examination
     gathers = bool(found.which("gathers"))
-    skeleton = chain.skeleton()
-    numbers = single_numbers(skeleton)
+    skeleton, passed = chain.skeleton(), set()
     optimizer, parallel = to_dict(cfg.optim), to_dict(cfg.parallel)
     of_some = any(parallel[key] not in (None, "none") for key in _OF_SOME)
 
     def problem(layout: PlannedLayout) -> str:
         try:
-            if layout.pp > 1 or layout.tp > 1 or layout.shards > 1:
+            if layout.divides_model:
                 check_apart(optimizer, layout.strategy)
-            if layout.info.sharded:
-                check_shardable(layout.strategy, numbers)
-            if layout.sequence:
-                check_ties(chain, skeleton, cut(chain.names, layout))
+            for axis in known_axes(layout):
+                key = axis, *(getattr(layout, key) for key in axis.keys)
+                if key not in passed:
+                    axis.check(layout, chain, skeleton)
+                    passed.add(key)
+                axis.check_stages(layout, chain, skeleton, cut(chain.names, layout))
             if cfg.train.compile:
                 check_one_backward(layout)
             if of_some:
-                mesh = Layout(layout.strategy, layout.dp, layout.pp, tp=layout.tp).mesh()
+                mesh = replace(layout, shard=None).mesh()
                 section = SimpleNamespace(**parallel | layout.keys())
                 check_groups(section, strategy_info(layout.strategy), mesh, layout.nodes)
             if gathers and layout.chunks > 1:

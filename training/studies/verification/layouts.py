@@ -18,6 +18,7 @@ from common.errors import UserError
 from conf.schema import Root
 from launchers import World, call_in_workers
 from models.chain import Chain
+from parallel.axes import AXES
 from parallel.layout import Layout
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
@@ -105,16 +106,15 @@ def layouts(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator
             yield from (replace(layout, schedule=schedule) for schedule in schedules)
 
 
-def layouts_of_shared_layers(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator[Layout]:
-    """Yield every strategy in which ranks can share layers, two to a layer; some with the sequence divided, too."""
+def layouts_of_divided_layers(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator[Layout]:
+    """Yield every strategy in which ranks can divide layers, in one of the variants of the axes that do."""
+    variants = [keys for axis in AXES for keys in axis.variants]
     for i, (name, info) in enumerate((name, info) for name, info in STRATEGIES.items() if info.tensor):
         dp, pp = 1 + info.replicas, 1 + info.stages
         dp, shard = (2 * dp, 2) if info.shards == "node" else (dp, None)
         schedule = "1f1b" if info.stages else "gpipe"
-        for sequence in (False, True) if info.only_tensor else (bool(i % 2),):
-            layout = Layout(
-                name, dp, pp, max(1, microbatches // dp), schedule, order=order, shard=shard, tp=2, sequence=sequence
-            )
+        for keys in variants if info.only_tensor else [variants[i % len(variants)]]:
+            layout = Layout(name, dp, pp, max(1, microbatches // dp), schedule, order=order, shard=shard, **keys)
             if layout.processes <= processes:
                 yield layout
 
@@ -122,9 +122,10 @@ def layouts_of_shared_layers(processes: int, microbatches: int, order: str = "dp
 def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
     """Return a layout as it is typed, with the keys of ``train`` that are not those of the run."""
     words = [f"parallel={layout.strategy}"]
-    keys = ("dp", "tp", "pp", "shard")
+    keys = (*Layout.AXES, "shard")
     words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
-    words += ["sequence=true"] * layout.sequence
+    words += [f"{name}={ranks}" for name, _, ranks in layout.axes]
+    words += [f"{key}=true" for key in layout.OPTIONS if getattr(layout, key)]
     words += [f"chunks={layout.chunks}"] if layout.strategy == "single" else []
     words += [f"{key}={str(value).lower()}" for key, value in (changed or {}).items()]
     return " ".join([*words, *[f"schedule={layout.schedule}"] * layout.pipelined])

@@ -39,7 +39,7 @@ from training.studies.verification.layouts import (
     Runs,
     in_layout,
     layouts,
-    layouts_of_shared_layers,
+    layouts_of_divided_layers,
 )
 from training.studies.verification.probes import Finding, probe
 
@@ -213,12 +213,13 @@ def _layouts(
     """Yield the comparison of one process, then of the typed layout or of all layouts, each when it has ended."""
     processes = cfg.verify.processes or 1
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
-    chosen = cfg.parallel.name not in ("single", "auto") and any(key.partition(".")[0] == "parallel" for key in typed)
+    named = cfg.parallel.axes or cfg.parallel.name not in ("single", "auto")
+    chosen = named and any(key.partition(".")[0] == "parallel" for key in typed)
     gathers = setup.examination.which("gathers")  # no layout divides a replica's samples
     count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
     wanted = list(layouts(processes, count, cfg.parallel.order))
     if setup.chain.cut:
-        wanted += layouts_of_shared_layers(processes, count, cfg.parallel.order)
+        wanted += layouts_of_divided_layers(processes, count, cfg.parallel.order)
     if chosen:
         layout = Layout.of(cfg.parallel)
         layout = replace(layout, chunks=2) if layout.chunks == "auto" else layout
@@ -238,10 +239,10 @@ def _layouts(
         others += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
         ones += [(_single(cfg, n), {}) for n in dict.fromkeys(others) if n != count]
     recomputed = [] if chosen and again else [(one, {"activation_checkpointing": again})]
-    shared: list[tuple[Layout, dict[str, Any]]] = [(layout, {}) for layout in wanted if layout.tp > 1]
+    shared: list[tuple[Layout, dict[str, Any]]] = [(layout, {}) for layout in wanted if layout.ranks_per_stage > 1]
     if half_precision and shared and in_fp32 not in ones:  # partial sums are rounded, too: more than by micro-batches
         shared.insert(0, in_fp32)
-    planned = [*ones, *recomputed, *((layout, {}) for layout in wanted if layout.tp == 1), *shared]
+    planned = [*ones, *recomputed, *((layout, {}) for layout in wanted if layout.ranks_per_stage == 1), *shared]
     report.planned = len(planned)
     runs = Runs(cfg, folder, setup.chain, count)
     report.limits = runs.limits

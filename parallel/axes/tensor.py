@@ -13,7 +13,7 @@ Ranks draw the dropout masks of their part of the whole tensor, and compute the 
 What goes wrong elsewhere, and what is done about it here:
 * The gradient of a replicated parameter that is applied to a sharded activation is partial: it must be summed over the
   ranks. Such are norms and biases between regions where the sequence is split, and what lies inside a region without
-  being cut (a norm of heads, a factor of LoRA). Their names are in ``TensorParallel.needs_sum``; ``parallel.gradients``
+  being cut (a norm of heads, a factor of LoRA). Their names are in ``TensorParallel.needs_sum``; ``finish``
   sums their gradients, once, before the norm is taken.
 * Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. ``TensorParallel.splits`` has the division of
   each by its name.
@@ -24,46 +24,173 @@ What goes wrong elsewhere, and what is done about it here:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import PlanError
-from models.chain import Chain
-from models.cut import Columns, CutOf, GatherInput, Rows, cut_of, is_divided
+from data.dataset import Batch, DataSet
+from models.chain import Chain, Layers, is_within
+from models.cut import Columns, CutOf, GatherInput, Rows, check_cuts, cut_of, is_divided
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
+from parallel.axes.axis import Axis, LayerWork, Work, add_up
+from parallel.dtensor import local
 from parallel.examination import backward_nodes
-from parallel.mesh import TENSOR, Axis, Mesh, reduce_scatter
+from parallel.layout import Layout
+from parallel.mesh import TENSOR, Mesh, Ranks, reduce_scatter
 from parallel.partition import even_split
 from parallel.placement import Split
-from parallel.plan import uneven
+from parallel.plan import Plan
+from parallel.shape_inference import TensorSpec
+from parallel.strategies import StrategyInfo, names_where
 
 
-class TensorParallel:
+class TensorParallel(Axis):
     """Cuts the layers of one rank, and computes them together with the other ranks along ``tensor``.
 
     Attributes:
-        tp_axis: The ranks along the axis.
         splits: How parameters are divided among them, by canonical names.
         needs_sum: The names of replicated parameters with partial gradients, which must be summed over the ranks.
             Those inside a region are known after the first forward.
-        index: This rank's place along the axis.
     """
 
-    def __init__(self, chain: Chain, mesh: Mesh, sequence: bool) -> None:
-        """Describe the ranks; with ``sequence``, activations outside regions are split along the sequence."""
-        self.tp_axis, self.index, self.sequence = mesh.axis(TENSOR), mesh.axis(TENSOR).index, sequence
+    names = (TENSOR,)
+    keys = ("tp", "sequence")
+    variants = ({"tp": 2}, {"tp": 2, "sequence": True})
+    hint = ". The table of Columns() and Rows() may be wrong, which mode=verify shows"
+
+    # -- before a run ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_keys(cls, section: Any, info: StrategyInfo) -> None:
+        """See ``Axis.check_keys``."""
+        name = section.name
+        if not info.tensor and section.tp != 1:
+            raise PlanError(
+                f"parallel={name} leaves layers whole, and parallel.tp={section.tp} cuts them; use parallel=tensor, or "
+                "with replicas or stages "
+                f"parallel={', '.join(n for n in names_where(tensor=True) if n != 'tensor')}"
+            )
+        if info.only_tensor and section.tp == 1:
+            raise PlanError(f"parallel={name} cuts layers among processes, and parallel.tp=1 is one; set parallel.tp=2")
+        if section.sequence and section.tp == 1:
+            raise PlanError(
+                "parallel.sequence=true divides the sequence among parallel.tp processes; set parallel.tp=2"
+            )
+
+    @classmethod
+    def is_used_by(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """See ``Axis.is_used_by``."""
+        return info.tensor if layout.tp > 1 else not info.only_tensor
+
+    @classmethod
+    def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:
+        """See ``Axis.check``."""
+        if layout.tp > 1:
+            check_cuts(chain.cut, chain.tied, chain.names, skeleton, layout.tp, layout.sequence)
+
+    @classmethod
+    def check_stages(cls, layout: Layout, chain: Chain, skeleton: Layers, stages: Iterable[Sequence[str]]) -> None:
+        """Check that layers of a stage that share a whole parameter all have a part of the sequence, or all the whole.
+
+        Raises PlanError.
+        """
+        if not layout.sequence or not chain.tied:
+            return
+        divided = {name: is_divided(chain.cut, chain.names, name, layer) for name, layer in skeleton.items()}
+        for stage in stages:
+            for pair in chain.tied.items():
+                owners = [name for parameter in pair for name in stage if is_within(parameter, [name])]
+                is_whole = cut_of(chain.cut, pair[0].rpartition(".")[0]) is None
+                if is_whole and len({divided[name] for name in owners}) > 1:
+                    raise _uneven(*pair)
+
+    @classmethod
+    def check_data(cls, layout: Layout, data: DataSet) -> None:
+        """See ``Axis.check_data``."""
+        if not layout.sequence:
+            return
+        sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
+        widths = {*getattr(data.train, "widths", ()), *(t.shape[1] for t in sample.input_tensors if t.dim() > 1)}
+        if uneven := sorted(width for width in widths if width % layout.tp):
+            raise PlanError(
+                f"parallel.sequence=true divides each sequence among parallel.tp={layout.tp} ranks, and there are "
+                f"sequences of {', '.join(map(str, uneven))} positions; set data.seq_len to a multiple of {layout.tp}, "
+                "or leave parallel.sequence out"
+            )
+
+    @classmethod
+    def choices(cls, chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+        """See ``Axis.choices``. Ranks share the sequence, too, wherever they can."""
+        skeleton, sizes = chain.skeleton(), {}
+        stages = [] if "sequence" in fixed else [chain.names]
+        for tp in [fixed["tp"]] if "tp" in fixed else range(1, 1 + (most if chain.cut else 1)):
+            for sequence in sorted({fixed.get("sequence", False), tp > 1 and fixed.get("sequence", True)}):
+                layout = Layout(tp=tp, sequence=sequence)
+                try:
+                    cls.check(layout, chain, skeleton)
+                    cls.check_data(layout, data)
+                    cls.check_stages(layout, chain, skeleton, stages)
+                except PlanError:
+                    if "tp" in fixed and tp not in sizes:
+                        raise
+                    break
+                sizes[tp] = sequence
+        return [{"tp": tp, "sequence": tp > 1 and sequence} for tp, sequence in sizes.items()]
+
+    @classmethod
+    def share(cls, layout: Layout, work: Work) -> Work:
+        """See ``Axis.share``."""
+        return work.divided(layout.tp, layout.sequence)
+
+    @classmethod
+    def sums(cls, layout: Layout, work: LayerWork) -> tuple[int, float]:
+        """See ``Axis.sums``: a block has two regions, and the output of each is added up."""
+        return (2, work.hidden) if work.attention else (0, 0.0)
+
+    @classmethod
+    def sent(cls, layout: Layout, spec: TensorSpec) -> TensorSpec:
+        """See ``Axis.sent``."""
+        if not layout.sequence:
+            return spec
+        batch, length, *others = spec.shape
+        return replace(spec, shape=(batch, length // layout.tp, *others))
+
+    @classmethod
+    def describe(cls, layout: Layout) -> str:
+        """See ``Axis.describe``."""
+        return f"{layout.tp} ranks share each layer" + ", and the sequence between its products" * layout.sequence
+
+    @classmethod
+    def across_nodes(cls, layout: Layout, nodes: int, sent: float) -> str | None:
+        """See ``Axis.across_nodes``."""
+        per_node = layout.processes // nodes
+        if per_node % layout.tp == 0:
+            return None
+        mend = f"a parallel.tp that divides {per_node}" if per_node > 1 else "fewer nodes"
+        return (
+            f"the parallel.tp={layout.tp} ranks that share a layer lie on several of {nodes} nodes with {per_node} "
+            f"process{'es' * (per_node > 1)} each: every layer sends {sent / 2**20:,.1f} MiB between nodes for each "
+            f"micro-batch, forward and backward. Choose {mend}"
+        )
+
+    # -- in a rank ---------------------------------------------------------------------------------------------------
+
+    def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
+        """See ``Axis``."""
+        super().__init__(name, plan, chain, mesh)
         self.splits: dict[str, Split] = {}
         self.needs_sum: set[str] = set()
-        self._chain = chain
+        self._sequence = plan.sequence  # activations outside regions are split along the sequence
         # Whether a region is being computed; its input, and what its first products compute with in place of that.
         self._inside = False
         self._given: Tensor | None = None
@@ -71,6 +198,19 @@ class TensorParallel:
         # Whether all that enters this region has a gradient; which modules that are called inside get what it computed.
         self._traced = True
         self._of_region: dict[nn.Module, bool] = {}
+
+    def split(self, name: str, tensor: Tensor) -> Split | None:
+        """See ``Axis.split``."""
+        return self.splits.get(name)
+
+    def finish(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
+        """Add up partial gradients. Raises PlanError if a gradient is partial under some of its names only."""
+        partial_sums = [local(p.grad) for p, of in names.items() if p.grad is not None and self._is_partial(of)]
+        add_up(partial_sums, self.ranks.group)
+
+    def end(self, stages: Iterable[nn.Module], training: bool) -> None:
+        """See ``Axis.end``."""
+        self.end_region()
 
     # -- regions -----------------------------------------------------------------------------------------------------
 
@@ -82,40 +222,36 @@ class TensorParallel:
             given = x
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._given, self._entered = given, _Sent.apply(x, *_ENTER[sequence_parallel], self.tp_axis)
+            self._given, self._entered = given, _Sent.apply(x, *_ENTER[sequence_parallel], self.ranks)
             self._traced &= given.requires_grad
         self._inside = True
         assert self._entered is not None  # it was just set
         return self._entered
 
-    def end(self) -> None:
+    def end_region(self) -> None:
         """End a region."""
         self._inside, self._given, self._entered, self._traced = False, None, None, True
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def is_partial(self, names: Iterable[str]) -> bool:
-        """Return whether the gradient of a parameter with these names is partial: it must be summed over the ranks.
-
-        Raises PlanError if it is partial under some of the names only.
-        """
+    def _is_partial(self, names: Iterable[str]) -> bool:
         found = {name in self.needs_sum: name for name in names}
         if len(found) > 1:
-            raise uneven(found[True], found[False])
+            raise _uneven(found[True], found[False])
         return True in found
 
     # -- cutting -----------------------------------------------------------------------------------------------------
 
-    def cut(self, layer_name: str, layer: nn.Module) -> None:
-        """Reduce a layer to this rank's part, in place."""
+    def prepare(self, layer_name: str, layer: nn.Module, left_to_stage: Sequence[str] = ()) -> None:
+        """See ``Axis.prepare``."""
         # A recomputation ends with the last tensor that the backward needs, which may be inside a region.
-        layer.register_forward_pre_hook(lambda *_: self.end())
-        names = self._chain.names
+        layer.register_forward_pre_hook(lambda *_: self.end_region())
+        names = self.chain.names
         first, last = layer_name == names[0], layer_name == names[-1]
-        sequence_parallel = self.sequence and is_divided(self._chain.cut, names, layer_name, layer)
+        sequence_parallel = self._sequence and is_divided(self.chain.cut, names, layer_name, layer)
         within: dict[nn.Module, CutOf] = {}
         for name, module in list(layer.named_modules(prefix=layer_name)):
-            how = cut_of(self._chain.cut, name)
+            how = cut_of(self.chain.cut, name)
             if how is not None:
                 within[module] = how
                 self._cut_module(name, module, how, layer, sequence_parallel)
@@ -127,16 +263,16 @@ class TensorParallel:
                 module.part = partial(self._part_of, module, module in of_whole, sequence_parallel)
                 module.register_forward_pre_hook(self._follow)
             own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-            uncut = [key for key in own if self._chain.canonical(key) not in self.splits]
+            uncut = [key for key in own if self.chain.canonical(key) not in self.splits]
             if sequence_parallel:
                 self.needs_sum.update(uncut)
             elif uncut and not isinstance(within.get(module), Rows):
                 module.register_forward_pre_hook(partial(self._note, uncut))
         if sequence_parallel and hasattr(layer, "parts"):  # it computes with something for the whole sequence
-            setattr(layer, "parts", self.tp_axis.size)  # noqa: B010  # its stub knows tensors only
-        if self.sequence and first and not last:
+            setattr(layer, "parts", self.ranks.size)  # noqa: B010  # its stub knows tensors only
+        if self._sequence and first and not last:
             layer.register_forward_hook(self._divide)
-        if self.sequence and last and not first and not sequence_parallel:
+        if self._sequence and last and not first and not sequence_parallel:
             layer.register_forward_pre_hook(self._make_whole)
 
     def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module, sequence_parallel: bool) -> None:
@@ -152,7 +288,7 @@ class TensorParallel:
             forward = partial(self._rows, name, module, sequence_parallel)
             module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(module, nn.Embedding):
-            (words,) = self._replace(name, module, "weight").ranges(self.index)
+            (words,) = self._replace(name, module, "weight").ranges(self.ranks.index)
             module.forward = partial(self._embed, module, words)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             assert isinstance(layer, FusedHead)  # as the plan has checked
@@ -162,8 +298,8 @@ class TensorParallel:
     def _cut_columns(self, name: str, module: nn.Module, how: Columns, sequence_parallel: bool) -> None:
         module.register_forward_pre_hook(partial(self._enter_first, sequence_parallel), with_kwargs=True)
         heads = how.heads(module)
-        if heads < self.tp_axis.size:  # each rank computes all of them and uses one
-            start = self.index * heads // self.tp_axis.size * how.unit
+        if heads < self.ranks.size:  # each rank computes all of them and uses one
+            start = self.ranks.index * heads // self.ranks.size * how.unit
 
             def own_head(_: nn.Module, given: tuple, output: Tensor) -> Tensor:
                 return output.unflatten(-1, (how.groups, -1)).narrow(-1, start, how.unit).flatten(-2)
@@ -178,10 +314,10 @@ class TensorParallel:
     def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> Split:
         """Keep this rank's part of a module's parameter, and return how it was divided."""
         parameter = module.get_parameter(key)
-        split = Split(TENSOR, dim, tuple(even_split(parameter.shape[dim] // groups, self.tp_axis.size)), groups)
-        part = nn.Parameter(split.part(parameter.detach(), self.index), parameter.requires_grad)
+        split = Split(TENSOR, dim, tuple(even_split(parameter.shape[dim] // groups, self.ranks.size)), groups)
+        part = nn.Parameter(split.part(parameter.detach(), self.ranks.index), parameter.requires_grad)
         setattr(module, key, part)
-        self.splits[self._chain.canonical(f"{name}.{key}")] = split
+        self.splits[self.chain.canonical(f"{name}.{key}")] = split
         return split
 
     # -- computing ---------------------------------------------------------------------------------------------------
@@ -215,34 +351,34 @@ class TensorParallel:
         """Compute a linear layer from this rank's inputs, and end the region."""
         if not self._inside:
             raise PlanError(
-                f"parallel.tp={self.tp_axis.size}: the region of {name}, which has Rows(), has ended with other Rows() "
+                f"parallel.tp={self.ranks.size}: the region of {name}, which has Rows(), has ended with other Rows() "
                 "before it. Dropout and parameters in between would be those of a whole tensor: compute the Columns() "
                 f"of {name} after those other Rows(), or set parallel.tp=1"
             )
         y = module.computed(x, None) if isinstance(module, FrozenLinear) else F.linear(x, module.weight)
-        self.end()
-        y = _Sent.apply(y, *_LEAVE[sequence_parallel], self.tp_axis)  # the sum, or a part of it as ``enter`` got one
+        self.end_region()
+        y = _Sent.apply(y, *_LEAVE[sequence_parallel], self.ranks)  # the sum, or a part of it as ``enter`` got one
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _embed(self, module: nn.Embedding, words: slice, tokens: Tensor) -> Tensor:
         """Look up tokens [b, t]. This rank has the range ``words`` of the vocabulary."""
         others = (tokens < words.start) | (tokens >= words.stop)
         rows = F.embedding((tokens - words.start).masked_fill(others, 0), module.weight)
-        return _Sent.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.tp_axis)
+        return _Sent.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.ranks)
 
     def _divide(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
-        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.tp_axis.size:
+        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.ranks.size:
             shape = tuple(output.shape) if isinstance(output, Tensor) else "several tensors"
             raise PlanError(
                 "parallel.sequence=true divides dimension 1 of what the first layer returns, [b, t, ...], among "
-                f"parallel.tp={self.tp_axis.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
+                f"parallel.tp={self.ranks.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
                 "parallel.sequence out"
             )
-        return _Sent.apply(output, _own, _all_gather, self.tp_axis)  # from the whole, which all ranks have
+        return _Sent.apply(output, _own, _all_gather, self.ranks)  # from the whole, which all ranks have
 
     def _make_whole(self, module: nn.Module, given: tuple) -> tuple:
         # All ranks compute the same with the whole.
-        return _Sent.apply(given[0], _all_gather, _own, self.tp_axis), *given[1:]
+        return _Sent.apply(given[0], _all_gather, _own, self.ranks), *given[1:]
 
     def _part_of(
         self, module: BySample, whole: bool, sequence_parallel: bool, shape: Sequence[int], samples: int
@@ -258,7 +394,16 @@ class TensorParallel:
             inner = math.prod(shape) // samples  # positions are the outermost dimension of a sample
         else:
             return None
-        return Part(inner, inner * self.tp_axis.size, inner * self.index)
+        return Part(inner, inner * self.ranks.size, inner * self.ranks.index)
+
+
+def _uneven(one: str, other: str) -> PlanError:
+    """Return the error for a parameter of which ranks compute with parts of a tensor here and with the whole there."""
+    return PlanError(
+        f"parallel.tp: {one} and {other} are one parameter of which no rank has a part. Ranks compute with it for "
+        "different parts of the samples in the one and for the whole in the other, so their gradients cannot be added "
+        "up; leave parallel.sequence out, or set parallel.tp=1"
+    )
 
 
 class VocabularyShard:
@@ -271,56 +416,56 @@ class VocabularyShard:
 
     def __init__(self, tensor_parallel: TensorParallel, split: Split, sequence_parallel: bool) -> None:
         self._tensor_parallel, self._split, self._sequence_parallel = tensor_parallel, split, sequence_parallel
-        self.start, self.count = split.ranges(tensor_parallel.index)[0].start, split.size
+        self.start, self.count = split.ranges(tensor_parallel.ranks.index)[0].start, split.size
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what all words are computed from, [b, t, c]."""
         entered = self._tensor_parallel.enter(hidden, self._sequence_parallel)
-        self._tensor_parallel.end()
+        self._tensor_parallel.end_region()
         return entered
 
     def largest(self, numbers: Tensor) -> Tensor:
         """Return the largest of all ranks' numbers, element by element."""
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._tensor_parallel.tp_axis.group)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._tensor_parallel.ranks.group)
         return numbers
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Return the sum of all ranks' numbers, element by element."""
-        dist.all_reduce(numbers, group=self._tensor_parallel.tp_axis.group)
+        dist.all_reduce(numbers, group=self._tensor_parallel.ranks.group)
         return numbers
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all words, [b, t, v], from those of this rank's."""
-        return replace(self._split, dim=logits.dim() - 1).gather(logits, self._tensor_parallel.tp_axis)
+        return replace(self._split, dim=logits.dim() - 1).gather(logits, self._tensor_parallel.ranks)
 
 
 # -- operators: x is [b, t, ...] ---------------------------------------------------------------------------------------
 
-Operator = Callable[[Tensor, Axis], Tensor]
+Operator = Callable[[Tensor, Ranks], Tensor]
 
 
-def _all_gather(x: Tensor, axis: Axis) -> Tensor:
+def _all_gather(x: Tensor, axis: Ranks) -> Tensor:
     return torch.cat(axis.all_gather(x), dim=1)
 
 
-def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
+def _all_reduce(x: Tensor, axis: Ranks) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=axis.group)
     return total
 
 
-def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+def _reduce_scatter(x: Tensor, axis: Ranks) -> Tensor:
     parts = torch.cat(x.chunk(axis.size, dim=1))
     total = parts.new_empty(len(x), *parts.shape[1:])
     reduce_scatter(total, parts, group=axis.group)
     return total
 
 
-def _own(x: Tensor, axis: Axis) -> Tensor:
+def _own(x: Tensor, axis: Ranks) -> Tensor:
     return x.chunk(axis.size, dim=1)[axis.index].contiguous()
 
 
-def _as_it_is(x: Tensor, axis: Axis) -> Tensor:
+def _as_it_is(x: Tensor, axis: Ranks) -> Tensor:
     return x.view_as(x)
 
 
@@ -328,7 +473,7 @@ class _Sent(torch.autograd.Function):
     """Computes ``there(x)``, and the gradient of x by ``back`` from that of the result."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, there: Operator, back: Operator, axis: Axis) -> Tensor:
+    def forward(ctx, x: Tensor, there: Operator, back: Operator, axis: Ranks) -> Tensor:
         ctx.back, ctx.axis = back, axis
         return there(x, axis)
 

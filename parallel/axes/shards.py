@@ -5,7 +5,7 @@ FSDP2 has pitfalls that are avoided here:
   Stages are therefore sharded while they are built, and parameters are looked up by name.
 * Layers of a stage that share a weight cannot be sharded one by one. They are sharded together with the stage.
 * Whole parameters stay registered after an evaluation, which has no backward, and the sharded gradients would not be
-  cleared. ``reshard`` is therefore called after every step of evaluation.
+  cleared. ``end`` therefore frees them after every step of evaluation.
 * A layer's gradients are reduced when its backward ends. A weight whose cast autocast has kept from an earlier
   micro-batch would get its gradient later. ``parallel.strategy`` therefore lets autocast keep no casts.
 * torch's pipelines reduce a stage's gradients once, after its last backward.
@@ -14,49 +14,83 @@ FSDP2 has pitfalls that are avoided here:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
+from common.errors import PlanError
+from models.chain import Chain, Layers, is_within
 from models.losses import loss_of
+from parallel.axes.axis import Axis
+from parallel.dtensor import split_of
+from parallel.layout import Layout
 from parallel.mesh import COPIES, REPLICAS, SHARDS, Mesh
-from parallel.stage import Stage
+from parallel.placement import Split
+from parallel.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-class Sharding:
-    """The shards of one rank."""
+class Shards(Axis):
+    """Divides parameters, gradients and optimizer state among replicas.
 
-    def __init__(self, mesh: Mesh, device_type: str, reshard: bool) -> None:
-        """Describe the ranks that have shards.
+    With ``plan.reshard`` parameters are gathered one layer at a time, in the forward and again in the backward, and
+    gradients are reduced after every micro-batch. Without it parameters stay whole from the first forward to the last
+    backward, and gradients are reduced once.
+    """
 
-        With ``reshard`` parameters are gathered one layer at a time, in the forward and again in the backward, and
-        gradients are reduced after every micro-batch. Without it parameters stay whole from the first forward to the
-        last backward, and gradients are reduced once.
-        """
+    names = (SHARDS,)
+    keys = ("strategy",)
+
+    @classmethod
+    def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:
+        """Raise PlanError if a parameter has no rows to share."""
+        numbers = (name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0)
+        if layout.info.sharded and (name := next(numbers, None)) is not None:
+            raise PlanError(
+                f"parallel={layout.strategy} shares the rows of each parameter, but {name} is a single number; give it "
+                "the shape (1,)"
+            )
+
+    def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
+        """See ``Axis``."""
+        super().__init__(name, plan, chain, mesh)
         from torch.distributed import fsdp  # here, because it imports DTensor, which takes a second
         from torch.distributed.device_mesh import DeviceMesh
 
-        self._sharded_module, self._reshard = fsdp.FSDPModule, reshard
+        self._sharded_module, self._reshard, device = fsdp.FSDPModule, bool(plan.reshard), plan.device_type
         # Who would change such a view in place gets a copy (``Stage``).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         copies, shards = mesh.axis(COPIES), mesh.axis(SHARDS)
         assert shards.group is not None  # there are other ranks
         if copies.group is None:
-            self._ranks = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=(SHARDS,))
+            self._ranks = DeviceMesh.from_group(shards.group, device, mesh_dim_names=(SHARDS,))
         else:
             replicas = mesh.axis(*REPLICAS).ranks
             self._ranks = DeviceMesh.from_group(
                 [copies.group, shards.group],
-                device_type,
+                device,
                 mesh=[replicas[start : start + shards.size] for start in range(0, len(replicas), shards.size)],
                 mesh_dim_names=(COPIES, SHARDS),
             )
 
-    def shard(self, module: nn.Module) -> None:
+    def prepare(self, name: str, layer: nn.Module, left_to_stage: Sequence[str]) -> None:
+        """See ``Axis.prepare``."""
+        if not any(is_within(parameter, [name]) for parameter in left_to_stage):
+            self._shard(layer)
+
+    def wrap(self, stage: nn.Module) -> nn.Module:
+        """Reduce the parameters that are left to the stage to this rank's shard."""
+        self._shard(stage)
+        return stage
+
+    def split(self, name: str, tensor: Tensor) -> Split | None:
+        """See ``Axis.split``."""
+        return split_of(tensor)
+
+    def _shard(self, module: nn.Module) -> None:
         """Reduce a module's parameters to this rank's shard. Submodules that are sharded already stay as they are."""
         from torch.distributed import fsdp
 
@@ -71,7 +105,7 @@ class Sharding:
         if loss_of(module) is not None:  # a head that owns the loss is called by that name
             fsdp.register_fsdp_forward_method(module, "loss")
 
-    def before_backward(self, stages: Iterable[Stage], last: bool) -> None:
+    def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:
         """Set how the next micro-batch's gradients are reduced, and whether its backward frees whole parameters."""
         for stage in self._sharded(stages):
             # Without ``reshard`` each backward is treated as the last one. Otherwise torch would prefetch in the order
@@ -81,12 +115,11 @@ class Sharding:
             stage.set_requires_gradient_sync(self._reshard or last)
             stage.set_requires_all_reduce(last)
 
-    def reshard(self, stages: Iterable[Stage]) -> None:
+    def end(self, stages: Iterable[nn.Module], training: bool) -> None:
         """Free whole parameters after a step without a backward."""
-        for stage in stages:
-            for module in stage.modules():
-                if isinstance(module, self._sharded_module):
-                    module.reshard()
+        for module in (module for stage in stages if not training for module in stage.modules()):
+            if isinstance(module, self._sharded_module):
+                module.reshard()
 
-    def _sharded(self, stages: Iterable[Stage]) -> list[FSDPModule]:
+    def _sharded(self, stages: Iterable[nn.Module]) -> list[FSDPModule]:
         return [stage for stage in stages if isinstance(stage, self._sharded_module)]  # not if it has no parameters

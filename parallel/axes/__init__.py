@@ -1,0 +1,29 @@
+"""The axes of the mesh, one class a file: each says how the ranks along it divide the work of a step.
+
+``AXES`` is the only list of them. Planning, training, verification and the planner ask each axis the questions of
+``parallel.axes.axis.Axis``. The key ``parallel.axes`` adds a class of the user's.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+
+from parallel.axes.axis import Axis
+from parallel.axes.pipeline import Stages
+from parallel.axes.replicas import Replicas
+from parallel.axes.shards import Shards
+from parallel.axes.tensor import TensorParallel
+from parallel.layout import Layout
+
+AXES: tuple[type[Axis], ...] = (Replicas, Shards, Stages, TensorParallel)  # as in the mesh, slowest first
+
+
+def known_axes(layout: Layout) -> list[type[Axis]]:
+    """Return all axes, also those along which a layout has one rank."""
+    return [*AXES, *(resolve_name(path) for _, path, _ in layout.axes)]
+
+
+def axes_of(layout: Layout) -> list[tuple[str, type[Axis]]]:
+    """Return the axes along which a layout has several ranks: their names in the mesh and classes, slowest first."""
+    found = [(axis.names[0], axis) for axis in AXES if any(layout.sizes[name] > 1 for name in axis.names)]
+    return found + [(name, resolve_name(path)) for name, path, ranks in layout.axes if ranks > 1]

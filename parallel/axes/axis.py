@@ -1,0 +1,166 @@
+"""The questions that every axis answers: how its ranks divide the work of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.dataset import DataSet
+from models.chain import Chain, Layers
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from parallel.placement import Split
+from parallel.plan import Plan
+from parallel.shape_inference import TensorSpec
+from parallel.strategies import StrategyInfo
+
+
+class LayerWork(Protocol):
+    """The parts of ``planner.work.LayerWork`` that axes read."""
+
+    @property
+    def attention(self) -> float:
+        """FLOPs of attention."""
+        ...
+
+    @property
+    def hidden(self) -> float:
+        """The numbers of the layer's output."""
+        ...
+
+    def divided(self: Work, ranks: int, between: bool) -> Work:
+        """Return the part of one of some ranks; see ``planner.work``."""
+        ...
+
+
+Work = TypeVar("Work", bound=LayerWork)
+
+
+class Axis:
+    """A way to divide the work of a step among ranks.
+
+    This class divides nothing: the ranks along the axis hold the same tensors and compute the same numbers, and the
+    first of them counts and saves them. A subclass overrides what its ranks do differently. The class methods are
+    called before a run, for any layout. The others are called by each rank of a run with several ranks along the axis.
+
+    Attributes:
+        names: The axes of the mesh that belong to it. An axis from ``parallel.axes`` has the name of its key there.
+        keys: The attributes of a layout on which ``check`` depends.
+        variants: Values of its keys with two ranks that ``mode=verify`` compares, where the model has a table of cuts.
+        hint: A sentence about what may be wrong if the ranks come to hold different weights.
+        ranks: The ranks along the axis, this one included.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    keys: ClassVar[tuple[str, ...]] = ()
+    variants: ClassVar[tuple[dict[str, Any], ...]] = ()
+    hint: ClassVar[str] = ""
+
+    # -- before a run ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_keys(cls, section: Any, info: StrategyInfo) -> None:
+        """Check the axis's keys of the section ``parallel`` against the strategy's properties. Raises PlanError."""
+
+    @classmethod
+    def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:
+        """Check that a model can be divided this way. Raises PlanError or ModelError."""
+
+    @classmethod
+    def check_stages(cls, layout: Layout, chain: Chain, skeleton: Layers, stages: Iterable[Sequence[str]]) -> None:
+        """Check that stages, each given by the names of its layers, can be divided this way. Raises PlanError."""
+
+    @classmethod
+    def check_data(cls, layout: Layout, data: DataSet) -> None:
+        """Check that the samples of a data set, which is prepared, can be divided this way. Raises PlanError."""
+
+    @classmethod
+    def is_used_by(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """Return whether ``parallel=auto`` considers a strategy for the layout's number of ranks along the axis."""
+        return True
+
+    @classmethod
+    def choices(cls, chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+        """Return the values of the axis's keys that ``parallel=auto`` may choose.
+
+        Args:
+            chain: The model.
+            data: The data set, which is prepared.
+            fixed: The values that the user has typed.
+            most: The largest number of ranks.
+
+        Raises:
+            PlanError: A typed value is not possible.
+        """
+        return [{}]
+
+    @classmethod
+    def share(cls, layout: Layout, work: Work) -> Work:
+        """Return one rank's part of a layer's work."""
+        return work
+
+    @classmethod
+    def sums(cls, layout: Layout, work: LayerWork) -> tuple[int, float]:
+        """Return the number of all-reduces along the axis in a layer's forward, and the numbers of each per sample."""
+        return 0, 0.0
+
+    @classmethod
+    def sent(cls, layout: Layout, spec: TensorSpec) -> TensorSpec:
+        """Return one rank's part of a tensor that a stage sends to the next one."""
+        return spec
+
+    @classmethod
+    def describe(cls, layout: Layout) -> str:
+        """Return a line for the console; empty for none."""
+        return ""
+
+    @classmethod
+    def across_nodes(cls, layout: Layout, nodes: int, sent: float) -> str | None:
+        """Return a warning if ranks along the axis lie on several nodes, which must not send so many bytes a layer."""
+        return None
+
+    # -- in a rank ---------------------------------------------------------------------------------------------------
+
+    def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
+        """Describe the ranks along the axis ``name`` of a mesh, which is connected."""
+        self.ranks, self.plan, self.chain, self.mesh = mesh.axis(name), plan, chain, mesh
+
+    def prepare(self, name: str, layer: nn.Module, left_to_stage: Sequence[str]) -> None:
+        """Reduce a layer to this rank's part, in place.
+
+        ``left_to_stage`` has the names of the parameters that several layers of the stage share.
+        """
+
+    def wrap(self, stage: nn.Module) -> nn.Module:
+        """Return the module that is called in place of a stage, whose layers are prepared."""
+        return stage
+
+    def split(self, name: str, tensor: Tensor) -> Split | None:
+        """Return how a tensor is divided along the axis; None if each rank has all of it.
+
+        It is a parameter, its gradient or a state of the optimizer for it. ``name`` is the parameter's canonical name.
+        """
+        return None
+
+    def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:
+        """Prepare the backward of a micro-batch. ``last`` is whether it is the last one of the step."""
+
+    def finish(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
+        """Complete the gradients after the last backward. ``names`` has the names of each of the rank's parameters."""
+
+    def end(self, stages: Iterable[nn.Module], training: bool) -> None:
+        """End a step of training or evaluation, also one that an error has ended."""
+
+
+def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Add gradients up over ranks, in place, all that have one dtype at once."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in alike])
+        dist.all_reduce(flat, group=group)
+        for gradient, total in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+            gradient.copy_(total.view_as(gradient))

@@ -1,0 +1,170 @@
+"""The axis of replicas: each computes other samples, and gradients are averaged while autograd accumulates them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from common.errors import PlanError
+from parallel.axes.axis import Axis
+from parallel.layout import Layout
+from parallel.mesh import COPIES, PEERS, Mesh, reduce_scatter
+from parallel.strategies import StrategyInfo, suggest
+
+# Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
+Average = Callable[[Tensor], Future]
+
+# torch 2.13 renamed the argument and warns about the old name.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+# The dtype in which gradients are sent; under a hierarchy, between groups.
+_COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "hierarchical_bf16": torch.bfloat16}
+HIERARCHICAL = ("hierarchical", "hierarchical_bf16")  # values of parallel.comm_hook
+
+
+class Replicas(Axis):
+    """Divides the samples. Ranks average the gradients of the parameters that each of them has."""
+
+    names = (COPIES, PEERS)
+
+    @classmethod
+    def check_keys(cls, section: Any, info: StrategyInfo) -> None:
+        """See ``Axis.check_keys``."""
+        if not info.replicas and section.dp not in (None, 1):
+            other = suggest(replicas=True, stages=info.stages)
+            raise PlanError(f"parallel={section.name} has one replica; parallel.dp={section.dp} needs parallel={other}")
+
+    @classmethod
+    def is_used_by(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """See ``Axis.is_used_by``."""
+        return info.replicas == (layout.dp > 1)
+
+    def wrap(self, stage: nn.Module) -> nn.Module:
+        """Wrap a stage in DistributedDataParallel, unless replicas share parameters, or nothing is trained.
+
+        Gradients are averaged during the backward, in buckets of about ``plan.bucket_mb`` MiB, by ``averaging``. Those
+        of a split backward DistributedDataParallel does not see (``parallel.zero_bubble.schedule.SplitStage``).
+        """
+        plan, trained = self.plan, any(p.requires_grad for p in stage.parameters())
+        if plan.shards > 1 or plan.splits_backward or not trained:
+            return stage
+        replicated = DistributedDataParallel(
+            stage,
+            process_group=self.mesh.dp_group,
+            init_sync=False,  # weights are drawn by name or loaded, so they are equal, which the run checks
+            **_NO_BUFFER_SYNC,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=plan.bucket_mb,
+        )
+        stage.register_forward_hook(_reach_parameters)
+        if plan.comm_hook != "none":
+            replicated.register_comm_hook(averaging(self.mesh, plan.comm_hook), _average_bucket)
+        return replicated
+
+
+def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):
+    """Make the stage's output depend on every parameter, because DDP waits for each of them in the backward.
+
+    Parameters that the forward has not used get no gradient this way, which DDP treats as zero. This costs nothing,
+    while ``find_unused_parameters`` searches the graph in every backward.
+    """
+    outputs = list(output) if isinstance(output, tuple) else [output]
+    at = next((i for i, tensor in enumerate(outputs) if tensor.requires_grad), None)
+    if at is None:
+        return output
+    outputs[at] = _Reach.apply(outputs[at], *(p for p in stage.parameters() if p.requires_grad))
+    return tuple(outputs) if isinstance(output, tuple) else outputs[0]
+
+
+class _Reach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = len(parameters)
+        return torch.ops.aten._unsafe_view(output, output.shape)  # torch detaches it in place, which fails for a view
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, *([None] * ctx.parameters)
+
+
+def _average_bucket(average: Average, bucket):  # DDP refuses an annotation in quotes
+    return average(bucket.buffer())
+
+
+def averaging(mesh: Mesh, comm_hook: str) -> Average:
+    """Return the function that averages over the replicas of a mesh.
+
+    bf16 and fp16 send gradients in that dtype. hierarchical averages within each group of replicas first, then between
+    groups; hierarchical_bf16 does the same, in bf16 between groups.
+    """
+    dtype = _COMPRESSED.get(comm_hook)
+    if comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1:
+        return _Hierarchical(mesh, dtype)
+    assert mesh.dp_group is not None  # there are replicas
+    return partial(_average, mesh.dp_group, dtype)
+
+
+def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Tensor) -> Future:
+    """Divide the gradients, convert them to ``dtype`` if it is given, sum over the group, and convert back in place.
+
+    torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
+    """
+    gradients /= dist.get_world_size(group)
+    small = gradients if dtype is None else gradients.to(dtype)
+    work = dist.all_reduce(small, group=group, async_op=True)
+    sent = work.get_future()  # pyright: ignore[reportOptionalMemberAccess]  # None only without async_op
+
+    def widen(done: Future) -> Tensor:
+        (mean,) = done.value()  # raises the error of the all-reduce
+        return mean if dtype is None else gradients.copy_(mean)
+
+    return sent.then(widen)
+
+
+class _Hierarchical:
+    """Reduce-scatter among peers, all-reduce of one part between their groups, all-gather among peers.
+
+    Each rank sends 1/peers of the bytes between groups. The three collectives of a bucket are called before those of
+    the next bucket, since all ranks must call the collectives of a process group in one order. On a GPU they run on a
+    stream of their own, so that the backward does not wait for them.
+    """
+
+    def __init__(self, mesh: Mesh, across: torch.dtype | None) -> None:
+        self._copies, self._peers, self._across = mesh.axis(COPIES), mesh.axis(PEERS), across
+        self._dp = mesh.dp
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, gradients: Tensor) -> Future:
+        if not gradients.is_cuda:
+            return self._averaged(gradients)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(gradients.device)
+        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        with torch.cuda.stream(self._stream):
+            return self._averaged(gradients)  # waiting for the future waits for the work queued on this stream
+
+    def _averaged(self, gradients: Tensor) -> Future:
+        peers, copies = self._peers, self._copies
+        each = -(-gradients.numel() // peers.size)
+        whole = gradients.new_zeros(each * peers.size)
+        torch.div(gradients, self._dp, out=whole[: gradients.numel()])
+        part = gradients.new_empty(each)
+        reduce_scatter(part, whole, group=peers.group)
+        if copies.group is not None:
+            sent = part if self._across is None else part.to(self._across)
+            dist.all_reduce(sent, group=copies.group)
+            part = sent.to(part.dtype)
+        dist.all_gather_into_tensor(whole, part, group=peers.group)
+        gradients.copy_(whole[: gradients.numel()])
+        done = Future(devices=[gradients.device] if gradients.is_cuda else [])
+        done.set_result(gradients)
+        return done

@@ -1,0 +1,125 @@
+"""A new axis is one class in one file. This one has ranks that compute the same and compare their gradients."""
+
+import json
+import re
+from functools import partial
+
+import pytest
+import torch
+from commandline import train
+from composed import compose, planned, steps
+from torch import nn
+
+from common.errors import PlanError, TrainingError
+from conf.instantiate import use_code_of
+from models.chain import Chain, LayerSpec
+from models.losses import SquaredError
+from parallel.axes.axis import Axis
+from parallel.dtensor import local
+
+NAME = "tests.training.test_mirror"  # in the processes of a run
+
+
+class Mirror(Axis):
+    """Ranks that compute the same, and compare the bits of their gradients after every step."""
+
+    @classmethod
+    def describe(cls, layout):
+        return "ranks mirror each other"
+
+    def finish(self, names):
+        mine = torch.cat([local(parameter.grad).flatten() for parameter in names])
+        for index, theirs in enumerate(self.ranks.all_gather(mine)):
+            if not torch.equal(mine, theirs):
+                raise TrainingError(f"rank {self.mesh.rank} differs from mirror {index}")
+
+
+class Astray(nn.Linear):
+    """A layer that ranks do not compute alike."""
+
+    def forward(self, x):
+        import torch.distributed as dist
+
+        return super().forward(x) * (1 + (dist.is_initialized() and dist.get_rank() % 2))
+
+
+def astray(**_) -> Chain:
+    return Chain([LayerSpec("layer", partial(Astray, 10, 5))], SquaredError())
+
+
+TOY = ["model=toy", "logger=none", "train.epochs=null", "train.steps=4", "train.eval_every=2", "train.precision=fp64"]
+TWO = f"parallel.axes={{mirror:{{_target_:{NAME}.Mirror,ranks:2}}}}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return train([*TOY, "train.checkpoint_every=2"], tmp_path_factory.mktemp("mirror") / "run")
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    words = [*TOY, "train.checkpoint_every=2", "parallel=ddp", "parallel.dp=2", TWO]
+    return train(words, tmp_path_factory.mktemp("mirror") / "run")
+
+
+def test_a_run_has_twice_the_ranks_and_learns_the_same(alone, mirrored):
+    assert mirrored.code == 0, mirrored.console
+    assert "ranks mirror each other" in mirrored.stdout and mirrored.summary["world_size"] == 4
+    assert mirrored.losses == pytest.approx(alone.losses, rel=1e-12)
+    assert [step.get("val_loss") for step in steps(mirrored.folder)] == pytest.approx(
+        [step.get("val_loss") for step in steps(alone.folder)], rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("layout", [["parallel=pipelined", "parallel.chunks=2"], ["parallel=fsdp", "parallel.dp=2"]])
+def test_it_combines_with_other_strategies(alone, layout, tmp_path):
+    run = train([*TOY, *layout, TWO], tmp_path / "run")
+    assert run.code == 0, run.console
+    assert run.losses == pytest.approx(alone.losses, rel=1e-12)
+
+
+def test_a_rank_that_computes_something_else_is_named(tmp_path):
+    run = train([*TOY, f"model._target_={NAME}.astray", TWO], tmp_path / "run")
+    assert run.code != 0 and re.search(r"rank \d differs from mirror \d", run.console), run.console
+
+
+def test_it_resumes_from_one_process_and_one_process_from_it(alone, mirrored, tmp_path):
+    more = [word.replace("train.steps=4", "train.steps=6") for word in TOY]
+    there = train([*more, "parallel=ddp", "parallel.dp=2", TWO, f"train.resume={alone.folder}"], tmp_path / "there")
+    back = train([*more, f"train.resume={mirrored.folder}"], tmp_path / "back")
+    assert there.code == back.code == 0, there.console + back.console
+    assert len(there.losses) == 2 and there.losses == pytest.approx(back.losses, rel=1e-12)
+
+
+def test_the_plan_names_it(tmp_path):
+    run = train([*TOY, "mode=plan", "parallel=ddp", "parallel.dp=2", TWO], tmp_path / "run")
+    assert run.code == 0 and "4 processes on cpu" in run.stdout and "ranks mirror each other" in run.stdout, run.console
+
+
+def test_an_automatic_layout_keeps_it(tmp_path):
+    run = train([*TOY, "parallel=auto", TWO], tmp_path / "run")
+    assert run.code == 0, run.console
+    assert "parallel.axes.mirror.ranks=2" in run.stdout and "ranks mirror each other" in run.stdout
+    assert json.loads((run.folder / "summary.json").read_text())["world_size"] % 2 == 0
+
+
+def test_verification_compares_it_with_one_process(tmp_path):
+    run = train([*TOY, "mode=verify", "parallel=ddp", "parallel.dp=2", TWO], tmp_path / "run")
+    assert run.code == 0, run.console
+    assert re.search(r"parallel=ddp dp=2 mirror=2: largest difference", run.stdout)
+
+
+REFUSED = {
+    "tensor:{_target_:PATH.Mirror,ranks:2}": "parallel.axes.tensor has the name of an axis of this program",
+    "mirror:{_target_:PATH.Mirror,ranks:0}": "a number of at least 1",
+    "mirror:{_target_:PATH.Mirror}": "must have a name, and the keys _target_ and ranks",
+    "mirror:{_target_:PATH.Astray,ranks:2}": "is not an axis",
+}
+
+
+@pytest.mark.parametrize("section, words", REFUSED.items())
+def test_what_is_no_axis_is_refused(section, words):
+    with pytest.raises((PlanError, TrainingError), match=words):
+        cfg = compose(f"parallel.axes={{{section.replace('PATH', NAME)}}}")
+        use_code_of(cfg)
+        planned(cfg)
