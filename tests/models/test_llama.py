@@ -77,12 +77,6 @@ def test_config_json_is_read_and_written_without_a_difference(tmp_path, kind, op
         assert getattr(again, theirs) == getattr(config, theirs), theirs
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_size_is_what_its_own_config_json_says(tmp_path, size):
-    (tmp_path / "config.json").write_text(json.dumps(to_config(SIZES[size])))
-    assert Size(**LLAMA.read(tmp_path / "config.json")) == SIZES[size]
-
-
 BASE = {"architectures": ["LlamaForCausalLM"], **{k: v for k, v in to_config(SIZES["tiny"]).items() if v is not None}}
 STRANGE = {
     "another function": ({"hidden_act": "gelu"}, "hidden_act=gelu .here silu"),
