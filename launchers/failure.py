@@ -140,7 +140,7 @@ def write_report(path: str | os.PathLike, error: BaseException) -> dict:
 def read_report(path: str | os.PathLike) -> dict | None:
     """Return the report that `write_report` wrote to `path`; None if there is no complete one.
 
-    It is {} for a rank that has done its work: the file is then empty, so that it can be made on a full disk.
+    It is {} for a rank that has done its work. A worker's file is then empty, so that it can be made on a full disk.
     """
     try:
         return json.loads(Path(path).read_text() or "{}")

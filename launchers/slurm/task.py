@@ -65,7 +65,7 @@ def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeu
             entry(world)
     except BaseException as error:
         fail(error, report)
-    report.touch()
+    report.write_text("{}")
     sys.stdout.flush()
     if world.rank > 0:
         remove_empty_log(log_dir, world.rank)
