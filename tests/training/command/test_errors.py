@@ -80,7 +80,6 @@ IN_A_LAYER = [
     ("pipelined", [], True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
     ("pipelined", SPLIT, True, "backward of layers relu … net2, micro-batch 1 with 32 samples, step 1, rank 1"),
     ("pipe_ddp", [], False, "forward of layer 'relu' [(]ReLU[)], micro-batch [15] with 8 samples, step 1, rank ."),
-    ("pipe_ddp", [], True, "backward of layers relu … net2, micro-batch [15] with 8 samples, step 1, rank ."),
 ]
 
 

@@ -37,8 +37,9 @@ def test_ranks_that_differ_are_refused_with_both_values_and_the_way_out(monkeypa
     setup = prepare(config(*FEW))
     assert check_ranks(TwoRanks({COPIES: 2}), setup) is None
     monkeypatch.setattr(TwoRanks, "other", dict.fromkeys(names, "0123456789ab"))
-    with pytest.raises(LaunchError, match=DRAWN if names == ["data"] else COPY) as error:
-        check_ranks(TwoRanks({COPIES: 2}), setup)
+    for alike in {False, names == ["data"]}:
+        with pytest.raises(LaunchError, match=DRAWN if names == ["data"] else COPY) as error:
+            check_ranks(TwoRanks({COPIES: 2}), setup, alike)
     said = str(error.value)
     for name in names:
         assert f"{name}: {describe_rank(setup)[name]} on rank 0 (" in said and "0123456789ab on rank 1 (n2)" in said

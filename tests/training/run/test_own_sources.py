@@ -1,6 +1,5 @@
 """Samples that a data set of one's own reads: of any width, one for each index, and the same in every process."""
 
-import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 from common.errors import DataError
 from data.dataset import DataSet, InMemory, Source
 from data.loader import EvalBatches, TrainBatches
-from launchers import WorkerFailed
 from models.losses import IGNORED, TokenCrossEntropy
 from training import train
 from training.run.checks.samples import check_read
@@ -45,15 +43,6 @@ class Texts(DataSet):
         self.train, self.valid, self.test, self.description = Padded(), None, None, "texts"
 
 
-class Shuffled(DataSet):
-    """Is in another order in each process."""
-
-    def prepare(self):
-        inputs = torch.arange(64.0)[:, None].repeat(1, 4)[random.SystemRandom().sample(range(64), 64)]
-        self.train, self.valid, self.test = InMemory(inputs, inputs), None, None
-        self.description = "numbers"
-
-
 def losses_of(folder, layout, data):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(10, 8), nn.Tanh(), nn.Linear(8, 10))
@@ -67,12 +56,6 @@ def losses_of(folder, layout, data):
 def test_replicas_whose_samples_are_padded_to_other_widths_learn_what_one_process_learns(tmp_path, layout):
     single = losses_of(tmp_path / "single", "single", Texts())
     assert losses_of(tmp_path / layout, layout, Texts()) == pytest.approx(single, rel=1e-12)
-
-
-def test_ranks_that_prepare_other_data_do_not_train_together(tmp_path):
-    words = [*WORDS, "parallel=ddp", f"hydra.run.dir={tmp_path}/run"]
-    with pytest.raises(WorkerFailed, match=r"do not run the same: data: .* on rank 0 .* on rank 1 .*a fixed seed"):
-        train(*words, model=nn.Sequential(nn.Linear(4, 4)), loss=nn.MSELoss(), data=Shuffled())
 
 
 class Thinned(InMemory):

@@ -37,7 +37,7 @@ def start_apart(ranks, exports, folder, name, layout, *others, **options):
     return ranks.run(size, run_with_own, *for_rank(folder, *words, *where), "model.init_from", weights, **options)
 
 
-@pytest.mark.parametrize("layout, other", [("ddp", 1), ("fsdp", 1), ("pipelined", 1), ("pipe_ddp", 2)])
+@pytest.mark.parametrize("layout, other", [("ddp", 1), ("pipe_ddp", 2)])
 def test_machines_with_other_weights_under_the_same_name_do_not_train_together(ranks, exports, tmp_path, layout, other):
     first = "0, 1, 3" if other == 2 else "0"
     differs = rf"model.init_from: \w{{12}} on ranks? {first} \(.*\), \w{{12}} on rank {other} \("
