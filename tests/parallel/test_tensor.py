@@ -9,16 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import Layout, assert_same_training, build, chain_and_batches, parallel_section, planned, train
+from cases import Layout, assert_same_training, chain_and_batches, planned, train
 from cells import RECIPES
-from omegaconf import OmegaConf
 from probes import losses_of_optimizers
 from slow_cases import with_slow
 from small_models import perceptrons
 from torch import nn
 
 from common.errors import ModelError, PlanError
-from data.dataset import Batch
 from data.tensors import TensorData
 from models import fused_cross_entropy
 from models.chain import Chain, LayerSpec
@@ -32,18 +30,13 @@ from models.sequential import chain_of
 from models.transformer import transformer
 from parallel.axes import tensor
 from parallel.axes.tensor import TensorParallel
-from parallel.examination import examine
 from parallel.mesh import Mesh, Ranks
 from parallel.partition import even_split
 from parallel.placement import Split
-from planner.search import layouts
-from planner.work import weights_of
-from training.studies.planning.typed import _problems, ways_to_divide
 
 TWO, SEQUENCE = Layout("tensor", tp=2), Layout("tensor", tp=2, sequence=True)
 WHOLE_HEAD = gpt2("tiny")  # as of transformers, where it has settings that no cut vocabulary has
 WHOLE_HEAD = replace(WHOLE_HEAD, cut={k: cut for k, cut in WHOLE_HEAD.cut.items() if not isinstance(cut, Vocabulary)})
-TIED = replace(perceptrons(), tied={"1.3.weight": "0.3.weight"})  # the first layer gets whole sequences
 STAGES = Layout("pipelined", tp=2, pp=2, chunks=2, sequence=True)
 EXACT = {"steps": 2, "eval_every": 2, "precision": "fp64"}
 
@@ -101,21 +94,25 @@ def test_a_rule_that_is_broken_on_purpose_is_seen(ranks, trained, mistake):
         assert_same_training(ranks.run(layout.processes, train_wrongly, mistake, layout, recipe), reference, 1e-10)
 
 
-def train_with_a_norm_of_two_layers(layout, recipe):
-    """The first layer, which gets whole sequences, and the second one have the same scales."""
+def train_layers(chain, layout):
+    """Train these layers with the batches of ``perceptrons``."""
+    recipe = replace(RECIPES["perceptrons"], **EXACT)
+    batch_at = chain_and_batches(recipe)[1]
     with pytest.MonkeyPatch.context() as patch:
-        chain, batch_at = chain_and_batches(recipe)
-        tied = replace(chain, tied={"1.3.weight": "0.3.weight"})
-        patch.setattr(cases, "chain_and_batches", lambda recipe: (tied, batch_at))
+        patch.setattr(cases, "chain_and_batches", lambda recipe: (chain(), batch_at))
         return train(layout, recipe)
 
 
+def tied():
+    """The first layer, which gets whole sequences, and the second one have the same scales."""
+    return replace(perceptrons(), tied={"1.3.weight": "0.3.weight"})
+
+
 def test_a_parameter_of_layers_with_the_whole_and_with_parts_of_the_sequence_is_refused(ranks):
-    recipe, words = replace(RECIPES["perceptrons"], **EXACT), "1.3.weight and 0.3.weight are one parameter"
-    reference, *_ = ranks.run(1, train_with_a_norm_of_two_layers, Layout("single"), recipe)
-    assert_same_training(ranks.run(2, train_with_a_norm_of_two_layers, TWO, recipe), reference, 1e-10)
-    with pytest.raises(AssertionError, match=words):
-        ranks.run(2, train_with_a_norm_of_two_layers, SEQUENCE, recipe)
+    reference, *_ = ranks.run(1, train_layers, tied, Layout("single"))
+    assert_same_training(ranks.run(2, train_layers, tied, TWO), reference, 1e-10)
+    with pytest.raises(AssertionError, match="1.3.weight and 0.3.weight are one parameter"):
+        ranks.run(2, train_layers, tied, SEQUENCE)
 
 
 class Both(nn.Module):
@@ -131,17 +128,14 @@ class Both(nn.Module):
         return self.c(first) + self.d(self.dropout(second))
 
 
-def compute_two_regions_at_once():
+def two_regions_at_once():
     table = {"*.a": Columns(), "*.b": Columns(), "*.c": Rows(), "*.d": Rows()}
-    both = Chain([LayerSpec(name, Both) for name in "xy"], SquaredError(), cut=table)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "chain_and_batches", lambda recipe: (both, chain_and_batches(recipe)[1]))
-        train(TWO, replace(RECIPES["perceptrons"], **EXACT))
+    return Chain([LayerSpec(name, Both) for name in "xy"], SquaredError(), cut=table)
 
 
 def test_rows_whose_region_has_ended_are_refused(ranks):
     with pytest.raises(AssertionError, match=r"the region of x\.d, which has Rows\(\), has ended"):
-        ranks.run(2, compute_two_regions_at_once)
+        ranks.run(2, train_layers, two_regions_at_once, TWO)
 
 
 class Branches(nn.Module):
@@ -159,18 +153,15 @@ class Branches(nn.Module):
         return x + self.c(first * second)
 
 
-def train_branches(layout):
+def branches():
     table = {"*.a": Columns(unit=4), "*.b": Columns(), "*.c": Rows()}
-    chain = Chain([LayerSpec(name, Branches) for name in "xy"], SquaredError(), cut=table)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "chain_and_batches", lambda recipe: (chain, chain_and_batches(recipe)[1]))
-        return train(layout, replace(RECIPES["perceptrons"], **EXACT))
+    return Chain([LayerSpec(name, Branches) for name in "xy"], SquaredError(), cut=table)
 
 
 @pytest.mark.parametrize("layout", [TWO, SEQUENCE], ids=str)
 def test_what_is_called_inside_a_region_and_computes_with_a_whole_tensor_is_whole(ranks, layout):
-    reference, *_ = ranks.run(1, train_branches, Layout("single"))
-    assert_same_training(ranks.run(2, train_branches, layout), reference, 1e-10)
+    reference, *_ = ranks.run(1, train_layers, branches, Layout("single"))
+    assert_same_training(ranks.run(2, train_layers, branches, layout), reference, 1e-10)
 
 
 def losses_of_adafactor(layout):
@@ -216,9 +207,7 @@ def cutting(mesh, sequence: bool = False) -> TensorParallel:
 
 def loss_of_shared_words(vocabulary: int) -> tuple[torch.Tensor, ...]:
     """On each rank: the loss of its words, and the gradients of the hidden states and of its weight."""
-    mesh = SimpleNamespace(
-        axis=lambda name: Ranks([*range(dist.get_world_size())], dist.get_rank(), dist.group.WORLD)
-    )
+    mesh = SimpleNamespace(axis=lambda name: Ranks([*range(dist.get_world_size())], dist.get_rank(), dist.group.WORLD))
     layers = cutting(mesh)
     x, weight, bias, targets = words_of(vocabulary)
     split = Split(tensor.TENSOR, 0, tuple(even_split(vocabulary, layers.ranks.size)))
@@ -258,48 +247,6 @@ def test_the_loss_of_words_that_ranks_share_is_that_of_all_words(ranks, ranks_of
     torch.testing.assert_close(torch.cat([share[3] for share in shares]), bias.grad)
 
 
-# -- what is sent ----------------------------------------------------------------------------------------------------
-
-
-def sent_in_a_step(layout: Layout, recipe) -> dict[str, list[int]]:
-    """On each rank: the elements of every collective of a step along ``tensor``, of hidden states, by its name."""
-    noted: dict[str, list[int]] = {}
-    _, batch_at = chain_and_batches(recipe)
-    _, strategy = build(layout, recipe)
-    batch = batch_at(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name, place in ((dist, "all_reduce", 0), (dist, "all_gather", 1), (tensor, "reduce_scatter", 1)):
-            real = getattr(owner, name)
-
-            def noting(*given, real=real, name=name, place=place, **more):
-                if more.get("group") is strategy.axes[-1].ranks.group and given[place].dim() == 3:
-                    noted.setdefault(name, []).append(given[place].numel())
-                return real(*given, **more)
-
-            patch.setattr(owner, name, noting)
-        strategy.train_step(batch, 1)
-    strategy.close()
-    return noted
-
-
-@pytest.mark.parametrize("layout", [TWO, SEQUENCE], ids=str)
-def test_a_block_sends_its_hidden_states_twice_forward_and_twice_backward(ranks, layout):
-    recipe = replace(RECIPES["gpt2"], dropout=0.0, steps=1)
-    chain, batch_at = chain_and_batches(recipe)
-    blocks = sum(name.startswith("h.") for name in chain.names)
-    batch = batch_at(1)
-    width = chain.skeleton(["embedding"])["embedding"].wte.embedding_dim
-    hidden = batch.inputs.numel() * width
-    for noted in ranks.run(2, sent_in_a_step, layout, recipe):
-        if layout.sequence:
-            # The border after the embedding, and the head's products, divide and gather the sequence once each.
-            assert noted["all_gather"] == [hidden // 2] * (4 * blocks + 2)
-            assert noted["reduce_scatter"] == [hidden] * (4 * blocks + 1)
-            assert noted["all_reduce"] == [hidden]  # of the embedding
-        else:
-            assert noted == {"all_reduce": [hidden] * (4 * blocks + 2)}  # of embedding and head one each
-
-
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +273,7 @@ def plan(chain, **keys):
         (resnet50(), {}, r"this model does not say where: .*cut=\{\"fc\": Columns\(\) or Rows\(\), …\}"),
         (gpt2("tiny"), {"tp": 1}, r"parallel=tensor cuts layers among processes, and parallel.tp=1 is one"),
         (WHOLE_HEAD, {"sequence": True}, r"needs the vocabulary of head cut.*leave parallel.sequence out"),
-        (TIED, {"sequence": True}, r"1.3.weight and 0.3.weight are one parameter .*leave parallel.sequence out"),
+        (tied(), {"sequence": True}, r"1.3.weight and 0.3.weight are one parameter .*leave parallel.sequence out"),
         (gpt2("tiny"), {"tp": 1, "name": "ddp", "sequence": True}, r"parallel.sequence=true .*set parallel.tp=2"),
         (gpt2("tiny"), {"name": "pipelined", "pp": 1}, r"pp=1 is one stage; use parallel=tensor, or parallel.pp=2"),
         (gpt2("tiny"), {"name": "single"}, r"parallel=single leaves layers whole, and parallel.tp=2 cuts them"),
@@ -340,20 +287,12 @@ def test_what_cannot_be_cut_is_refused_with_its_numbers(chain, keys, words):
         plan(chain, **keys)
 
 
-@pytest.mark.parametrize("chain", [WHOLE_HEAD, TIED], ids=["whole head", "tied"])
+@pytest.mark.parametrize("chain", [WHOLE_HEAD, tied()], ids=["whole head", "tied"])
 def test_automatic_layouts_divide_no_sequence_where_a_run_refuses_that(chain):
     tokens = torch.zeros(64, 8, dtype=torch.int64)
     data = TensorData(tokens, tokens, vocab_size=9)
     data.prepare()
-    keys = vars(parallel_section(Layout("single")))
-    cfg = {"optim": {"_target_": "torch.optim.AdamW"}, "parallel": keys, "train": {"compile": False}}
-    found = examine(chain, Batch(tokens[:2], tokens[:2]))
-    problem_of, possible = _problems(SimpleNamespace(cfg=OmegaConf.create(cfg), chain=chain, examination=found)), 0
-    for layout in layouts(weights_of(chain), 2, (2, 2, True), ways_to_divide(chain, data, {}, 2), {}):
-        if not problem_of(layout):
-            plan(chain, **layout.section())
-            possible += layout.tp > 1
-    assert possible > 0
+    assert TensorParallel.choices(chain, data, {}, 2) == [{"tp": n, "sequence": False} for n in (1, 2)]
 
 
 @pytest.mark.parametrize(
