@@ -61,7 +61,6 @@ class Recipe:
     padded: bool = False  # the last sample of every training batch counts 0
     cut: bool = False  # the last sample of every training batch is not there at all (one process, one chunk)
     loss_scale: float | None = None  # where float16 starts from
-    double_gradients_of_stage: int | None = None  # a mistake, made on purpose
     fused: bool = False  # SGD's fused kernel
     sync_batchnorm: bool = False
     interleaved: bool = False  # the batch's halves in turn, a quarter of the batch at a time
@@ -166,7 +165,6 @@ def train(layout: Layout, recipe: Recipe) -> Result:
         if hook is not None:
             hook.remove()
         strategy.loss_scale.update(outcome)
-        _double(strategy, plan, recipe.double_gradients_of_stage)
         if recipe.clip is not None:
             strategy.clip_grad_norm_(recipe.clip, outcome.grad_norm)
         if optimizer is not None and outcome.finite:
@@ -218,13 +216,6 @@ def _pad_last(batch: Batch) -> Batch:
     weights = torch.ones(len(batch))
     weights[-1] = 0.0
     return Batch(batch.inputs, batch.targets, weights)
-
-
-def _double(strategy: Strategy, plan: Plan, index: int | None) -> None:
-    for stage, planned in zip(strategy.stages, plan.stages_of(strategy.mesh.position), strict=True):
-        if planned.index == index:
-            for parameter in stage.parameters():
-                parameter.grad *= 2
 
 
 def _overflow(strategy: Strategy) -> torch.utils.hooks.RemovableHandle | None:
