@@ -11,7 +11,7 @@ import pytest
 from composed import config
 
 from common.errors import LaunchError
-from conf.instantiate import to_dict
+from conf.instantiate import with_values
 from conf.schema import Slurm
 from launchers import World
 from launchers.slurm import follow, task
@@ -105,8 +105,8 @@ def test_a_second_submission_into_a_directory_changes_no_job_that_waits_there(an
     monkeypatch.setattr(slurm_job, "work", lambda entry, *_: read.append(entry.args))
     commands = []
     for seed in (1, 2):
-        tree = {**to_dict(config("launcher=slurm")), "seed": seed}
-        slurm_job.queue([slurm_job.CheckedRun(tree, tmp_path, 1)], tmp_path / "slurm", "toy")
+        cfg = with_values(config("launcher=slurm"), {"seed": seed})
+        slurm_job.queue([slurm_job.CheckedRun(cfg, tmp_path, 1)], tmp_path / "slurm", "toy")
         (words,) = re.findall(r"^run=\((.*)\)$", (tmp_path / "slurm" / "job.sh").read_text(), re.MULTILINE)
         commands.append(shlex.split(words))
     for command in commands:

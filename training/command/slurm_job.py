@@ -37,24 +37,24 @@ class CheckedRun:
     """A checked run.
 
     Attributes:
-        tree: Its configuration as plain data.
+        cfg: Its configuration.
         run_dir: Its directory.
         processes: Its number of processes.
     """
 
-    tree: dict
+    cfg: Root
     run_dir: Path
     processes: int
 
     @classmethod
     def of(cls, setup: Any, run_dir: Path) -> CheckedRun:
         """Return the run that ``prepare_here`` has checked."""
-        return cls(to_dict(setup.cfg), Path(run_dir).absolute(), setup.plan.processes)
+        return cls(setup.cfg, run_dir.absolute(), setup.plan.processes)
 
     @property
     def shape(self) -> str:
         """Equal for runs that can be elements of one job array."""
-        return json.dumps([self.processes, self.tree["launcher"], self.tree["parallel"]["env"]], sort_keys=True)
+        return json.dumps([self.processes, to_dict(self.cfg.launcher), environment(self.cfg)], sort_keys=True)
 
 
 def prepare_here(cfg: Root):
@@ -81,12 +81,12 @@ def queue(runs: list[CheckedRun], folder: Path, name: str) -> list[Job]:
     Raises:
         LaunchError: The queue refuses them.
     """
-    cfg = to_config(runs[0].tree)
+    cfg = runs[0].cfg
     threads = cfg.parallel.threads
     env = environment(cfg) if threads is None else {**environment(cfg), "OMP_NUM_THREADS": str(threads)}
     submission = secrets.token_hex(3)
     for index, run in enumerate(runs):
-        job = {"cfg": run.tree, "run_dir": str(run.run_dir)}
+        job = {"cfg": to_dict(run.cfg), "run_dir": str(run.run_dir)}
         write_private(_config_path(folder, submission, index), json.dumps(job))
     arguments = ["-m", "training.command.slurm_job", str(folder), submission]
     return submit(arguments, [run.run_dir / "logs" for run in runs], cfg.launcher, runs[0].processes, folder, name, env)

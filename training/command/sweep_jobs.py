@@ -291,7 +291,7 @@ def queue_checked(jobs: Sequence[JobReturn]) -> Sequence[JobReturn]:
         run = job.return_value
         record = read_job(run.run_dir)
         finished = record is not None and record.status == FINISHED
-        job.return_value = value_for_sweeper(to_config(run.tree), run.run_dir) if finished else None
+        job.return_value = value_for_sweeper(run.cfg, run.run_dir) if finished else None
     return jobs
 
 
@@ -318,17 +318,17 @@ def _run_all(runs: list[CheckedRun]) -> None:
     for alike in (list(group) for _, group in by_shape):
         folder = alike[0].run_dir.parent / f"slurm-{alike[0].run_dir.name}"
         try:
-            queued = queue(alike, folder, alike[0].tree["model"]["name"])
+            queued = queue(alike, folder, alike[0].cfg.model.name)
         except UserError as error:
             for run in alike:
                 _fail(run.run_dir, error)
             continue
         jobs += [(job, run.run_dir) for job, run in zip(queued, alike, strict=True)]
         print(f"job{'s' * (len(queued) > 1)} {', '.join(job.id for job in queued)} queued; their output: {folder}")
-    if not jobs or not runs[0].tree["launcher"]["wait"]:
+    if not jobs or not runs[0].cfg.launcher.wait:
         return
     try:
-        wait([job for job, _ in jobs], runs[0].tree["launcher"]["poll_s"], partial(print, flush=True))
+        wait([job for job, _ in jobs], runs[0].cfg.launcher.poll_s, partial(print, flush=True))
     except Interrupted:
         for job, folder in jobs:
             if not job.done:

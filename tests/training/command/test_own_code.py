@@ -163,8 +163,8 @@ def test_a_job_of_an_array_finds_them_too(mine, tmp_path, monkeypatch):
     # A width is nothing that the model has which Hydra composes with first, without what is swept.
     words = ["-m", *mine, "model=deep,deep", "model.width=4", "launcher=slurm", "launcher.gpus_per_node=0", *QUICK]
     main([*words, f"hydra.sweep.dir={tmp_path}/sweep"])
-    assert [(one.tree["model"]["name"], one.tree["model"]["width"]) for one in queued] == [("deep", 4)] * 2
-    assert all(str(tmp_path / "mine") in one.tree["import_from"] for one in queued)
+    assert [(one.cfg.model.name, one.cfg.model.width) for one in queued] == [("deep", 4)] * 2
+    assert all(str(tmp_path / "mine") in one.cfg.import_from for one in queued)
 
 
 def test_a_class_of_the_folder_in_which_the_command_is_typed_is_named_by_its_target(mine, tmp_path, monkeypatch):
