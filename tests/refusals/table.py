@@ -12,7 +12,6 @@ from files import CONFIG, MANIFEST, Make, file, manifest, mnist, option, rows
 
 GPT2 = "model=gpt2 model.size=tiny data.seq_len=16 train.global_batch_size=4 "
 CONVNET = "model=convnet train.global_batch_size=4 "
-TRANSFORMER = "model=transformer data=text data.root=HERE/x.txt "
 TEXT = GPT2 + "data=text data.root=HERE/x.txt"
 ROWS = GPT2 + "data=jsonl data.root=HERE/x.jsonl"
 PARQUET = GPT2 + "data=parquet data.root=HERE/x.parquet"
