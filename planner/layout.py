@@ -40,11 +40,11 @@ class PlannedLayout(Layout):
     node: int = 1
 
     @classmethod
-    def of_plan(cls, plan: Plan, recompute: bool) -> PlannedLayout:
-        """Return the layout of a run's plan. ``recompute`` says whether the backward recomputes activations."""
+    def of_plan(cls, plan: Plan) -> PlannedLayout:
+        """Return the layout of a run's plan."""
         said = {key.name: getattr(plan, key.name) for key in fields(Layout)}
         said["schedule"] = plan.schedule or cls.schedule
-        return cls(**said, samples=plan.microbatch_size, recompute="full" if recompute else "none")
+        return cls(**said, samples=plan.microbatch_size, recompute="full" if plan.recompute else "none")
 
     @property
     def group(self) -> int:

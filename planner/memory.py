@@ -118,9 +118,9 @@ def fullest(layers: Works, layout: PlannedLayout, allocation: Allocation, states
     return max(Rank(layers, layout, allocation, states).positions(), key=lambda memory: memory.total)
 
 
-def memory_of_ranks(plan: Plan, layers: Works, states: float | None, recompute: bool = False) -> list[Memory]:
+def memory_of_ranks(plan: Plan, layers: Works, states: float | None) -> list[Memory]:
     """Predict the memory of each rank of a run from its layers' work, or from their weights alone."""
-    positions = Rank.of_plan(plan, layers, states, recompute).positions()
+    positions = Rank.of_plan(plan, layers, states).positions()
     return [positions[plan.mesh(rank).position] for rank in range(plan.processes)]
 
 
@@ -141,10 +141,10 @@ class Rank:
     states: float | None
 
     @classmethod
-    def of_plan(cls, plan: Plan, layers: Works, states: float | None, recompute: bool = False) -> Rank:
+    def of_plan(cls, plan: Plan, layers: Works, states: float | None) -> Rank:
         """Return the rank of a run's plan, from its layers' work, or from their weights alone."""
         allocation = Allocation.here(plan.precision, plan.device_type)
-        return cls(layers, PlannedLayout.of_plan(plan, recompute), allocation, states)
+        return cls(layers, PlannedLayout.of_plan(plan), allocation, states)
 
     @cached_property
     def parts(self) -> Works:

@@ -23,6 +23,7 @@ FREE = (*Layout.AXES, "chunks", "schedule", "stages_per_rank")  # what may be ty
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 _SHORT = 4  # ranks of a pipeline that may be fast with fewer micro-batches than ranks
 _PER_RANK = (2, 4)  # stages of a rank, of schedules that take several
+_equal_stages = cache(equal_stages)  # layouts that differ in anything else have the same costs
 
 
 class Pool(NamedTuple):
@@ -141,12 +142,7 @@ def _balanced(layers: Works, layout: PlannedLayout, devices: Devices) -> Planned
         costs = [seconds_of_layer(work, layout, devices.costs) for work in layers]
     else:
         costs = Rank(layers, layout, devices.allocation, devices.states).each_layer()
-    return replace(layout, balance=_equal_stages(tuple(costs), layout.pp * layout.per_rank))
-
-
-@cache  # layouts that differ in anything else have the same costs
-def _equal_stages(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    return tuple(equal_stages(costs, stages))
+    return replace(layout, balance=tuple(_equal_stages(tuple(costs), layout.pp * layout.per_rank)))
 
 
 def layouts(

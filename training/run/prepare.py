@@ -188,7 +188,7 @@ def _balance(setup: Setup, world_size: int | None, hardware: Hardware | None) ->
             costs = seconds_of_layers(setup)
     else:
         states = mean_states(cfg.optim, setup.chain)
-        costs = Rank.of_plan(plan, setup.work[0], states, plan.recompute).each_layer()
+        costs = Rank.of_plan(plan, setup.work[0], states).each_layer()
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     counts = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
     setup.cfg, setup.plan = with_values(cfg, {"parallel.balance": counts}), rebalanced(plan, setup.chain, counts)

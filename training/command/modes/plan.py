@@ -27,5 +27,5 @@ def run(command: Command) -> None:
     from training.run.prepare import describe
 
     print(describe(setup), flush=True)
-    states, recompute = mean_states(cfg.optim, setup.chain), setup.plan.recompute
-    print("\n" + describe_memory(memory_of_ranks(setup.plan, setup.work[0], states, recompute)))
+    ranks = memory_of_ranks(setup.plan, setup.work[0], mean_states(cfg.optim, setup.chain))
+    print("\n" + describe_memory(ranks))
