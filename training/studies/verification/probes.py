@@ -5,6 +5,7 @@ Each layer is built as a separate stage and gets the output of the layer before 
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,36 +95,38 @@ class Layer:
         unknown = Facts(self.name, "", ())  # of a layer after one that the examination cannot compute
         self.facts = next((facts for facts in self.found.layers if facts.name == self.name), unknown)
         began = time.process_time()
-        self.seen = self.run(backward=True)
+        self.seen = self.run()
         self.seconds = (time.process_time() - began) / _SAMPLES
 
-    def run(self, rows: slice = _FEW, backward: bool = False, state: int = 0) -> Results:
+    def run(self, rows: slice = _FEW, backward: bool = True, state: int = 0) -> Results:
         """Compute some samples in step 1 or in evaluation.
 
         Python's and numpy's generators are in the state number ``state``: it alone decides what is drawn from them.
 
         Returns:
-            What the layer gives; the loss with its count and metrics; and, with ``backward``, the gradients of inputs
-            and parameters.
+            What the layer gives; of that, what it gives for each sample, with the gradients of inputs for each sample;
+            the loss with its count and metrics; and all gradients.
         """
         first, last, _ = rows.indices(len(self.samples))
-        stage, where = self.stage, (first, last - first)
+        stage, where, count = self.stage, (first, last - first), last - first
         stage.zero_grad()
         stage.begin(self.training, step=int(self.training))
         inputs = self.rows(rows)
         with _generators(state, self.drawn):
             with torch.set_grad_enabled(self.training):
                 outputs = as_tuple(stage(*inputs, samples=where))
-            if parts := [_real(t).sum().double() for t in outputs if t.requires_grad and backward]:
+            if parts := [_weighed(t, count) for t in outputs if t.requires_grad and backward]:
                 torch.stack(parts).sum().backward()
             if stage.ends_chain:
                 with torch.no_grad():
                     stage(*self.rows(rows), samples=where, targets=self.samples.targets[rows])
         stage.end()
+        given = dict(enumerate(outputs))
         gradients = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
-        gradients |= {n: p.grad for n, p in self.module.named_parameters() if p.requires_grad and p.numel()}
+        every = gradients | {n: p.grad for n, p in self.module.named_parameters() if p.requires_grad and p.numel()}
+        each = {k: t for k, t in (given | gradients).items() if t is not None and t.dim() and len(t) % count == 0}
         sums = {"sums": stage.take_sums()} if stage.ends_chain else {}
-        return {"given": dict(enumerate(outputs)), "sums": sums, "gradients": gradients}
+        return {"given": given, "each": each, "sums": sums, "gradients": every}
 
     def rows(self, rows: slice) -> tuple[Tensor, ...]:
         """Copy what some samples are of the inputs; an input without a dimension of samples is passed on whole."""
@@ -142,6 +145,13 @@ class Layer:
             who = "" if self.name in drawing else f"{self.loss} "
             return f"{who}draws random numbers from torch's generator: seeded for each micro-batch"
         return "gathers the samples of all replicas" if ends and self.found.which("gathers") else None
+
+
+def _weighed(output: Tensor, count: int) -> Tensor:
+    """Return a sum over an output in which each number of a sample has a different weight."""
+    output = _real(output)
+    rows = output.reshape(count if output.numel() % count == 0 else 1, -1)
+    return (rows * torch.linspace(1, 2, rows.shape[1])).sum().double()
 
 
 def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
@@ -167,8 +177,9 @@ def _generators(state: int, drawn: set[str]) -> Iterator[None]:
         np.random.set_state(kept[1])
 
 
-def _states() -> dict[str, Any]:
-    return {"Python's generator": random.getstate(), "numpy's generator": str(np.random.get_state())}
+def _states() -> dict[str, bytes]:
+    states = {"Python's generator": random.getstate(), "numpy's generator": np.random.get_state()}
+    return {name: pickle.dumps(state) for name, state in states.items()}
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:
@@ -210,7 +221,7 @@ def _unchanged(layer: Layer, tolerance: float) -> Found:
 
 def _repeats(layer: Layer, tolerance: float) -> Found:
     """Compute the same again, with Python's and numpy's generators in other states."""
-    first, *others = (layer.run(_PAIR, state=n) for n in range(_DRAWS))
+    first, *others = (layer.run(_PAIR, backward=False, state=n) for n in range(_DRAWS))
     pairs = [(layer.run(state=1), layer.seen), *((other, first) for other in others)]
     size = max(largest_difference(*(seen["given"] | seen["sums"] for seen in pair))[0] for pair in pairs)
     if layer.drawn:
@@ -237,9 +248,14 @@ def _outputs(layer: Layer, tolerance: float) -> Found:
 
 def _halves(layer: Layer, tolerance: float) -> Found:
     """Compute both halves of the samples by themselves, and the loss of each."""
+    half = _SAMPLES // 2
+    first, second = (layer.run(rows, backward=False) for rows in (slice(0, half), slice(half, _SAMPLES)))
+    joined = {i: torch.cat([t, second["each"][i]]) for i, t in first["each"].items()}
+    sums = {name: t + second["sums"][name] for name, t in first["sums"].items()}
     others = f"samples see each other in {layer.mode}: half of a batch gives other numbers than the whole"
     loss = f"{layer.loss} of a batch is not the sum over its halves in {layer.mode}: give the sum of terms and their "
-    for text, size in zip((others, f"{loss}number"), _in_parts(layer, _SAMPLES, _SAMPLES // 2), strict=True):
+    for text, ours, kind in ((others, joined, "each"), (f"{loss}number", sums, "sums")):
+        size, _ = largest_difference(ours, {name: layer.seen[kind].get(name) for name in ours})
         if size > tolerance:
             rule = layer.rule()
             yield f"{rule or text} (by {size:.0e})", rule is not None
@@ -250,22 +266,17 @@ def _halves(layer: Layer, tolerance: float) -> Found:
 def _sizes(layer: Layer, tolerance: float) -> Found:
     """Compute samples together with more others than the other probes do."""
     for count in layer.sizes:
-        if (size := max(_in_parts(layer, count, _SAMPLES))) > tolerance:
+        batch = layer.run(slice(0, count))
+        few = layer.seen["each"]
+        ours = {k: _of_samples(t, _FEW, count) for k, t in batch["each"].items() if k in few}
+        ours, theirs = ours | batch["sums"], {k: few[k] for k in ours}
+        if batch["sums"]:
+            parts = [slice(first, min(first + _SAMPLES, count)) for first in range(0, count, _SAMPLES)]
+            theirs["sums"] = sum(layer.run(part, backward=False)["sums"]["sums"] for part in parts)
+        size, _ = largest_difference(ours, theirs)
+        if size > tolerance:
             text = f"gives a sample other numbers in a batch of {count} than in one of {_SAMPLES} in {layer.mode}"
             yield f"{text}: what it does depends on how many samples there are (by {size:.0e})", False
-
-
-def _in_parts(layer: Layer, count: int, size: int) -> tuple[float, float]:
-    """Return by how much the results for the first samples, and the sums, change if ``size`` are computed at once."""
-    whole = layer.seen if count == _SAMPLES else layer.run(slice(0, count))
-    last = count if whole["sums"] else _SAMPLES
-    parts = [layer.run(slice(first, min(first + size, count))) for first in range(0, last, size)]
-    # What has the same shape for fewer samples is not of each sample, as a mask that is passed on.
-    by_sample = [i for i, t in whole["given"].items() if t.dim() and t.shape != parts[0]["given"][i].shape]
-    joined = {i: torch.cat([part["given"][i] for part in parts]) for i in by_sample}
-    each = {i: whole["given"][i][: len(t)] for i, t in joined.items()}
-    sums: dict[str, Any] = {name: sum(part["sums"][name] for part in parts) for name in whole["sums"]}
-    return largest_difference(joined, each)[0], largest_difference(sums, whole["sums"])[0]
 
 
 PROBES: dict[str, Callable[[Layer, float], Found]] = {
@@ -347,7 +358,7 @@ def _layers(setup: Setup, own: int, kept: Sequence[float]) -> tuple[list[Layer],
         layer.sizes = evaluated.sizes = tuple(sizes)
         layers += [layer, evaluated]
         count = max([_SAMPLES, *sizes])
-        seen = layer.run(slice(0, count)) if sizes else layer.seen
+        seen = layer.run(slice(0, count), backward=False) if sizes else layer.seen
         inputs = tuple(t.detach().requires_grad_(t.requires_grad) for t in seen["given"].values())
         samples = samples.map(lambda t, count=count: t[:count])
     return layers, too_large
