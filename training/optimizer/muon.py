@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.optim import _muon
 
 from models.chain import Chain
 
@@ -40,14 +39,33 @@ class ExactMuon(torch.optim.Muon):
     In torch's bfloat16, the last bit of a gradient moves the loss by 1e-4 within 20 steps.
     """
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient."""
-        with patch.object(_muon, "_zeropower_via_newtonschulz", _orthogonalised):
-            return super().step(closure)
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update the parameters that have a gradient; there is no ``closure`` in training."""
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+                update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+                update = _orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(update, alpha=-lr * _muon_factor(group["adjust_lr_fn"], *parameter.shape))
+
+
+def _muon_factor(adjust: str | None, rows: int, columns: int) -> float:
+    """Return the factor on the learning rate of a matrix, by ``adjust_lr_fn``."""
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def _orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return what torch's function of Muon does, without its cast to bfloat16."""
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
