@@ -79,7 +79,7 @@ class Gradients:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for axis in reversed(self._axes):
-            axis.finish(self._names)
+            axis.finish_gradients(self._names)
         for parameters, group in self._copies:
             total, *others = [local(p.grad) for p in parameters if p.grad is not None]
             for other in others:

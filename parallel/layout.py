@@ -26,21 +26,21 @@ class Layout:
     Attributes:
         strategy: The name in the registry (``parallel.strategies``).
         dp: The number of replicas.
-        tp: The number of ranks that share each layer.
+        tp: The number of ranks that split each layer.
         pp: The number of ranks of each pipeline, or of stages if one process runs all of them.
         chunks: The number of micro-batches per replica and step.
         schedule: The name in ``parallel.schedules``, ignored if one process runs all stages.
         stages_per_rank: The number of stages of each rank; None for the default of the schedule.
         balance: How layers are divided into stages: the name of a rule, or the number of layers of each stage.
         order: dp_pp or pp_dp, the numbering of the ranks.
-        shard: The number of neighbouring replicas in a group (``parallel.mesh``); None for all that share parameters.
-        reshard: Whether shared parameters are gathered one layer at a time; None for yes, except in pipelines.
+        shard: The number of neighbouring replicas in a group (``parallel.mesh``); None for all that hold one copy.
+        reshard: Whether sharded parameters are gathered one layer at a time; None for yes, except in pipelines.
         devices: The devices of the stages or copies that one process runs; empty to let the plan choose them.
-        sequence: Whether the ranks that share layers also share the sequence between the products.
+        sequence: Whether the ranks that split layers also split the sequence between the products.
         axes: For each further axis of the mesh its name, the module and name of its class, and its number of ranks.
     """
 
-    AXES: ClassVar = ("dp", "tp", "pp")  # the keys that hold the degrees
+    DEGREES: ClassVar = ("dp", "tp", "pp")  # the keys that hold the degrees
     OPTIONS: ClassVar = ("sequence",)  # other keys of an axis
 
     strategy: str = "single"
@@ -76,7 +76,7 @@ class Layout:
         stages, schedule = saved["stages"], saved.get("schedule")
         return cls(
             strategy=saved["parallel"],
-            **{axis: saved.get(axis, 1) for axis in cls.AXES},
+            **{axis: saved.get(axis, 1) for axis in cls.DEGREES},
             sequence=saved.get("sequence", False),
             chunks=saved["chunks"],
             schedule=schedule,
@@ -115,7 +115,7 @@ class Layout:
     @property
     def name(self) -> str:
         """The layout's name, such as ``pipe_ddp dp=2 pp=2 gpipe chunks=4``."""
-        degrees = [(axis, getattr(self, axis)) for axis in self.AXES] + [(name, n) for name, _, n in self.axes]
+        degrees = [(axis, getattr(self, axis)) for axis in self.DEGREES] + [(name, n) for name, _, n in self.axes]
         words = [self.strategy, *(f"{axis}={n}" for axis, n in degrees if n > 1)]
         words += [self.schedule] if self.pipelined and self.schedule is not None else []
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
@@ -129,7 +129,7 @@ class Layout:
 
     @cached_property
     def pipelined(self) -> bool:
-        """Whether stages run on ranks of their own (and not all in one process)."""
+        """Whether stages run on separate ranks, not all in one process."""
         return self.info.stage_per_rank
 
     @cached_property
@@ -176,7 +176,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """The number of ranks that share one copy of the parameters; 1 if each rank has its own."""
+        """The number of ranks among which one copy of the parameters is sharded; 1 if each rank has its own."""
         return self.group if self.info.sharded else 1
 
     @property

@@ -22,8 +22,8 @@ With parallel.comm_hook=hierarchical each replica has its own copy, and the colu
 reduce gradients among themselves first. Peers and shards are different axes, so that no flag is needed to say whether a
 group shards its parameters.
 
-Along tensor, the fastest axis in both orders, ranks compute the same samples, each with a part of every layer
-(``parallel.axes.tensor``).
+Along tensor, the innermost built-in axis in both orders, ranks compute the same samples, each with a part of every
+layer (``parallel.axes.tensor``).
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorS
     received = tuple(map(TensorSpec.of, sample.input_tensors))
     *sent, loss = (outputs[stage.layers[-1]] for stage in plan.stages)
     for _, axis in axes_of(plan):
-        sent = [tuple(axis.sent(plan, spec) for spec in specs) for specs in sent]
+        sent = [tuple(axis.boundary(plan, spec) for spec in specs) for specs in sent]
     return [received, *sent, loss]
 
 

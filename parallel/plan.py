@@ -89,7 +89,7 @@ class Plan(Layout):
         """Return the layout as it is kept in a checkpoint, for ``Layout.from_manifest``."""
         return {
             "parallel": self.strategy,
-            **{axis: getattr(self, axis) for axis in Layout.AXES},
+            **{axis: getattr(self, axis) for axis in Layout.DEGREES},
             **{name: ranks for name, _, ranks in self.axes},
             "sequence": self.sequence,
             "shards": self.shards,

@@ -122,12 +122,12 @@ def _stages(skeleton: Layers, runs: Sequence[Sequence[str]]) -> tuple[StagePlan,
 
 def check_numbers(parallel) -> None:
     """Raise PlanError for numbers that no strategy accepts, and for names of axes that are taken."""
-    if taken := {*(parallel.axes or ())} & {*Layout.AXES, *Layout().sizes}:
+    if taken := {*(parallel.axes or ())} & {*Layout.DEGREES, *Layout().sizes}:
         raise PlanError(f"parallel.axes.{taken.pop()} has the name of an axis of this program; choose another")
     chunks = parallel.chunks
     if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
         raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1, or auto")
-    for key in (*Layout.AXES, "stages_per_rank", "threads", "timeout_s", "bucket_mb"):
+    for key in (*Layout.DEGREES, "stages_per_rank", "threads", "timeout_s", "bucket_mb"):
         value = getattr(parallel, key)
         if value is not None and not value > 0:
             least = "at least 1" if isinstance(value, int) else "above 0"
@@ -146,7 +146,7 @@ def _replicas(wanted: int | None, ranks_per_replica: int, hardware: Hardware, wo
 
 
 def _check_world(processes: int, dp: int, wanted: Layout, hardware: Hardware, world_size: int | None) -> None:
-    numbers = {f"parallel.{key}": getattr(wanted, key) for key in Layout.AXES}
+    numbers = {f"parallel.{key}": getattr(wanted, key) for key in Layout.DEGREES}
     numbers |= {"parallel.dp": dp, "parallel.pp": wanted.pp if wanted.pipelined else 1}
     numbers |= {f"parallel.axes.{name}.ranks": ranks for name, _, ranks in wanted.axes}
     shown = (f"{key}={n}" for key, n in numbers.items() if n > 1 or key in ("parallel.dp", "parallel.pp"))
@@ -218,9 +218,9 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
 
 
 def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool | None]:
-    """Choose the number of replicas in a group, and whether shared parameters are gathered one layer at a time.
+    """Choose the number of replicas in a group, and whether sharded parameters are gathered one layer at a time.
 
-    The latter is None if replicas share no parameters. Raises PlanError.
+    The latter is None if parameters are not sharded. Raises PlanError.
     """
     name, dp, wanted = parallel.name, mesh.dp, parallel.shard
     hierarchical = parallel.comm_hook in HIERARCHICAL

@@ -69,7 +69,7 @@ class Stage(nn.Module):
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
         self._writing, self._filling = (found.may("writes"), found.may("fills")) if found is not None else ((), ())
         self._between_layers = between_layers
-        left_to_stage = chain.tied_within(names)
+        tied_in_stage = chain.tied_within(names)
 
         def built(name: str, layer: nn.Module) -> None:
             if name in self._writing:  # before the axes: inside of FSDP2 the copy must be made
@@ -77,7 +77,7 @@ class Stage(nn.Module):
                 if (loss := loss_of(layer)) is not None:
                     layer.loss = lambda *given: loss(*self._copied(given))  # pyright: ignore[reportArgumentType]
             for axis in reversed(axes):
-                axis.prepare(name, layer, left_to_stage)
+                axis.prepare(name, layer, tied_in_stage)
 
         self.layers = chain.build(names, seed, device, dtype, built)
         sharded = any(is_sharded(parameter) for parameter in self.layers.parameters())

@@ -30,7 +30,7 @@ class StrategyInfo:
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
             or, without stages, a copy of the model on each.
         gpu_only: Whether the devices must be GPUs.
-        tensor: Whether ranks can share each layer (tensor parallelism).
+        tensor: Whether ranks can split each layer (tensor parallelism).
         shards: Which replicas share parameters, gradients and optimizer state if ``parallel.shard`` is not set: "all",
             or those of one "node". Empty if each replica has its own.
     """
@@ -46,12 +46,12 @@ class StrategyInfo:
 
     @property
     def sharded(self) -> bool:
-        """Whether replicas share parameters, gradients and optimizer state."""
+        """Whether replicas shard parameters, gradients and optimizer state."""
         return self.shards != ""
 
     @property
     def only_tensor(self) -> bool:
-        """Whether sharing layers is all that ranks do."""
+        """Whether tensor parallelism is the only parallelism."""
         return self.tensor and not (self.replicas or self.stages)
 
 

@@ -283,7 +283,7 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.end()
             for axis in self.axes:
-                axis.end(self.stages, training)
+                axis.end_step(self.stages, training)
 
     def _add_location(self, error: Exception, step: int | None) -> None:
         """Add a note to an error that tells where in the step it was raised."""

@@ -22,7 +22,7 @@ class PaperCosts:
     Attributes:
         devices: Devices of a node.
         itemsize: Bytes per number in matrix products.
-        gathered: Bytes per number of a shared parameter when ranks gather it.
+        gathered: Bytes per number of a sharded parameter when ranks gather it.
         hides: The fractions of gradients' and of shards' communication that can overlap with computing.
     """
 

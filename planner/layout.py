@@ -20,9 +20,9 @@ class PlannedLayout(Layout):
         samples: The number of samples per micro-batch.
         recompute: "none"; "full" keeps only each layer's input; "selective" recomputes attention.
         overlaps: Whether gradients are reduced during the last backward.
-        scatters: Whether each of the ranks that share layers sends a part of a whole tensor to the next stage, which
+        scatters: Whether each of the ranks that split layers sends a part of a whole tensor to the next stage, which
             gathers it, as in Megatron-LM.
-        zero1: Whether replicas share the optimizer's states and the weights that it updates (ZeRO-1), and gather
+        zero1: Whether replicas shard the optimizer's states and the weights that it updates (ZeRO-1), and gather
             weights in the compute dtype. No strategy of this project does.
         gradient: Bytes per number of the gradients that replicas sum. Megatron-LM's training in fp16 sums them in fp16.
         ends_on_top: Whether stages get equally many layers besides the first and the last layer, as in Megatron-LM.
@@ -54,7 +54,7 @@ class PlannedLayout(Layout):
 
     @property
     def of_states(self) -> int:
-        """How many ranks share the optimizer's states and the weights that it updates."""
+        """The number of ranks among which the optimizer's states and the weights that it updates are sharded."""
         return self.dp if self.zero1 else self.shards
 
     @property
@@ -64,7 +64,7 @@ class PlannedLayout(Layout):
 
     @property
     def resharded(self) -> bool:
-        """Whether shared parameters are gathered one layer at a time."""
+        """Whether sharded parameters are gathered one layer at a time."""
         return not self.pipelined if self.reshard is None else self.reshard
 
     def keys(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Allocation:
 
     Attributes:
         number: Bytes per number of a weight, its gradient and the optimizer state.
-        gathered: Bytes per number of a shared parameter or gradient during communication.
+        gathered: Bytes per number of a sharded parameter or gradient during communication.
         process: Bytes of a rank without a model.
         activation: Bytes per number of what products compute with.
         heap: Extra bytes of an allocator that keeps freed memory, as a fraction of the tensors' bytes.
@@ -55,7 +55,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a rank in bytes. Of shared tensors, its share counts.
+    """The memory of a rank in bytes. A sharded or split tensor counts with this rank's part.
 
     Attributes:
         weights: All parameters.
@@ -185,7 +185,7 @@ class Rank:
         return Memory(*tensors, allocation.process, freed + allocation.heap * (sum(tensors) + freed))
 
     def _gathered(self, parameters: float, trained: float) -> float:
-        """Return the bytes of shared parameters and gradients that are whole during a step."""
+        """Return the bytes of sharded parameters and gradients that are whole during a step."""
         layout, allocation = self.layout, self.allocation
         # A layer at a time: one computes and the next is fetched. Its gradients lie in a buffer to be reduced, too.
         two = 2 * self.largest

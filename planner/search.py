@@ -19,7 +19,7 @@ from planner.memory import Allocation, Memory, Rank, fullest
 from planner.step import Seconds, seconds_of, seconds_of_layer
 from planner.work import Works
 
-FREE = (*Layout.AXES, "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
+FREE = (*Layout.DEGREES, "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 _SHORT = 4  # ranks of a pipeline that may be fast with fewer micro-batches than ranks
 _PER_RANK = (2, 4)  # stages of a rank, of schedules that take several
@@ -184,7 +184,7 @@ def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) 
         typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
         piped = info.stage_per_rank or not (typed or stages)  # else what is typed has no meaning
         wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
-        if not wanted or not all(axis.is_used_by(info, layout) for axis in AXES):
+        if not wanted or not all(axis.allows(info, layout) for axis in AXES):
             continue
         base = replace(
             layout, strategy=name, shard=fixed.get("shard"), reshard=fixed.get("reshard"),

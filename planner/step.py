@@ -25,7 +25,7 @@ class Seconds:
         tensor: Collectives of tensor parallelism.
         stages: Messages between stages.
         gradients: Their reduction over replicas and, of tied parameters, between stages.
-        shards: Gathering shared parameters and scattering their gradients.
+        shards: Gathering sharded parameters and scattering their gradients.
         optimizer: The update, and what no other part accounts for.
     """
 
@@ -124,7 +124,7 @@ def _sums(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     """Seconds of the all-reduces of a layer: those of its forward, as many in its backward, and if it is recomputed."""
     total = 0.0
     for name, axis in axes_of(layout):
-        times, numbers = axis.sums(layout, work)
+        times, numbers = axis.all_reduces(layout, work)
         ranks = layout.sizes[name]
         # Where these ranks do not divide a node, some of them are on two nodes.
         together = ranks if layout.processes <= costs.devices else gcd(ranks, costs.devices)
@@ -150,7 +150,7 @@ def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:
 def _replicas(
     held: Works, parameters: float, trained: float, compute: float, layout: PlannedLayout, costs: Costs
 ) -> tuple[float, float]:
-    """Seconds for gradients and for shared parameters that ``compute``, of a micro-batch, does not hide."""
+    """Seconds for gradients and for sharded parameters that ``compute``, of a micro-batch, does not hide."""
     if layout.dp == 1:
         return 0.0, 0.0
     per_node = max(1, costs.devices // (layout.ranks_per_stage * (1 if layout.order == "pp_dp" else layout.pp)))

@@ -45,7 +45,7 @@ class LayerWork:
         frozen: The number of parameters that are not trained.
         cast: Bytes of its weights in the compute dtype; independent of samples.
         hidden: The numbers of its output. A block's collectives of tensor parallelism send them in the compute dtype.
-        whole: The bytes of ``moved`` that tensor parallelism leaves whole, unless ranks share the sequence: those of
+        whole: The bytes of ``moved`` that tensor parallelism leaves whole, unless ranks split the sequence: those of
             operators that are as wide as the output (norms, residual connections, dropout).
         masked: The FLOPs of ``attention`` that its kernel leaves out.
         kept_whole: The bytes of ``kept`` that tensor parallelism leaves whole, likewise; None if they are not counted.
@@ -88,9 +88,9 @@ class LayerWork:
         return sum(tie.parameters - tie.frozen for tie in self.ties)
 
     def divided(self, ranks: int, between: bool) -> LayerWork:
-        """Return the part of one of ``ranks`` that share the layer.
+        """Return the work of one of ``ranks`` ranks that split the layer.
 
-        They divide products and parameters, and what lies between the products if ``between``.
+        They split products and parameters, and with ``between`` also what lies between the products.
         """
 
         def part(size: float, whole: float) -> float:
@@ -124,7 +124,7 @@ def shares(layers: Works, layout: Layout) -> Works:
         return layers
     parts = {id(work): work for work in layers}
     for _, axis in axes:
-        parts = {key: axis.share(layout, work) for key, work in parts.items()}
+        parts = {key: axis.work_of_rank(layout, work) for key, work in parts.items()}
     return [parts[id(work)] for work in layers]
 
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 from pkgutil import resolve_name
 
 from parallel.axes.axis import Axis
-from parallel.axes.pipeline import Stages
+from parallel.axes.pipeline import PipelineStages
 from parallel.axes.replicas import Replicas
 from parallel.axes.shards import Shards
 from parallel.axes.tensor import TensorParallel
 from parallel.layout import Layout
 
-AXES: tuple[type[Axis], ...] = (Replicas, Shards, Stages, TensorParallel)  # as in the mesh, slowest first
+AXES: tuple[type[Axis], ...] = (
+    Replicas,
+    Shards,
+    PipelineStages,
+    TensorParallel,
+)  # in the order of the mesh with parallel.order=dp_pp
 
 
 def known_axes(layout: Layout) -> list[type[Axis]]:
@@ -24,6 +29,6 @@ def known_axes(layout: Layout) -> list[type[Axis]]:
 
 
 def axes_of(layout: Layout) -> list[tuple[str, type[Axis]]]:
-    """Return the axes along which a layout has several ranks: their names in the mesh and classes, slowest first."""
-    found = [(axis.names[0], axis) for axis in AXES if any(layout.sizes[name] > 1 for name in axis.names)]
+    """Return the name in the mesh and the class of each axis along which a layout has several ranks."""
+    found = [(axis.mesh_axes[0], axis) for axis in AXES if any(layout.sizes[name] > 1 for name in axis.mesh_axes)]
     return found + [(name, resolve_name(path)) for name, path, ranks in layout.axes if ranks > 1]

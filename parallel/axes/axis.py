@@ -24,16 +24,16 @@ class LayerWork(Protocol):
 
     @property
     def attention(self) -> float:
-        """FLOPs of attention."""
+        """The FLOPs of attention."""
         ...
 
     @property
     def hidden(self) -> float:
-        """The numbers of the layer's output."""
+        """The number of elements in the layer's output, per sample."""
         ...
 
     def divided(self: Work, ranks: int, between: bool) -> Work:
-        """Return the part of one of some ranks; see ``planner.work``."""
+        """Return one of ``ranks`` ranks' part of the work; see ``planner.work``."""
         ...
 
 
@@ -48,14 +48,14 @@ class Axis:
     called before a run, for any layout. The others are called by each rank of a run with several ranks along the axis.
 
     Attributes:
-        names: The axes of the mesh that belong to it. An axis from ``parallel.axes`` has the name of its key there.
-        keys: The attributes of a layout on which ``check`` depends.
+        mesh_axes: The axes of the mesh that belong to it. An axis from ``parallel.axes`` has the name of its key there.
+        keys: The attributes of a layout that ``check`` reads.
         variants: Values of its keys with two ranks that ``mode=verify`` compares, where the model has a table of cuts.
-        hint: A sentence about what may be wrong if the ranks come to hold different weights.
+        hint: A sentence about what may be wrong if ranks hold different weights, for that error; empty for none.
         ranks: The ranks along the axis, this one included.
     """
 
-    names: ClassVar[tuple[str, ...]] = ()
+    mesh_axes: ClassVar[tuple[str, ...]] = ()
     keys: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[tuple[dict[str, Any], ...]] = ()
     hint: ClassVar[str] = ""
@@ -76,22 +76,22 @@ class Axis:
 
     @classmethod
     def check_data(cls, layout: Layout, data: DataSet) -> None:
-        """Check that the samples of a data set, which is prepared, can be divided this way. Raises PlanError."""
+        """Check that the samples of a prepared data set can be divided this way. Raises PlanError."""
 
     @classmethod
-    def is_used_by(cls, info: StrategyInfo, layout: Layout) -> bool:
-        """Return whether ``parallel=auto`` considers a strategy for the layout's number of ranks along the axis."""
+    def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """Return whether ``parallel=auto`` tries a strategy with the layout's number of ranks along the axis."""
         return True
 
     @classmethod
-    def choices(cls, chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+    def choices(cls, chain: Chain, data: DataSet, fixed: Mapping[str, Any], max_ranks: int) -> list[dict[str, Any]]:
         """Return the values of the axis's keys that ``parallel=auto`` may choose.
 
         Args:
             chain: The model.
-            data: The data set, which is prepared.
+            data: The prepared data set.
             fixed: The values that the user has typed.
-            most: The largest number of ranks.
+            max_ranks: The largest number of ranks.
 
         Raises:
             PlanError: A typed value is not possible.
@@ -99,17 +99,17 @@ class Axis:
         return [{}]
 
     @classmethod
-    def share(cls, layout: Layout, work: Work) -> Work:
+    def work_of_rank(cls, layout: Layout, work: Work) -> Work:
         """Return one rank's part of a layer's work."""
         return work
 
     @classmethod
-    def sums(cls, layout: Layout, work: LayerWork) -> tuple[int, float]:
-        """Return the number of all-reduces along the axis in a layer's forward, and the numbers of each per sample."""
+    def all_reduces(cls, layout: Layout, work: LayerWork) -> tuple[int, float]:
+        """Return the number of all-reduces in a layer's forward, and the number of elements of each per sample."""
         return 0, 0.0
 
     @classmethod
-    def sent(cls, layout: Layout, spec: TensorSpec) -> TensorSpec:
+    def boundary(cls, layout: Layout, spec: TensorSpec) -> TensorSpec:
         """Return one rank's part of a tensor that a stage sends to the next one."""
         return spec
 
@@ -120,23 +120,26 @@ class Axis:
 
     @classmethod
     def across_nodes(cls, layout: Layout, nodes: int, sent: float) -> str | None:
-        """Return a warning if ranks along the axis lie on several nodes, which must not send so many bytes a layer."""
+        """Return a warning if ranks along the axis span several nodes and send too much; None otherwise.
+
+        ``sent`` is in bytes per layer.
+        """
         return None
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
-        """Describe the ranks along the axis ``name`` of a mesh, which is connected."""
+        """Describe the ranks along the axis ``name`` of a connected mesh."""
         self.ranks, self.plan, self.chain, self.mesh = mesh.axis(name), plan, chain, mesh
 
-    def prepare(self, name: str, layer: nn.Module, left_to_stage: Sequence[str]) -> None:
-        """Reduce a layer to this rank's part, in place.
+    def prepare(self, name: str, layer: nn.Module, tied_in_stage: Sequence[str]) -> None:
+        """Replace a layer's parameters by this rank's part, in place.
 
-        ``left_to_stage`` has the names of the parameters that several layers of the stage share.
+        ``tied_in_stage`` has the names of the tied parameters of the stage.
         """
 
     def wrap(self, stage: nn.Module) -> nn.Module:
-        """Return the module that is called in place of a stage, whose layers are prepared."""
+        """Wrap a stage after its layers are prepared. Return the module to call instead."""
         return stage
 
     def split(self, name: str, tensor: Tensor) -> Split | None:
@@ -149,15 +152,15 @@ class Axis:
     def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:
         """Prepare the backward of a micro-batch. ``last`` is whether it is the last one of the step."""
 
-    def finish(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
+    def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
         """Complete the gradients after the last backward. ``names`` has the names of each of the rank's parameters."""
 
-    def end(self, stages: Iterable[nn.Module], training: bool) -> None:
+    def end_step(self, stages: Iterable[nn.Module], training: bool) -> None:
         """End a step of training or evaluation, also one that an error has ended."""
 
 
-def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Add gradients up over ranks, in place, all that have one dtype at once."""
+def all_reduce_sum(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """All-reduce gradients in place, with one collective per dtype."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
         flat = torch.cat([gradient.flatten() for gradient in alike])

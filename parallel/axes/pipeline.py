@@ -1,4 +1,4 @@
-"""The axis of a pipeline: each of its ranks has other stages. ``parallel.pipeline`` runs them."""
+"""The pipeline axis: each rank has different stages. ``parallel.pipeline`` runs them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from parallel.mesh import PIPELINE
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 
 
-class Stages(Axis):
-    """Divides the layers."""
+class PipelineStages(Axis):
+    """Assigns the layers to ranks, in stages."""
 
-    names = (PIPELINE,)
+    mesh_axes = (PIPELINE,)
 
     @classmethod
     def check_keys(cls, section: Any, info: StrategyInfo) -> None:
@@ -35,6 +35,6 @@ class Stages(Axis):
             raise PlanError(f"parallel={name} takes no parallel.stages_per_rank; parallel={other} does")
 
     @classmethod
-    def is_used_by(cls, info: StrategyInfo, layout: Layout) -> bool:
-        """See ``Axis.is_used_by``."""
+    def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """See ``Axis.allows``."""
         return info.stage_per_rank == (layout.pp > 1)

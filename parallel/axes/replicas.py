@@ -1,4 +1,4 @@
-"""The axis of replicas: each computes other samples, and gradients are averaged while autograd accumulates them."""
+"""The data-parallel axis: each replica computes different samples, and gradients are averaged in the backward."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ HIERARCHICAL = ("hierarchical", "hierarchical_bf16")  # values of parallel.comm_
 
 
 class Replicas(Axis):
-    """Divides the samples. Ranks average the gradients of the parameters that each of them has."""
+    """Splits the batch. Ranks that hold the same parameters average their gradients."""
 
-    names = (COPIES, PEERS)
+    mesh_axes = (COPIES, PEERS)
 
     @classmethod
     def check_keys(cls, section: Any, info: StrategyInfo) -> None:
@@ -44,15 +44,15 @@ class Replicas(Axis):
             raise PlanError(f"parallel={section.name} has one replica; parallel.dp={section.dp} needs parallel={other}")
 
     @classmethod
-    def is_used_by(cls, info: StrategyInfo, layout: Layout) -> bool:
-        """See ``Axis.is_used_by``."""
+    def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """See ``Axis.allows``."""
         return info.replicas == (layout.dp > 1)
 
     def wrap(self, stage: nn.Module) -> nn.Module:
-        """Wrap a stage in DistributedDataParallel, unless replicas share parameters, or nothing is trained.
+        """Wrap a stage in DDP, unless parameters are sharded, the backward is split, or nothing is trained.
 
-        Gradients are averaged during the backward, in buckets of about ``plan.bucket_mb`` MiB, by ``averaging``. Those
-        of a split backward DistributedDataParallel does not see (``parallel.zero_bubble.schedule.SplitStage``).
+        Gradients are averaged during the backward, in buckets of about ``plan.bucket_mb`` MiB, by ``averaging``. DDP
+        does not see the gradients of a split backward (``parallel.zero_bubble.schedule.SplitStage``).
         """
         plan, trained = self.plan, any(p.requires_grad for p in stage.parameters())
         if plan.shards > 1 or plan.splits_backward or not trained:
@@ -60,7 +60,7 @@ class Replicas(Axis):
         replicated = DistributedDataParallel(
             stage,
             process_group=self.mesh.dp_group,
-            init_sync=False,  # weights are drawn by name or loaded, so they are equal, which the run checks
+            init_sync=False,  # weights are initialized by name or loaded, so they are equal; the run checks it
             **_NO_BUFFER_SYNC,
             gradient_as_bucket_view=True,
             bucket_cap_mb=plan.bucket_mb,
@@ -89,7 +89,7 @@ class _Reach(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output: Tensor, *parameters: Tensor) -> Tensor:
         ctx.parameters = len(parameters)
-        return torch.ops.aten._unsafe_view(output, output.shape)  # torch detaches it in place, which fails for a view
+        return torch.ops.aten._unsafe_view(output, output.shape)  # not a view: torch detaches the output in place
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -135,7 +135,7 @@ class _Hierarchical:
 
     Each rank sends 1/peers of the bytes between groups. The three collectives of a bucket are called before those of
     the next bucket, since all ranks must call the collectives of a process group in one order. On a GPU they run on a
-    stream of their own, so that the backward does not wait for them.
+    separate stream, so that the backward does not wait for them.
     """
 
     def __init__(self, mesh: Mesh, across: torch.dtype | None) -> None:

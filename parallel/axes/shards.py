@@ -2,7 +2,7 @@
 
 FSDP2 has pitfalls that are avoided here:
 * Wrapping replaces a module's parameters, and so does gathering them, which makes earlier references to them stale.
-  Stages are therefore sharded while they are built, and parameters are looked up by name.
+  PipelineStages are therefore sharded while they are built, and parameters are looked up by name.
 * Layers of a stage that share a weight cannot be sharded one by one. They are sharded together with the stage.
 * Whole parameters stay registered after an evaluation, which has no backward, and the sharded gradients would not be
   cleared. ``end`` therefore frees them after every step of evaluation.
@@ -41,12 +41,12 @@ class Shards(Axis):
     backward, and gradients are reduced once.
     """
 
-    names = (SHARDS,)
+    mesh_axes = (SHARDS,)
     keys = ("strategy",)
 
     @classmethod
     def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:
-        """Raise PlanError if a parameter has no rows to share."""
+        """Raise PlanError if a parameter is a scalar, which has no rows to shard."""
         numbers = (name for name, parameter in skeleton.named_parameters() if parameter.dim() == 0)
         if layout.info.sharded and (name := next(numbers, None)) is not None:
             raise PlanError(
@@ -61,7 +61,7 @@ class Shards(Axis):
         from torch.distributed.device_mesh import DeviceMesh
 
         self._sharded_module, self._reshard, device = fsdp.FSDPModule, bool(plan.reshard), plan.device_type
-        # Who would change such a view in place gets a copy (``Stage``).
+        # Code that would change such a view in place gets a copy (``Stage``).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         copies, shards = mesh.axis(COPIES), mesh.axis(SHARDS)
         assert shards.group is not None  # there are other ranks
@@ -76,13 +76,13 @@ class Shards(Axis):
                 mesh_dim_names=(COPIES, SHARDS),
             )
 
-    def prepare(self, name: str, layer: nn.Module, left_to_stage: Sequence[str]) -> None:
+    def prepare(self, name: str, layer: nn.Module, tied_in_stage: Sequence[str]) -> None:
         """See ``Axis.prepare``."""
-        if not any(is_within(parameter, [name]) for parameter in left_to_stage):
+        if not any(is_within(parameter, [name]) for parameter in tied_in_stage):
             self._shard(layer)
 
     def wrap(self, stage: nn.Module) -> nn.Module:
-        """Reduce the parameters that are left to the stage to this rank's shard."""
+        """Shard the tied parameters, which ``prepare`` has left."""
         self._shard(stage)
         return stage
 
@@ -91,7 +91,7 @@ class Shards(Axis):
         return split_of(tensor)
 
     def _shard(self, module: nn.Module) -> None:
-        """Reduce a module's parameters to this rank's shard. Submodules that are sharded already stay as they are."""
+        """Shard a module's parameters, except for those of submodules that are sharded already."""
         from torch.distributed import fsdp
 
         if not any(True for _ in module.parameters()):
@@ -101,7 +101,7 @@ class Shards(Axis):
         reshard = None if self._reshard else False
         sharded = fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-            sharded.set_reduce_scatter_unused_params(True)  # ranks may differ in what they use
+            sharded.set_reduce_scatter_unused_params(True)  # ranks may use different parameters
         if loss_of(module) is not None:  # a head that owns the loss is called by that name
             fsdp.register_fsdp_forward_method(module, "loss")
 
@@ -115,7 +115,7 @@ class Shards(Axis):
             stage.set_requires_gradient_sync(self._reshard or last)
             stage.set_requires_all_reduce(last)
 
-    def end(self, stages: Iterable[nn.Module], training: bool) -> None:
+    def end_step(self, stages: Iterable[nn.Module], training: bool) -> None:
         """Free whole parameters after a step without a backward."""
         for module in (module for stage in stages if not training for module in stage.modules()):
             if isinstance(module, self._sharded_module):

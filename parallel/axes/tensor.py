@@ -3,18 +3,18 @@
     x --enter--> columns of this rank --> ... --> rows of this rank --leave--> y
 
     parallel.sequence    enter: forward, backward             leave: forward, backward
-    false                x as it is, sum over the ranks       sum over the ranks, as it is
+    false                identity, all-reduce                 all-reduce, identity
     true                 all-gather, reduce-scatter           reduce-scatter, all-gather
 
 By default, activations outside these regions are replicated on all ranks. With ``parallel.sequence=true`` they are
 split along dimension 1 (the sequence). The first layer is never split, and the last one only if its vocabulary is.
-Ranks draw the dropout masks of their part of the whole tensor, and compute the same loss.
+Each rank draws its part of the whole dropout mask, and all ranks compute the same loss.
 
-What goes wrong elsewhere, and what is done about it here:
+Known pitfalls of tensor parallelism, and how they are handled here:
 * The gradient of a replicated parameter that is applied to a sharded activation is partial: it must be summed over the
   ranks. Such are norms and biases between regions where the sequence is split, and what lies inside a region without
   being cut (a norm of heads, a factor of LoRA). Their names are in ``TensorParallel.needs_sum``; ``finish``
-  sums their gradients, once, before the norm is taken.
+  sums their gradients, once, before the gradient norm is computed.
 * Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. ``TensorParallel.splits`` has the division of
   each by its name.
 * Queries, keys and values enter their region with one tensor. It is gathered once, and its gradient is added up once.
@@ -42,7 +42,7 @@ from models.cut import Columns, CutOf, GatherInput, Rows, check_cuts, cut_of, is
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
-from parallel.axes.axis import Axis, LayerWork, Work, add_up
+from parallel.axes.axis import Axis, LayerWork, Work, all_reduce_sum
 from parallel.dtensor import local
 from parallel.examination import backward_nodes
 from parallel.layout import Layout
@@ -55,18 +55,18 @@ from parallel.strategies import StrategyInfo, names_where
 
 
 class TensorParallel(Axis):
-    """Cuts the layers of one rank, and computes them together with the other ranks along ``tensor``.
+    """Splits every layer among the ranks along ``tensor``.
 
     Attributes:
-        splits: How parameters are divided among them, by canonical names.
+        splits: How parameters are divided among these ranks, by canonical names.
         needs_sum: The names of replicated parameters with partial gradients, which must be summed over the ranks.
             Those inside a region are known after the first forward.
     """
 
-    names = (TENSOR,)
+    mesh_axes = (TENSOR,)
     keys = ("tp", "sequence")
     variants = ({"tp": 2}, {"tp": 2, "sequence": True})
-    hint = ". The table of Columns() and Rows() may be wrong, which mode=verify shows"
+    hint = "The table of Columns() and Rows() may be wrong, which mode=verify shows"
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
@@ -88,8 +88,8 @@ class TensorParallel(Axis):
             )
 
     @classmethod
-    def is_used_by(cls, info: StrategyInfo, layout: Layout) -> bool:
-        """See ``Axis.is_used_by``."""
+    def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """See ``Axis.allows``."""
         return info.tensor if layout.tp > 1 else not info.only_tensor
 
     @classmethod
@@ -100,7 +100,7 @@ class TensorParallel(Axis):
 
     @classmethod
     def check_stages(cls, layout: Layout, chain: Chain, skeleton: Layers, stages: Iterable[Sequence[str]]) -> None:
-        """Check that layers of a stage that share a whole parameter all have a part of the sequence, or all the whole.
+        """Check that tied layers of a stage, unless their parameter is divided, have the same part of the sequence.
 
         Raises PlanError.
         """
@@ -129,11 +129,11 @@ class TensorParallel(Axis):
             )
 
     @classmethod
-    def choices(cls, chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
-        """See ``Axis.choices``. Ranks share the sequence, too, wherever they can."""
+    def choices(cls, chain: Chain, data: DataSet, fixed: Mapping[str, Any], max_ranks: int) -> list[dict[str, Any]]:
+        """See ``Axis.choices``. Ranks split the sequence, too, wherever possible."""
         skeleton, sizes = chain.skeleton(), {}
         stages = [] if "sequence" in fixed else [chain.names]
-        for tp in [fixed["tp"]] if "tp" in fixed else range(1, 1 + (most if chain.cut else 1)):
+        for tp in [fixed["tp"]] if "tp" in fixed else range(1, 1 + (max_ranks if chain.cut else 1)):
             for sequence in sorted({fixed.get("sequence", False), tp > 1 and fixed.get("sequence", True)}):
                 layout = Layout(tp=tp, sequence=sequence)
                 try:
@@ -148,18 +148,18 @@ class TensorParallel(Axis):
         return [{"tp": tp, "sequence": tp > 1 and sequence} for tp, sequence in sizes.items()]
 
     @classmethod
-    def share(cls, layout: Layout, work: Work) -> Work:
-        """See ``Axis.share``."""
+    def work_of_rank(cls, layout: Layout, work: Work) -> Work:
+        """See ``Axis.work_of_rank``."""
         return work.divided(layout.tp, layout.sequence)
 
     @classmethod
-    def sums(cls, layout: Layout, work: LayerWork) -> tuple[int, float]:
-        """See ``Axis.sums``: a block has two regions, and the output of each is added up."""
+    def all_reduces(cls, layout: Layout, work: LayerWork) -> tuple[int, float]:
+        """See ``Axis.all_reduces``: a block has two regions, and the output of each is all-reduced."""
         return (2, work.hidden) if work.attention else (0, 0.0)
 
     @classmethod
-    def sent(cls, layout: Layout, spec: TensorSpec) -> TensorSpec:
-        """See ``Axis.sent``."""
+    def boundary(cls, layout: Layout, spec: TensorSpec) -> TensorSpec:
+        """See ``Axis.boundary``."""
         if not layout.sequence:
             return spec
         batch, length, *others = spec.shape
@@ -193,44 +193,47 @@ class TensorParallel(Axis):
         self._sequence = plan.sequence  # activations outside regions are split along the sequence
         # Whether a region is being computed; its input, and what its first products compute with in place of that.
         self._inside = False
-        self._given: Tensor | None = None
-        self._entered: Tensor | None = None
+        self._region_input: Tensor | None = None
+        self._entered_input: Tensor | None = None
         # Whether all that enters this region has a gradient; which modules that are called inside get what it computed.
-        self._traced = True
-        self._of_region: dict[nn.Module, bool] = {}
+        self._input_needs_grad = True
+        self._input_from_region: dict[nn.Module, bool] = {}
 
     def split(self, name: str, tensor: Tensor) -> Split | None:
         """See ``Axis.split``."""
         return self.splits.get(name)
 
-    def finish(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
+    def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
         """Add up partial gradients. Raises PlanError if a gradient is partial under some of its names only."""
         partial_sums = [local(p.grad) for p, of in names.items() if p.grad is not None and self._is_partial(of)]
-        add_up(partial_sums, self.ranks.group)
+        all_reduce_sum(partial_sums, self.ranks.group)
 
-    def end(self, stages: Iterable[nn.Module], training: bool) -> None:
-        """See ``Axis.end``."""
+    def end_step(self, stages: Iterable[nn.Module], training: bool) -> None:
+        """See ``Axis.end_step``."""
         self.end_region()
 
     # -- regions -----------------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor, sequence_parallel: bool) -> Tensor:
         """Begin a region, or go on with the same input, [b, t, ...], or its part of the sequence."""
-        if x is self._entered:
+        if x is self._entered_input:
             return x
-        if self._given is not x:
+        if self._region_input is not x:
             given = x
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._given, self._entered = given, _Sent.apply(x, *_ENTER[sequence_parallel], self.ranks)
-            self._traced &= given.requires_grad
+            self._region_input, self._entered_input = (
+                given,
+                _Collective.apply(x, *_ENTER[sequence_parallel], self.ranks),
+            )
+            self._input_needs_grad &= given.requires_grad
         self._inside = True
-        assert self._entered is not None  # it was just set
-        return self._entered
+        assert self._entered_input is not None  # it was just set
+        return self._entered_input
 
     def end_region(self) -> None:
         """End a region."""
-        self._inside, self._given, self._entered, self._traced = False, None, None, True
+        self._inside, self._region_input, self._entered_input, self._input_needs_grad = False, None, None, True
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -242,9 +245,9 @@ class TensorParallel(Axis):
 
     # -- cutting -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, layer_name: str, layer: nn.Module, left_to_stage: Sequence[str] = ()) -> None:
+    def prepare(self, layer_name: str, layer: nn.Module, tied_in_stage: Sequence[str] = ()) -> None:
         """See ``Axis.prepare``."""
-        # A recomputation ends with the last tensor that the backward needs, which may be inside a region.
+        # A recomputation may stop inside a region, so each forward first ends an open one.
         layer.register_forward_pre_hook(lambda *_: self.end_region())
         names = self.chain.names
         first, last = layer_name == names[0], layer_name == names[-1]
@@ -255,7 +258,7 @@ class TensorParallel(Axis):
             if how is not None:
                 within[module] = how
                 self._cut_module(name, module, how, layer, sequence_parallel)
-        # An adapter drops out of its input, which columns get whole.
+        # An adapter applies dropout to its input, which columns get whole.
         adapted = (m for m, how in within.items() if isinstance(how, Columns) and isinstance(m, LoRALinear))
         of_whole = {adapter.lora_dropout for adapter in adapted}
         for name, module in layer.named_modules(prefix=layer_name):
@@ -271,9 +274,9 @@ class TensorParallel(Axis):
         if sequence_parallel and hasattr(layer, "parts"):  # it computes with something for the whole sequence
             setattr(layer, "parts", self.ranks.size)  # noqa: B010  # its stub knows tensors only
         if self._sequence and first and not last:
-            layer.register_forward_hook(self._divide)
+            layer.register_forward_hook(self._split_sequence)
         if self._sequence and last and not first and not sequence_parallel:
-            layer.register_forward_pre_hook(self._make_whole)
+            layer.register_forward_pre_hook(self._gather_sequence)
 
     def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module, sequence_parallel: bool) -> None:
         if isinstance(how, Columns):
@@ -335,7 +338,7 @@ class TensorParallel(Axis):
 
     def _gets_part(self, module: nn.Module) -> bool:
         """Return whether a module is called inside a region and gets what was computed there."""
-        return self._inside and self._of_region.get(module, True)
+        return self._inside and self._input_from_region.get(module, True)
 
     def _follow(self, module: nn.Module, given: tuple) -> None:
         """Find out, once, where the input of a module that is called inside a region comes from.
@@ -343,9 +346,9 @@ class TensorParallel(Axis):
         It may get a whole tensor, as the norm of the keys' input does if queries are computed first. Where there are no
         gradients to follow, it is assumed to get a part.
         """
-        known = module in self._of_region or torch.compiler.is_compiling() or not given
-        if self._inside and not known and self._traced and isinstance(given[0], Tensor):
-            self._of_region[module] = given[0].requires_grad and _follows_enter(given[0])
+        known = module in self._input_from_region or torch.compiler.is_compiling() or not given
+        if self._inside and not known and self._input_needs_grad and isinstance(given[0], Tensor):
+            self._input_from_region[module] = given[0].requires_grad and _follows_enter(given[0])
 
     def _rows(self, name: str, module: nn.Linear, sequence_parallel: bool, x: Tensor) -> Tensor:
         """Compute a linear layer from this rank's inputs, and end the region."""
@@ -357,16 +360,18 @@ class TensorParallel(Axis):
             )
         y = module.computed(x, None) if isinstance(module, FrozenLinear) else F.linear(x, module.weight)
         self.end_region()
-        y = _Sent.apply(y, *_LEAVE[sequence_parallel], self.ranks)  # the sum, or a part of it as ``enter`` got one
+        y = _Collective.apply(
+            y, *_LEAVE[sequence_parallel], self.ranks
+        )  # the sum, or a part of it as ``enter`` got one
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _embed(self, module: nn.Embedding, words: slice, tokens: Tensor) -> Tensor:
         """Look up tokens [b, t]. This rank has the range ``words`` of the vocabulary."""
         others = (tokens < words.start) | (tokens >= words.stop)
         rows = F.embedding((tokens - words.start).masked_fill(others, 0), module.weight)
-        return _Sent.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.ranks)
+        return _Collective.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.ranks)
 
-    def _divide(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
+    def _split_sequence(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
         if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.ranks.size:
             shape = tuple(output.shape) if isinstance(output, Tensor) else "several tensors"
             raise PlanError(
@@ -374,11 +379,11 @@ class TensorParallel(Axis):
                 f"parallel.tp={self.ranks.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
                 "parallel.sequence out"
             )
-        return _Sent.apply(output, _own, _all_gather, self.ranks)  # from the whole, which all ranks have
+        return _Collective.apply(output, _local_chunk, _all_gather, self.ranks)  # from the whole, which all ranks have
 
-    def _make_whole(self, module: nn.Module, given: tuple) -> tuple:
+    def _gather_sequence(self, module: nn.Module, given: tuple) -> tuple:
         # All ranks compute the same with the whole.
-        return _Sent.apply(given[0], _all_gather, _own, self.ranks), *given[1:]
+        return _Collective.apply(given[0], _all_gather, _local_chunk, self.ranks), *given[1:]
 
     def _part_of(
         self, module: BySample, whole: bool, sequence_parallel: bool, shape: Sequence[int], samples: int
@@ -387,7 +392,7 @@ class TensorParallel(Axis):
         spread = module.spread
         if self._gets_part(module):
             dim = 1 if len(shape) == 4 else len(shape) - 1
-            if whole or (spread is not None and spread <= dim):  # all columns share a number
+            if whole or (spread is not None and spread <= dim):  # one number of the mask is for all columns
                 return None
             inner = math.prod(shape[dim:])
         elif sequence_parallel:
@@ -461,33 +466,33 @@ def _reduce_scatter(x: Tensor, axis: Ranks) -> Tensor:
     return total
 
 
-def _own(x: Tensor, axis: Ranks) -> Tensor:
+def _local_chunk(x: Tensor, axis: Ranks) -> Tensor:
     return x.chunk(axis.size, dim=1)[axis.index].contiguous()
 
 
-def _as_it_is(x: Tensor, axis: Ranks) -> Tensor:
+def _identity(x: Tensor, axis: Ranks) -> Tensor:
     return x.view_as(x)
 
 
-class _Sent(torch.autograd.Function):
-    """Computes ``there(x)``, and the gradient of x by ``back`` from that of the result."""
+class _Collective(torch.autograd.Function):
+    """Applies ``forward_op`` to x, and ``backward_op`` to the gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, there: Operator, back: Operator, axis: Ranks) -> Tensor:
-        ctx.back, ctx.axis = back, axis
-        return there(x, axis)
+    def forward(ctx, x: Tensor, forward_op: Operator, backward_op: Operator, axis: Ranks) -> Tensor:
+        ctx.backward_op, ctx.axis = backward_op, axis
+        return forward_op(x, axis)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return ctx.back(gradient, ctx.axis), None, None, None
+        return ctx.backward_op(gradient, ctx.axis), None, None, None
 
 
 def _follows_enter(x: Tensor) -> bool:
-    """Return whether a tensor was computed from what a region was entered with, and not from its result alone."""
-    sent = backward_nodes([x], lambda node: hasattr(node, "back"))  # down to ``_Sent``
-    return any(getattr(node, "back", None) in (_all_reduce, _reduce_scatter) for node in sent)
+    """Return whether a tensor depends on the input of an open region, not only on the output of one that has ended."""
+    sent = backward_nodes([x], lambda node: hasattr(node, "backward_op"))  # down to ``_Collective``
+    return any(getattr(node, "backward_op", None) in (_all_reduce, _reduce_scatter) for node in sent)
 
 
 # What enters a region, forward and backward, by ``sequence_parallel``; what leaves it, the other way round.
-_ENTER: dict[bool, tuple[Operator, Operator]] = {False: (_as_it_is, _all_reduce), True: (_all_gather, _reduce_scatter)}
+_ENTER: dict[bool, tuple[Operator, Operator]] = {False: (_identity, _all_reduce), True: (_all_gather, _reduce_scatter)}
 _LEAVE = {key: (back, there) for key, (there, back) in _ENTER.items()}

@@ -27,7 +27,7 @@ class Mirror(Axis):
     def describe(cls, layout):
         return "ranks mirror each other"
 
-    def finish(self, names):
+    def finish_gradients(self, names):
         mine = torch.cat([local(parameter.grad).flatten() for parameter in names])
         for index, theirs in enumerate(self.ranks.all_gather(mine)):
             if not torch.equal(mine, theirs):

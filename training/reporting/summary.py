@@ -109,7 +109,7 @@ def summarise(
         "parallel": plan.strategy,
         "device": plan.device_type,
         "world_size": plan.processes,
-        **{axis: getattr(plan, axis) for axis in plan.AXES},
+        **{axis: getattr(plan, axis) for axis in plan.DEGREES},
         "shards": plan.shards,
         "chunks": plan.chunks,
         "schedule": plan.schedule,

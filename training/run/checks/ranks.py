@@ -165,7 +165,7 @@ def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
     differs = f"ranks do not hold the same weights: {'; '.join(problems[:_SHOWN])}{more}"
     if allow_mixed:
         return f"{differs} (launcher.allow_mixed=true)"
-    differs += "".join(axis.hint for axis in strategy.axes)
+    differs += "".join(f". {axis.hint}" for axis in strategy.axes if axis.hint)
     raise TrainingError(
         f"{differs}. Gradients are averaged and weights are not, so they would stay different. Give every machine the "
         "same files (model.init_from, train.resume), and keep no numbers in a layer that an evaluation changes; if "

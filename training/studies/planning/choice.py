@@ -202,7 +202,7 @@ def _fixed(cfg: Root) -> dict[str, Any]:
     plan, fixed = _first_plan(cfg), {"recompute": "full" if cfg.train.activation_checkpointing else "none"}
     if info.several_devices:  # its stages compute in turn
         return {**fixed, "strategy": plan.strategy, "dp": 1, "pp": 1}
-    keys = ["strategy", *Layout.AXES, *Layout.OPTIONS, "shard", "reshard", "axes"]
+    keys = ["strategy", *Layout.DEGREES, *Layout.OPTIONS, "shard", "reshard", "axes"]
     keys += ["schedule", "stages_per_rank", "balance"] if plan.pipelined else []
     return fixed | {key: getattr(plan, key) for key in keys}
 
@@ -219,7 +219,7 @@ def _first_plan(cfg: Root) -> Plan:
 
 def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:
     """Return the numbers of processes to measure: one, one per device, and on a CPU two."""
-    least = math.prod(fixed.get(axis, 1) for axis in Layout.AXES) * math.prod(n for *_, n in fixed.get("axes", ()))
+    least = math.prod(fixed.get(axis, 1) for axis in Layout.DEGREES) * math.prod(n for *_, n in fixed.get("axes", ()))
     if {"dp", "pp"} <= fixed.keys():
         return [least]
     usual = {"cuda": {1, torch.cuda.device_count()}, "mps": {1}}.get(

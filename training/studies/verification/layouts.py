@@ -122,7 +122,7 @@ def layouts_of_divided_layers(processes: int, microbatches: int, order: str = "d
 def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
     """Return a layout as it is typed, with the keys of ``train`` that are not those of the run."""
     words = [f"parallel={layout.strategy}"]
-    keys = (*Layout.AXES, "shard")
+    keys = (*Layout.DEGREES, "shard")
     words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
     words += [f"{name}={ranks}" for name, _, ranks in layout.axes]
     words += [f"{key}=true" for key in layout.OPTIONS if getattr(layout, key)]
