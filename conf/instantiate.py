@@ -109,13 +109,16 @@ def use_code_of(cfg: Root) -> None:
             ``parallel.axes`` does not name an axis and its number of ranks.
     """
     add_to_path(cfg.import_from or ())
+    if not isinstance(cfg.parallel.axes or {}, Mapping | DictConfig):
+        raise PlanError(f"parallel.axes={cfg.parallel.axes} must have a section for each axis, by its name")
     for name, section in (cfg.parallel.axes or {}).items():
         item, keys = target_of(f"parallel.axes.{name}", section), to_dict(section)
         ranks = keys.get("ranks")
-        if keys.keys() != {"_target_", "ranks"} or not isinstance(ranks, int) or ranks < 1 or not name.isidentifier():
+        fits = inspect.isclass(item) and keys.keys() == {"_target_", "ranks"} and type(ranks) is int and ranks > 0
+        if not fits or not str(name).isidentifier():
             raise PlanError(
-                f"parallel.axes.{name}={keys} must have a name, and the keys _target_ and ranks, a number of at least "
-                f"1: parallel.axes={{mirror: {{_target_: {item.__module__}.{item.__qualname__}, ranks: 2}}}}"
+                f"parallel.axes.{name}={keys} must have a name, and the keys _target_, a class, and ranks, a number of "
+                "at least 1: parallel.axes={mirror: {_target_: mine.Mirror, ranks: 2}}"
             )
     if (section := cfg.parallel.strategy) is not None:
         item, keys, name = target_of("parallel.strategy", section), to_dict(section), cfg.parallel.name

@@ -75,7 +75,7 @@ def make_plan(
 
     if wanted.pipelined:
         check_schedule(parallel.schedule, wanted.pp, wanted.per_rank, chunks)
-    skeleton = chain.skeleton()
+    skeleton, wanted = chain.skeleton(), replace(wanted, dp=dp)
     group, reshard = check_groups(parallel, info, replace(wanted, dp=dp, shard=None).mesh(), nodes)
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     for axis in known_axes(wanted):
@@ -122,7 +122,7 @@ def _stages(skeleton: Layers, runs: Sequence[Sequence[str]]) -> tuple[StagePlan,
 
 def check_numbers(parallel) -> None:
     """Raise PlanError for numbers that no strategy accepts, and for names of axes that are taken."""
-    if taken := {*(parallel.axes or ())} & {*Layout.DEGREES, *Layout().sizes}:
+    if taken := {*(parallel.axes or ())} & {*Layout.DEGREES, *Layout().sizes, *Layout().section(), "parallel"}:
         raise PlanError(f"parallel.axes.{taken.pop()} has the name of an axis of this program; choose another")
     chunks = parallel.chunks
     if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
@@ -198,6 +198,11 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
                 f"parallel={' and '.join(names_where(several_devices=True))}. Leave it out"
             )
         return ()
+    if parallel.axes:
+        raise PlanError(
+            f"parallel={parallel.name} runs in one process, and parallel.axes divides the work among several; use "
+            f"parallel={suggest(replicas=True, stages=info.stages)}, or leave parallel.axes out"
+        )
     for name in parallel.devices or ():
         kind, _, index = str(name).partition(":")
         if kind != device_type or (count is not None and index not in ("", *map(str, range(count)))):

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from models.chain import LOSS, Chain, Tensors, converted
 from models.losses import Sums, is_by_sample, loss_of, replicas
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
-from parallel.axes import Axis
-from parallel.dtensor import is_sharded
+from parallel.axes import Axis, Shards
 from parallel.examination import Examination, some_samples
 
 # The attribute of an error with a description of the layer that raised it.
@@ -80,8 +79,8 @@ class Stage(nn.Module):
                 axis.prepare(name, layer, tied_in_stage)
 
         self.layers = chain.build(names, seed, device, dtype, built)
-        sharded = any(is_sharded(parameter) for parameter in self.layers.parameters())
-        if chain.channels_last and not sharded:  # the shards of a parameter are contiguous
+        # The shards of a parameter are contiguous; those of tied ones are made later.
+        if chain.channels_last and not any(isinstance(axis, Shards) for axis in axes):
             # A convolution's output has the memory format of its weight.
             self.layers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # no overload has it
         first, self._last = chain.names[0], chain.names[-1]

@@ -135,7 +135,7 @@ class Strategy(ABC):
         devices: All devices on which this rank computes, each once.
         timeline: When this rank worked in the newest steps of a pipeline; None without a pipeline.
         loss_scale: The loss scaling, which is enabled for float16.
-        axes: The axes along which there are other ranks, slowest first.
+        axes: The axes along which there are other ranks, in the order of ``AXES``.
         modules: What is called in place of each of ``stages``, as the axes have wrapped it.
         computing: The pass that this rank computes now, FORWARD or BACKWARD, and the index of its replica's
             micro-batch, for error messages. None between passes.
@@ -283,7 +283,7 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.end()
             for axis in self.axes:
-                axis.end_step(self.stages, training)
+                axis.end_step(self.modules, training)
 
     def _add_location(self, error: Exception, step: int | None) -> None:
         """Add a note to an error that tells where in the step it was raised."""
@@ -476,7 +476,7 @@ class LocalStrategy(Strategy):
             self.computing = FORWARD, i
             last = chunk is chunks[-1]
             for axis in self.axes:
-                axis.before_backward(self.stages, last)
+                axis.before_backward(self.modules, last)
             with nullcontext() if last else self._no_sync():
                 loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
                 for stage in self.stages:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 from common.errors import PlanError
-from parallel.axes import AXES
+from parallel.axes import known_axes
 from parallel.layout import Layout
 from parallel.schedules import SCHEDULES, has_equal_rounds
 from parallel.strategies import STRATEGIES
@@ -166,7 +167,8 @@ def layouts(
 
     for keys in divided:
         ranks, typed = Layout(**keys).ranks_per_stage, len(divided) == 1
-        if not typed and ranks not in divisors(min(per_node, devices)):
+        own = prod(n for *_, n in keys.get("axes", ()))  # typed
+        if not typed and ranks // own not in divisors(min(per_node, devices)):
             continue
         for pp in numbers("pp", divisors(devices // ranks), range(1, devices // ranks + 1)):
             possible = [n for n in divisors(batch) if n * ranks * pp <= devices and divides(n * ranks * pp, per_node)]
@@ -184,7 +186,7 @@ def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) 
         typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
         piped = info.stage_per_rank or not (typed or stages)  # else what is typed has no meaning
         wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
-        if not wanted or not all(axis.allows(info, layout) for axis in AXES):
+        if not wanted or not all(axis.allows(info, layout) for axis in known_axes(layout)):
             continue
         base = replace(
             layout, strategy=name, shard=fixed.get("shard"), reshard=fixed.get("reshard"),

@@ -51,6 +51,7 @@ class Axis:
         mesh_axes: The axes of the mesh that belong to it. An axis from ``parallel.axes`` has the name of its key there.
         keys: The attributes of a layout that ``check`` reads.
         variants: Values of its keys with two ranks that ``mode=verify`` compares, where the model has a table of cuts.
+            Not those of an axis from ``parallel.axes``.
         hint: A sentence about what may be wrong if ranks hold different weights, for that error; empty for none.
         ranks: The ranks along the axis, this one included.
     """
@@ -150,7 +151,7 @@ class Axis:
         return None
 
     def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:
-        """Prepare the backward of a micro-batch. ``last`` is whether it is the last one of the step."""
+        """Prepare the backward of a micro-batch, except in a pipeline. ``last`` is whether it ends the step."""
 
     def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
         """Complete the gradients after the last backward. ``names`` has the names of each of the rank's parameters."""

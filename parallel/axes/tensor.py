@@ -174,7 +174,7 @@ class TensorParallel(Axis):
     def across_nodes(cls, layout: Layout, nodes: int, sent: float) -> str | None:
         """See ``Axis.across_nodes``."""
         per_node = layout.processes // nodes
-        if per_node % layout.tp == 0:
+        if per_node % layout.ranks_per_stage == 0:
             return None
         mend = f"a parallel.tp that divides {per_node}" if per_node > 1 else "fewer nodes"
         return (

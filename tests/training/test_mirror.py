@@ -28,7 +28,8 @@ class Mirror(Axis):
         return "ranks mirror each other"
 
     def finish_gradients(self, names):
-        mine = torch.cat([local(parameter.grad).flatten() for parameter in names])
+        gradients = [local(p.grad).flatten() for p in names if p.grad is not None]
+        mine = torch.cat(gradients) if gradients else torch.zeros(0)
         for index, theirs in enumerate(self.ranks.all_gather(mine)):
             if not torch.equal(mine, theirs):
                 raise TrainingError(f"rank {self.mesh.rank} differs from mirror {index}")
@@ -111,10 +112,19 @@ def test_verification_compares_it_with_one_process(tmp_path):
 
 REFUSED = {
     "tensor:{_target_:PATH.Mirror,ranks:2}": "parallel.axes.tensor has the name of an axis of this program",
+    "chunks:{_target_:PATH.Mirror,ranks:2}": "parallel.axes.chunks has the name",
     "mirror:{_target_:PATH.Mirror,ranks:0}": "a number of at least 1",
-    "mirror:{_target_:PATH.Mirror}": "must have a name, and the keys _target_ and ranks",
+    "mirror:{_target_:PATH.Mirror,ranks:true}": "a number of at least 1",
+    "mirror:{_target_:PATH.astray,ranks:2}": "a class",
+    "1:{_target_:PATH.Mirror,ranks:2}": "must have a name",
+    "mirror:{_target_:PATH.Mirror}": "the keys _target_, a class, and ranks",
     "mirror:{_target_:PATH.Astray,ranks:2}": "is not an axis",
 }
+
+
+def test_a_strategy_of_one_process_takes_no_axis(tmp_path):
+    run = train([*TOY, "parallel=model_parallel", TWO], tmp_path / "run")
+    assert run.code != 0 and "parallel=model_parallel runs in one process" in run.console
 
 
 @pytest.mark.parametrize("section, words", REFUSED.items())

@@ -181,5 +181,5 @@ def across_nodes(setup: Setup) -> str | None:
     plan, axes = setup.plan, axes_of(setup.plan)
     if setup.nodes == 1 or plan.ranks_per_stage == 1:
         return None
-    sent = 4 * plan.microbatch_size * max(work.output for work in setup.work[0][:-1])
+    sent = 4 * plan.microbatch_size * max((work.output for work in setup.work[0][:-1]), default=0.0)
     return next(filter(None, (axis.across_nodes(plan, setup.nodes, sent) for _, axis in axes)), None)

@@ -213,7 +213,7 @@ def _layouts(
     """Yield the comparison of one process, then of the typed layout or of all layouts, each when it has ended."""
     processes = cfg.verify.processes or 1
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
-    named = cfg.parallel.axes or cfg.parallel.name not in ("single", "auto")
+    named = cfg.parallel.name != "auto" and (cfg.parallel.axes or cfg.parallel.name != "single")
     chosen = named and any(key.partition(".")[0] == "parallel" for key in typed)
     gathers = setup.examination.which("gathers")  # no layout divides a replica's samples
     count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
