@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import ceil
 from typing import Any
 
+from parallel.axes import Axis, axes_of
 from parallel.layout import Layout
 from parallel.partition import T, blocks, even_split
 from parallel.plan import Plan
@@ -51,6 +53,11 @@ class PlannedLayout(Layout):
         """How many neighbouring replicas reduce gradients among themselves first. For hsdp, those of a node."""
         by_node = self.shard is None and self.info.shards == "node"
         return max(1, self.node // (self.ranks_per_stage * self.pp)) if by_node else super().group
+
+    @cached_property
+    def divided_along(self) -> list[tuple[str, type[Axis]]]:
+        """The axes along which there are several ranks; see ``axes_of``."""
+        return axes_of(self)
 
     @property
     def of_states(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import gcd
 
-from parallel.axes import axes_of
 from parallel.orders import UNMEASURED, StageSeconds
 from parallel.schedules import borders
 from planner.costs import Costs
@@ -53,7 +52,7 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     parameters, trained = (sum(some) for some in zip(*map(parameters_of, own), strict=True))
     whole_layers = (work for stage in cut(layers, layout)[slowest :: layout.pp] for work in stage)
     tensor = sum(_sums(work, layout, costs) for work in whole_layers)
-    passed = sum(borders(layout.pp * layout.per_rank)[slowest :: layout.pp]) * _message(layers, layout, costs)
+    passed = sum(borders(layout.pp * layout.per_rank)[slowest :: layout.pp]) * _message(layers, parts, layout, costs)
     compute = each[slowest] - tensor - passed
     gradients, shards = _replicas(held, parameters, trained, compute, layout, costs)
     whole = duration(stages, layout.pp, m, layout.schedule) if layout.pp > 1 else m * each[slowest]
@@ -85,8 +84,9 @@ def slowed(stages: Sequence[StageSeconds], whole: float, layout: PlannedLayout, 
 
 def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[StageSeconds]:
     """Return the seconds of each stage per micro-batch, including messages, for which ranks wait."""
-    seconds, message = [], _message(layers, layout, costs)
-    alike = {id(work): (work, part) for work, part in zip(layers, shares(layers, layout), strict=True)}
+    seconds, of_rank = [], shares(layers, layout)
+    message = _message(layers, of_rank, layout, costs)
+    alike = {id(work): (work, part) for work, part in zip(layers, of_rank, strict=True)}
     parts = {  # layers that are alike may be one object: a search predicts thousands of layouts
         key: (
             costs.forward(part, layout.samples),
@@ -123,7 +123,7 @@ def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool)
 def _sums(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     """Seconds of the all-reduces of a layer: those of its forward, as many in its backward, and if it is recomputed."""
     total = 0.0
-    for name, axis in axes_of(layout):
+    for name, axis in layout.divided_along:
         times, numbers = axis.all_reduces(layout, work)
         ranks = layout.sizes[name]
         # Where these ranks do not divide a node, some of them are on two nodes.
@@ -134,14 +134,14 @@ def _sums(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     return total
 
 
-def _message(layers: Works, layout: PlannedLayout, costs: Costs) -> float:
+def _message(layers: Works, parts: Works, layout: PlannedLayout, costs: Costs) -> float:
     """Seconds of one message of a micro-batch between two stages."""
     if layout.pp == 1:
         return 0.0
     # How far the next stage's rank is.
     apart = layout.ranks_per_stage * (layout.dp if layout.order == "pp_dp" else 1)
     sent = [work.output / layout.ranks_per_stage for work in layers] if layout.scatters else [
-        work.output for work in shares(layers, layout)
+        work.output for work in parts
     ]  # fmt: skip
     size = max(sent[:-1]) * layout.samples
     return costs.message(size, layout.pp * apart <= costs.devices, layout.schedule)

@@ -11,9 +11,8 @@ import torch
 
 from data.dataset import Batch
 from models.chain import Chain
-from parallel.axes import axes_of
-from parallel.layout import Layout
 from parallel.shape_inference import trace
+from planner.layout import PlannedLayout
 
 # Of 34 bytes that a block of GPT keeps, tensor parallelism alone leaves 10 whole (Korthikanti et al. 2022).
 _WHOLE = 10 / 34
@@ -118,12 +117,12 @@ class LayerWork:
 Works = Sequence[LayerWork]
 
 
-def shares(layers: Works, layout: Layout) -> Works:
+def shares(layers: Works, layout: PlannedLayout) -> Works:
     """Return one rank's part of each layer's work. Layers that are one object stay one object."""
-    if not (axes := axes_of(layout)):
+    if not layout.divided_along:
         return layers
     parts = {id(work): work for work in layers}
-    for _, axis in axes:
+    for _, axis in layout.divided_along:
         parts = {key: axis.work_of_rank(layout, work) for key, work in parts.items()}
     return [parts[id(work)] for work in layers]
 

@@ -237,7 +237,8 @@ def test_a_killed_and_resumed_run_is_uploaded_with_each_step_once(tmp_path, serv
     log_steps(run_dir, range(resumed_after + 1, last + 1), run)
     run.finish({})
     name = (run_dir / "wandb_id.txt").read_text().strip()
-    assert [f"-{name}" in path.name for path in run_dir.glob("wandb/offline-run-*")] == [True] * (len(killed) + 1)
+    # Of those that begin in one second, the folder is the same.
+    assert {f"-{name}" in path.name for path in run_dir.glob("wandb/offline-run-*")} == {True}
     for _ in range(2):
         sync(run_dir)
         assert Counter(row["_step"] for row in server.rows) == dict.fromkeys(range(1, last + 1), 1)
