@@ -66,8 +66,8 @@ def make_plan(
     started_here = world_size is None and hardware is None
     hardware = hardware or Hardware.here(device, processes=1 if fixed == 1 else None)
     dp = _replicas(parallel.dp, ranks_per_replica, hardware, world_size)
-    processes = dp * ranks_per_replica
-    _check_world(processes, dp, wanted, hardware, world_size)
+    wanted = replace(wanted, dp=dp)
+    _check_world(wanted, hardware, world_size)
     chunks = parallel.chunks
     if chunks == "auto":
         raise PlanError("parallel.chunks=auto needs mode=train or mode=plan; set parallel.chunks to a number")
@@ -75,8 +75,8 @@ def make_plan(
 
     if wanted.pipelined:
         check_schedule(parallel.schedule, wanted.pp, wanted.per_rank, chunks)
-    skeleton, wanted = chain.skeleton(), replace(wanted, dp=dp)
-    group, reshard = check_groups(parallel, info, replace(wanted, dp=dp, shard=None).mesh(), nodes)
+    skeleton = chain.skeleton()
+    group, reshard = check_groups(parallel, info, replace(wanted, shard=None).mesh(), nodes)
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
     for axis in known_axes(wanted):
         axis.check(wanted, chain, skeleton)
@@ -86,7 +86,6 @@ def make_plan(
     parameters, frozen = _count([skeleton])
     layout = replace(
         wanted,
-        dp=dp,
         schedule=parallel.schedule if wanted.pipelined else None,
         stages_per_rank=wanted.per_rank,
         balance=tuple(map(len, stages)),
@@ -145,9 +144,9 @@ def _replicas(wanted: int | None, ranks_per_replica: int, hardware: Hardware, wo
     return 2 if devices is None else max(1, devices // ranks_per_replica)
 
 
-def _check_world(processes: int, dp: int, wanted: Layout, hardware: Hardware, world_size: int | None) -> None:
-    numbers = {f"parallel.{key}": getattr(wanted, key) for key in Layout.DEGREES}
-    numbers |= {"parallel.dp": dp, "parallel.pp": wanted.pp if wanted.pipelined else 1}
+def _check_world(wanted: Layout, hardware: Hardware, world_size: int | None) -> None:
+    processes, numbers = wanted.processes, {f"parallel.{key}": getattr(wanted, key) for key in Layout.DEGREES}
+    numbers["parallel.pp"] = wanted.pp if wanted.pipelined else 1
     numbers |= {f"parallel.axes.{name}.ranks": ranks for name, _, ranks in wanted.axes}
     shown = (f"{key}={n}" for key, n in numbers.items() if n > 1 or key in ("parallel.dp", "parallel.pp"))
     layout = f"{' x '.join(shown)} = {processes} processes"

@@ -168,7 +168,7 @@ def layouts(
     for keys in divided:
         ranks, typed = Layout(**keys).ranks_per_stage, len(divided) == 1
         own = prod(n for *_, n in keys.get("axes", ()))  # typed
-        if not typed and ranks // own not in divisors(min(per_node, devices)):
+        if not typed and min(per_node, devices) % (ranks // own):
             continue
         for pp in numbers("pp", divisors(devices // ranks), range(1, devices // ranks + 1)):
             possible = [n for n in divisors(batch) if n * ranks * pp <= devices and divides(n * ranks * pp, per_node)]

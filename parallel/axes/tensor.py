@@ -190,7 +190,6 @@ class TensorParallel(Axis):
         super().__init__(name, plan, chain, mesh)
         self.splits: dict[str, Split] = {}
         self.needs_sum: set[str] = set()
-        self._sequence = plan.sequence  # activations outside regions are split along the sequence
         # Whether a region is being computed; its input, and what its first products compute with in place of that.
         self._inside = False
         self._region_input: Tensor | None = None
@@ -222,10 +221,8 @@ class TensorParallel(Axis):
             given = x
             if torch.is_autocast_enabled(x.device.type):  # the products would cast it, after it was sent
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._region_input, self._entered_input = (
-                given,
-                _Collective.apply(x, *_ENTER[sequence_parallel], self.ranks),
-            )
+            self._region_input = given
+            self._entered_input = _Collective.apply(x, *_ENTER[sequence_parallel], self.ranks)
             self._input_needs_grad &= given.requires_grad
         self._inside = True
         assert self._entered_input is not None  # it was just set
@@ -251,7 +248,7 @@ class TensorParallel(Axis):
         layer.register_forward_pre_hook(lambda *_: self.end_region())
         names = self.chain.names
         first, last = layer_name == names[0], layer_name == names[-1]
-        sequence_parallel = self._sequence and is_divided(self.chain.cut, names, layer_name, layer)
+        sequence_parallel = self.plan.sequence and is_divided(self.chain.cut, names, layer_name, layer)
         within: dict[nn.Module, CutOf] = {}
         for name, module in list(layer.named_modules(prefix=layer_name)):
             how = cut_of(self.chain.cut, name)
@@ -273,9 +270,9 @@ class TensorParallel(Axis):
                 module.register_forward_pre_hook(partial(self._note, uncut))
         if sequence_parallel and hasattr(layer, "parts"):  # it computes with something for the whole sequence
             setattr(layer, "parts", self.ranks.size)  # noqa: B010  # its stub knows tensors only
-        if self._sequence and first and not last:
+        if self.plan.sequence and first and not last:
             layer.register_forward_hook(self._split_sequence)
-        if self._sequence and last and not first and not sequence_parallel:
+        if self.plan.sequence and last and not first and not sequence_parallel:
             layer.register_forward_pre_hook(self._gather_sequence)
 
     def _cut_module(self, name: str, module: nn.Module, how: CutOf, layer: nn.Module, sequence_parallel: bool) -> None:
