@@ -27,25 +27,6 @@ _COMPUTE = {"bf16": torch.bfloat16, "bf16_residual": torch.bfloat16, "fp16": tor
 CPU_PRECISION = "CPU_PRECISION"  # an environment variable that overrides what auto selects on a CPU
 
 
-def resolve_device_type(wanted: str, processes: int | None = None) -> str:
-    """Replace ``auto`` by the best available device, which can be mps if there is one process only.
-
-    Raises:
-        PlanError: If the machine has no such device.
-    """
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if wanted == "auto":
-        if present["cuda"]:
-            return "cuda"
-        return "mps" if present["mps"] and processes == 1 else "cpu"
-    if not present[wanted]:
-        available = ", ".join(name for name, is_available in present.items() if is_available)
-        raise PlanError(
-            f"device={wanted}, but this machine has none; available are: {available} (device=auto uses the best)"
-        )
-    return wanted
-
-
 @dataclass(frozen=True)
 class Hardware:
     """The hardware of the machines of a run.
@@ -62,11 +43,24 @@ class Hardware:
     precision: str = "auto"
 
     @classmethod
-    def here(cls, wanted: str, processes: int | None = None) -> Hardware:
-        """Look at this machine. Arguments and errors are those of ``resolve_device_type``."""
-        device_type = resolve_device_type(wanted, processes)
-        count = {"cuda": torch.cuda.device_count, "mps": lambda: 1, "cpu": lambda: None}[device_type]()
-        return cls(device_type, count, best_precision(device_type))
+    def here(cls, wanted: str, alone: bool) -> Hardware:
+        """Look at this machine. ``auto`` is its best device, which can be mps if a run has one process (``alone``).
+
+        Raises PlanError if the machine has no such device.
+        """
+        counts: dict[str, int | None] = {"cpu": None}
+        if torch.cuda.is_available():
+            counts["cuda"] = torch.cuda.device_count()
+        if torch.backends.mps.is_available():
+            counts["mps"] = 1
+        if wanted == "auto":
+            wanted = "cuda" if "cuda" in counts else "mps" if "mps" in counts and alone else "cpu"
+        elif wanted not in counts:
+            raise PlanError(
+                f"device={wanted}, but this machine has none; available are: {', '.join(counts)} (device=auto uses the "
+                "best)"
+            )
+        return cls(wanted, counts[wanted], best_precision(wanted))
 
 
 def local_device(device_type: str, local_rank: int) -> torch.device:

@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.chain import Chain, is_within
+from models.chain import is_within
 from parallel.axes import Axis
 from parallel.dtensor import local
 from parallel.mesh import PIPELINE, Mesh
 from parallel.placement import Placement
 from parallel.plan import Plan
 from parallel.stage import Stage
+
+Place = Callable[[str, Tensor], Placement]  # of a parameter, by its name
 
 # reportPrivateImportUsage: torch's stubs do not export its _foreach_ functions.
 
@@ -31,17 +33,9 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        chain: Chain,
-        stages: Sequence[Stage],
-        mesh: Mesh,
-        device: torch.device,
-        timeout_s: float,
-        place: Callable[[str, Tensor], Placement],
-        axes: Sequence[Axis] = (),
+        self, plan: Plan, stages: Sequence[Stage], mesh: Mesh, timeout_s: float, place: Place, axes: Sequence[Axis] = ()
     ) -> None:
-        self._device, self._axes = device, axes
+        self._device, self._axes, tied = stages[0].device, axes, stages[0].chain.tied
         # True: the parameters that this rank counts. False: those that another rank counts, which holds them as well.
         self._counted: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         # Listed once: iterating over the modules of a ResNet-50 takes a millisecond, and a GPU waits for most of it.
@@ -49,10 +43,10 @@ class Gradients:
         for stage in stages:
             for name, parameter in stage.layers.named_parameters(remove_duplicate=False):
                 self._names.setdefault(parameter, []).append(name)
-                if name not in chain.tied:
+                if name not in tied:
                     self._counted[mesh.owns(place(name, parameter).axes)].append(parameter)
         self._in_buckets = mesh.dp_group is not None and plan.shards == 1 and not plan.splits_backward
-        self._copies = _copies(plan, chain, stages, mesh, timeout_s)
+        self._copies = _copies(plan, stages, mesh, timeout_s)
 
     def clear(self) -> None:
         """Clear the last step's gradients.
@@ -147,13 +141,13 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def _copies(
-    plan: Plan, chain: Chain, stages: Sequence[Stage], mesh: Mesh, timeout_s: float
+    plan: Plan, stages: Sequence[Stage], mesh: Mesh, timeout_s: float
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
     """Return this rank's copies of each tied parameter that several stages hold, and the group of ranks with copies."""
-    pipelines, found = mesh.groups(PIPELINE), []
+    pipelines, tied, found = mesh.groups(PIPELINE), stages[0].chain.tied, []
     layers = [[name for stage in plan.stages_of(at) for name in stage.layers] for at in range(len(pipelines[0]))]
-    for original in sorted(set(chain.tied.values())):
-        names = [original, *(alias for alias, target in chain.tied.items() if target == original)]
+    for original in sorted(set(tied.values())):
+        names = [original, *(alias for alias, target in tied.items() if target == original)]
         positions = [at for at, there in enumerate(layers) if any(is_within(name, there) for name in names)]
         group = mesh.new_group([[ranks[at] for at in positions] for ranks in pipelines], timeout_s)
         held = [s.layers.get_parameter(name) for s in stages for name in names if is_within(name, s.layers.names)]

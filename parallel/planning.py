@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
@@ -61,11 +62,11 @@ def make_plan(
     wanted = Layout.of(parallel)
     for axis in known_axes(wanted):
         axis.check_keys(parallel, info)
-    ranks_per_replica = wanted.ranks_per_replica
-    fixed = None if parallel.dp is None else parallel.dp * ranks_per_replica
     started_here = world_size is None and hardware is None
-    hardware = hardware or Hardware.here(device, processes=1 if fixed == 1 else None)
-    dp = _replicas(parallel.dp, ranks_per_replica, hardware, world_size)
+    hardware = hardware or Hardware.here(device, alone=parallel.dp == wanted.ranks_per_replica == 1)
+    if (dp := parallel.dp) is None:
+        available = hardware.count if world_size is None else world_size
+        dp = 2 if available is None else max(1, available // wanted.ranks_per_replica)
     wanted = replace(wanted, dp=dp)
     _check_world(wanted, hardware, world_size)
     chunks = parallel.chunks
@@ -133,15 +134,6 @@ def check_numbers(parallel) -> None:
             raise PlanError(f"parallel.{key}={value} must be {least}")
     if (parallel.threads or 0) > _MOST_THREADS:
         raise PlanError(f"parallel.threads={parallel.threads} must be at most {_MOST_THREADS:,}")
-
-
-def _replicas(wanted: int | None, ranks_per_replica: int, hardware: Hardware, world_size: int | None) -> int:
-    if wanted is not None:
-        return wanted
-    if world_size is not None:
-        return max(1, world_size // ranks_per_replica)
-    devices = hardware.count
-    return 2 if devices is None else max(1, devices // ranks_per_replica)
 
 
 def _check_world(wanted: Layout, hardware: Hardware, world_size: int | None) -> None:
@@ -226,7 +218,7 @@ def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[
 
     The latter is None if parameters are not sharded. Raises PlanError.
     """
-    name, dp, wanted = parallel.name, mesh.dp, parallel.shard
+    name, dp, group = parallel.name, mesh.dp, parallel.shard
     hierarchical = parallel.comm_hook in HIERARCHICAL
     if info.sharded and parallel.comm_hook != "none":
         raise PlanError(
@@ -235,66 +227,53 @@ def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[
             + (" (parallel=hsdp reduces gradients that way by itself)" if hierarchical else "")
         )
     if not info.sharded:
-        _check_unused(parallel, hierarchical)
+        sharded = " or ".join(f"parallel={name}" for name in names_where(sharded=True))
+        if group is not None and not hierarchical:
+            raise PlanError(
+                f"parallel.shard={group} is a size of groups, but parallel={name} has none: it needs {sharded}, or "
+                "parallel.comm_hook=hierarchical. Leave it out"
+            )
+        if parallel.reshard is not None:
+            raise PlanError(
+                f"parallel.reshard={str(parallel.reshard).lower()} needs {sharded}, but parallel={name} shares no "
+                "parameters. Leave it out"
+            )
         if not hierarchical or dp == 1:
             return 1, None
-    if wanted is None:
-        group = dp if info.shards == "all" else _replicas_per_node(parallel, mesh, nodes)
-    else:
-        group = wanted
-        if group < 1 or dp % group:
-            sizes = ", ".join(str(n) for n in range(1 if dp == 1 else 2, dp + 1) if dp % n == 0)
-            raise PlanError(
-                f"parallel.shard={group} does not divide parallel.dp={dp} replicas into equal groups; "
-                f"possible sizes are {sizes}"
-            )
-    if group == 1 and dp > 1 and info.sharded:
+    if group is None:
+        group = dp if info.shards == "all" else _replicas_per_node(mesh, nodes)
+    elif group < 1 or dp % group:
+        sizes = ", ".join(str(n) for n in range(1 if dp == 1 else 2, dp + 1) if dp % n == 0)
         raise PlanError(
-            f"parallel={name} with groups of one replica shares nothing "
-            + (f"(each of {nodes} nodes has one)" if wanted is None else "(parallel.shard=1)")
-            + f"; set parallel.shard={dp} to share among all, or use parallel="
-            + names_where(sharded=False, replicas=True, stages=info.stages)[0]
+            f"parallel.shard={group} does not divide parallel.dp={dp} replicas into equal groups; possible sizes are "
+            f"{sizes}"
         )
-    return group, _reshard(parallel, info)
-
-
-def _check_unused(parallel, hierarchical: bool) -> None:
-    known = " or ".join(f"parallel={name}" for name in names_where(sharded=True))
-    if parallel.shard is not None and not hierarchical:
-        raise PlanError(
-            f"parallel.shard={parallel.shard} is a size of groups, but parallel={parallel.name} has none: it needs "
-            f"{known}, or parallel.comm_hook=hierarchical. Leave it out"
-        )
-    if parallel.reshard is not None:
-        raise PlanError(
-            f"parallel.reshard={str(parallel.reshard).lower()} needs {known}, but parallel={parallel.name} shares no "
-            "parameters. Leave it out"
-        )
-
-
-def _replicas_per_node(parallel, mesh: Mesh, nodes: int) -> int:
-    per_node = mesh.size // nodes
-    sizes = set()
-    for ranks in mesh.groups(*REPLICAS):
-        on = [rank // max(per_node, 1) for rank in ranks]
-        sizes |= {on.count(node) for node in on}
-    if mesh.size % nodes or len(sizes) != 1:
-        raise PlanError(
-            f"the {mesh.dp} replicas are not divided equally among the {nodes} nodes; set parallel.shard to the size "
-            f"of the groups, such as parallel.shard={mesh.dp}"
-        )
-    return sizes.pop()
-
-
-def _reshard(parallel, info: StrategyInfo) -> bool | None:
     if not info.sharded:
-        return None
+        return group, None
+    if group == 1 and dp > 1:
+        why = f"each of {nodes} nodes has one" if parallel.shard is None else "parallel.shard=1"
+        other = names_where(sharded=False, replicas=True, stages=info.stages)[0]
+        raise PlanError(
+            f"parallel={name} with groups of one replica shares nothing ({why}); set parallel.shard={dp} to share "
+            f"among all, or use parallel={other}"
+        )
     if not info.stage_per_rank:
-        return parallel.reshard is not False
+        return group, parallel.reshard is not False
     if parallel.reshard and SCHEDULES[parallel.schedule].splits_backward:
         raise PlanError(
             f"parallel.reshard=true is not supported with parallel.schedule={parallel.schedule}: the gradients of "
             "weights are computed when the layer's parameters are no longer whole, and would be lost. Leave it out, or "
             "use parallel.schedule=interleaved_1f1b"
         )
-    return bool(parallel.reshard)
+    return group, bool(parallel.reshard)
+
+
+def _replicas_per_node(mesh: Mesh, nodes: int) -> int:
+    per_node = max(1, mesh.size // nodes)
+    sizes = {n for ranks in mesh.groups(*REPLICAS) for n in Counter(rank // per_node for rank in ranks).values()}
+    if mesh.size % nodes or len(sizes) != 1:
+        raise PlanError(
+            f"the {mesh.dp} replicas are not divided equally among the {nodes} nodes; set parallel.shard to the size "
+            f"of the groups, such as parallel.shard={mesh.dp}"
+        )
+    return sizes.pop()

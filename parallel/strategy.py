@@ -196,9 +196,7 @@ class Strategy(ABC):
             random = found.may("random")
             for stage in self.stages:
                 stage.compile(random=not random.isdisjoint([*stage.layers.names, *[LOSS] * stage.ends_chain]))
-        self.gradients = Gradients(
-            plan, chain, self.stages, mesh, self.device, options.timeout_s, self.placement, self.axes
-        )
+        self.gradients = Gradients(plan, self.stages, mesh, options.timeout_s, self.placement, self.axes)
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, plan.sync_batchnorm)
 
     # -- the step --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,27 +17,6 @@ from parallel.placement import Split
 from parallel.plan import Plan
 from parallel.shape_inference import TensorSpec
 from parallel.strategies import StrategyInfo
-
-
-class LayerWork(Protocol):
-    """The parts of ``planner.work.LayerWork`` that axes read."""
-
-    @property
-    def attention(self) -> float:
-        """The FLOPs of attention."""
-        ...
-
-    @property
-    def hidden(self) -> float:
-        """The number of elements in the layer's output, per sample."""
-        ...
-
-    def divided(self: Work, ranks: int, between: bool) -> Work:
-        """Return one of ``ranks`` ranks' part of the work; see ``planner.work``."""
-        ...
-
-
-Work = TypeVar("Work", bound=LayerWork)
 
 
 class Axis:
@@ -100,12 +79,12 @@ class Axis:
         return [{}]
 
     @classmethod
-    def work_of_rank(cls, layout: Layout, work: Work) -> Work:
-        """Return one rank's part of a layer's work."""
+    def work_of_rank(cls, layout: Layout, work: Any) -> Any:
+        """Return one rank's part of a layer's work, a ``planner.work.LayerWork``."""
         return work
 
     @classmethod
-    def all_reduces(cls, layout: Layout, work: LayerWork) -> tuple[int, float]:
+    def all_reduces(cls, layout: Layout, work: Any) -> tuple[int, float]:
         """Return the number of all-reduces in a layer's forward, and the number of elements of each per sample."""
         return 0, 0.0
 

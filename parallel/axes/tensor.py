@@ -42,7 +42,7 @@ from models.cut import Columns, CutOf, GatherInput, Rows, check_cuts, cut_of, is
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
-from parallel.axes.axis import Axis, LayerWork, Work, all_reduce_sum
+from parallel.axes.axis import Axis, all_reduce_sum
 from parallel.dtensor import local
 from parallel.examination import backward_nodes
 from parallel.layout import Layout
@@ -148,12 +148,12 @@ class TensorParallel(Axis):
         return [{"tp": tp, "sequence": tp > 1 and sequence} for tp, sequence in sizes.items()]
 
     @classmethod
-    def work_of_rank(cls, layout: Layout, work: Work) -> Work:
+    def work_of_rank(cls, layout: Layout, work: Any) -> Any:
         """See ``Axis.work_of_rank``."""
         return work.divided(layout.tp, layout.sequence)
 
     @classmethod
-    def all_reduces(cls, layout: Layout, work: LayerWork) -> tuple[int, float]:
+    def all_reduces(cls, layout: Layout, work: Any) -> tuple[int, float]:
         """See ``Axis.all_reduces``: a block has two regions, and the output of each is all-reduced."""
         return (2, work.hidden) if work.attention else (0, 0.0)
 

@@ -66,7 +66,7 @@ def test_the_submitting_machine_is_not_asked_for_its_devices(monkeypatch):
     from training.command.slurm_job import prepare_here
     from training.run import prepare
 
-    monkeypatch.setattr(devices, "resolve_device_type", lambda *args: pytest.fail("it was asked"))
+    monkeypatch.setattr(devices.Hardware, "here", lambda *args, **more: pytest.fail("it was asked"))
     monkeypatch.setattr(prepare, "seconds_per_layer", lambda *args: pytest.fail("it was measured"))
     queued = ["model=toy", "launcher=slurm", "launcher.gpus_per_node=4", "device=auto", "train.precision=auto"]
     ddp = prepare_here(config(*queued, "parallel=ddp"))

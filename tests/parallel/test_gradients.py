@@ -16,9 +16,9 @@ def squared_norm(*gradients, mesh=None):
     layers = nn.ParameterList(torch.empty_like(gradient) for gradient in gradients)
     for parameter, gradient in zip(layers, gradients, strict=True):
         parameter.grad = gradient
-    stage, chain = SimpleNamespace(layers=layers), SimpleNamespace(tied={})
+    stage = SimpleNamespace(layers=layers, chain=SimpleNamespace(tied={}), device=torch.device("cpu"))
     plan = SimpleNamespace(stages_of=lambda position: [])  # of ties
-    gradients = Gradients(plan, chain, [stage], mesh or Mesh({}), torch.device("cpu"), 1, whole_on_each_rank)
+    gradients = Gradients(plan, [stage], mesh or Mesh({}), 1, whole_on_each_rank)
     return float(gradients.squared_norm())
 
 
