@@ -38,8 +38,6 @@ class Schedule:
     Attributes:
         class_name: The module and name of the class that runs it.
         stage_class: The module and name of the class of its stages.
-        makespan: The module and name of the function that estimates a step's time from (costs of the stages, ranks,
-            chunks), if its order is planned.
         looped: Whether a rank runs several stages.
         rounds: Whether chunks are run in rounds of as many as there are ranks.
         splits_backward: Whether gradients of inputs and of weights are computed at different times.
@@ -47,7 +45,6 @@ class Schedule:
 
     class_name: str
     stage_class: str = "parallel.pipe_stage:PipeStage"
-    makespan: str = ""
     looped: bool = False
     rounds: bool = False
     splits_backward: bool = False
@@ -67,7 +64,6 @@ SCHEDULES = {
     "planned": Schedule(
         "parallel.zero_bubble.schedule:PlannedSchedule",
         _SPLIT,
-        "parallel.zero_bubble.order:expected_makespan",
         looped=True,
         splits_backward=True,
     ),

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, permutations
-from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from parallel.devices import (
 )
 from parallel.partition import block_partition, blocks, even_split
 from parallel.plan import Plan
-from parallel.schedules import SCHEDULES
 from parallel.stage import Stage
+from parallel.zero_bubble.order import expected_makespan
 
 ROUNDS = 5
 _MOST_MICROBATCHES = 32
@@ -128,16 +127,14 @@ def equal_stages(
         # At best the slowest rank never waits, once the others' stages have filled the pipeline.
         return chunks * max(sum(each[rank::ranks]) for rank in range(ranks)) + (ranks - 1) * max(each)
 
+    def simulated(counts: Sequence[int]) -> float:
+        return expected_makespan(stage_costs(costs, counts), ranks, chunks)
+
     uniform, best = even_split(len(costs), stages), block_partition(costs, stages)
     if stages > ranks:
         best = _cheapest(cost, best, chunks)
-    if schedule is not None and SCHEDULES[schedule].makespan:
-        simulated = resolve_name(SCHEDULES[schedule].makespan)
-
-        def cost(counts: Sequence[int]) -> float:
-            return simulated(stage_costs(costs, counts), ranks, chunks)
-
-        best = _cheapest(cost, best, chunks)
+    if schedule == "planned":
+        cost, best = simulated, _cheapest(simulated, best, chunks)
     return best if cost(best) < (1 - _LEAST_GAIN) * cost(uniform) else uniform
 
 

@@ -234,25 +234,22 @@ class _Ranks:
 def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[LayerSeconds]:
     """Measure the layers at several sizes: on as many ranks at once as there are cores, then on rank 0 alone."""
 
-    def timed(samples: int, together: bool) -> list[list[float]]:
-        some = torch.arange(samples) % len(subject.sample)
+    def timed(samples: int, wait: Callable[[], None]) -> list[list[float]]:
+        some, parts = torch.arange(samples) % len(subject.sample), []
         batch = subject.sample.map(lambda tensor: tensor[some]).to(ranks.device)
-        wait = partial(ranks.wait, ranks.some) if together and ranks.at_once > 1 else lambda: None
-        times = time_layers(subject.precision, subject.chain, batch, subject.seed, _LEAST_S, wait)
-        return [parts(layer) for layer in times]
+        for first, *others in time_layers(subject.precision, subject.chain, batch, subject.seed, _LEAST_S, wait):
+            forward, backward = (median(part) for part in zip(*others, strict=True))
+            parts.append([forward, backward, sum(first), forward + backward])
+        return parts
 
     def rounds(among: int, sizes: Sequence[int], count: int) -> Tensor:
         """Measure on the first ranks while the others wait. Returns a tensor [size, layer, part]."""
         seconds = torch.zeros(count, len(sizes), len(subject.chain.layers), 4)
         ranks.wait()
         if ranks.rank < among:
-            seconds = torch.tensor([[timed(samples, among > 1) for samples in sizes] for _ in range(count)])
+            wait = partial(ranks.wait, ranks.some) if among > 1 else lambda: None
+            seconds = torch.tensor([[timed(samples, wait) for samples in sizes] for _ in range(count)])
         return ranks.slowest(seconds)
-
-    def parts(times: list[tuple[float, float]]) -> list[float]:
-        (first, *others) = times
-        forward, backward = (median(part) for part in zip(*others, strict=True))
-        return [forward, backward, sum(first), forward + backward]
 
     each = float(rounds(ranks.at_once, [least], 1)[..., -1].sum()) / least  # seconds of a sample
     large = max(least + 1, min(most, int(_PASS_S / each)))
