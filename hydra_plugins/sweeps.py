@@ -13,8 +13,8 @@ from hydra.core.utils import JobReturn
 class JobSweeper(BasicSweeper):
     """Runs one job for every combination of the swept values, numbered in order.
 
-    Unlike Hydra's own sweeper, it records a job that cannot be composed or that fails and runs the others, and leaves
-    out jobs that an earlier attempt in the same directory has finished.
+    Unlike Hydra's own sweeper, it records a job that fails and runs the others, and leaves out jobs that an earlier
+    attempt in the same directory has finished.
     """
 
     def sweep(self, arguments: list[str]) -> None:

@@ -260,6 +260,7 @@ def _threads_in_turn(modules, inputs, kwargs_tup=None, devices=None) -> list:
 
 def _install_data_parallel(parallel) -> None:
     """What nn.DataParallel calls of CUDA's own, in plain operators."""
+
     def device(index: int):
         return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
 

@@ -46,6 +46,9 @@ WORDS = {
         Refusal("train.stepz=5", "did you mean train.steps?"),
         Refusal("-m ++train.stepz=3 seed=1,2 hydra.sweep.dir=sweep", "did you mean train.steps?"),
     ],
+    "debug=nonsense": [
+        Refusal("-m debug=null,nonsense hydra.sweep.dir=sweep", "job 1 (", "there is no 'debug/nonsense'"),
+    ],
     "no key train.lr": Refusal("train.lr=1", "did you mean optim.lr?"),
     "no key dp": Refusal("dp=2", "did you mean parallel.dp?"),
     "no key steps": Refusal("steps=2", "did you mean train.steps or verify.steps?"),

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -16,16 +16,17 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
 from conf.composition import Composed
 from conf.effects import check_effects
-from conf.instantiate import add_to_path, to_config, to_dict
+from conf.instantiate import to_dict
 from conf.masking import mask_files, mask_secrets
+from conf.messages import explain
 from conf.words import expand_lists, hydra_word
 from launchers import Interrupted, World
 from launchers.slurm.follow import wait
@@ -58,7 +59,7 @@ _OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # it reads how a job ended fro
 
 @dataclass
 class Entry:
-    """A job that may have to run.
+    """A job of a sweep.
 
     Attributes:
         job: Its record.
@@ -77,6 +78,7 @@ def sweep(sweeper: Any, arguments: list[str]) -> None:
     """Run all jobs that the overrides ``arguments`` describe and that have not finished, for Hydra's ``sweeper``.
 
     Raises:
+        TrainingError: A job cannot be composed, or has a directory of another run. Then no job has started.
         KeyboardInterrupt: If the user ends the sweep.
     """
     logging.getLogger("hydra._internal.core_plugins.basic_launcher").addFilter(_mask)
@@ -96,25 +98,6 @@ def sweep(sweeper: Any, arguments: list[str]) -> None:
                 update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
 
 
-def _problem_of(cfg: DictConfig) -> str | None:
-    """Return what is wrong with the metrics that a job names, which is then known before the first job starts."""
-    if all(one is None for one in (cfg.train.monitor, cfg.sweep.objective, cfg.callbacks)):
-        return None
-    from training.run.checks.model import check_names
-    from training.run.prepare import model_and_data
-
-    run = to_config(to_dict(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])))
-    add_to_path(run.import_from or ())
-    try:
-        run, chain, data = model_and_data(run)
-    except UserError:
-        return None  # the job says so
-    try:
-        return check_names(run, chain, data)
-    except UserError as error:
-        return str(error)
-
-
 def _mask(record: logging.LogRecord) -> bool:
     """Mask secrets in Hydra's log lines, which print each job with its overrides."""
     record.msg, record.args = mask_secrets(record.getMessage()), ()
@@ -122,38 +105,38 @@ def _mask(record: logging.LogRecord) -> bool:
 
 
 def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
-    """Compose every job of Hydra's ``sweeper``. A job that cannot be composed becomes an entry that has failed.
+    """Compose every job of Hydra's ``sweeper`` and check its keys and the metrics that it names.
 
     Raises:
-        HydraException: No job can be composed, so that the mistake is not that of one job.
-        OmegaConfBaseException: The same.
-        UserError: The same.
+        TrainingError: A job is wrong. The message names its words and the reason.
     """
-    loader, config = sweeper.hydra_context.config_loader, sweeper.config
-    sweep_dir = Path(config.hydra.sweep.dir)
-    entries, errors, problems = [], [], {}
+    entries, checked = [], set()
     for num, overrides in enumerate(jobs):
         job = Job(num, tuple(mask_secrets(overrides)))
         try:
-            cfg = loader.load_sweep_config(config, overrides)
+            cfg = sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, overrides)
             check_effects(cfg, overrides, of_sweep=True)
-            of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
-            if of not in problems:
-                problems[of] = _problem_of(cfg)
-            if problems[of] is not None:
-                raise HydraException(problems[of])
-            with open_dict(cfg):
-                cfg.hydra.job.num, cfg.hydra.job.id = num, str(num)
+            cfg.hydra.job.update(num=num, id=str(num))
             HydraConfig.instance().set_config(cfg)  # the directory's name may refer to Hydra's section
-            folder, queued = sweep_dir / cfg.hydra.sweep.subdir, not cfg.launcher.get("wait", True)
-            entries.append(Entry(job, overrides, folder, queued))
+            folder = Path(sweeper.config.hydra.sweep.dir, cfg.hydra.sweep.subdir)
+            entries.append(Entry(job, overrides, folder, not cfg.launcher.get("wait", True)))
+            of = str([cfg.train.monitor, cfg.train.monitor_direction, cfg.sweep, cfg.callbacks, cfg.model, cfg.data])
+            if of not in checked:
+                _check_metrics(cfg, folder)
+                checked.add(of)
         except (HydraException, OmegaConfBaseException, UserError) as error:
-            errors.append(error)
-            reason = "\n".join(str(error).strip() for error in (error, error.__cause__) if error is not None)
-            entries.append(Entry(replace(job, status=FAILED, error=reason), overrides, sweep_dir / str(num)))
-    if len(errors) == len(entries):
-        raise errors[0]
+            raise TrainingError(f"job {num} ({' '.join(job.overrides)}): {explain(error)}") from None
     return entries
+
+
+def _check_metrics(cfg: DictConfig, folder: Path) -> None:
+    if all(one is None for one in (cfg.train.monitor, cfg.sweep.objective, cfg.callbacks)):
+        return
+    from training.run.checks.model import check_names
+    from training.run.prepare import model_and_data
+
+    sections = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    check_names(*model_and_data(plain(Composed(sections, folder))))
 
 
 def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
@@ -170,32 +153,28 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
             f"{folders.count(shared[0])} jobs have the directory {shared[0]}; let hydra.sweep.subdir differ, as "
             "'${hydra.job.num}' does"
         )
-    before = [read_job(folder) for folder in folders]
-    for entry, earlier in zip(entries, before, strict=True):
+    todo = []
+    for entry in entries:
+        earlier, overrides = read_job(entry.folder), " ".join(entry.job.overrides)
         used = entry.folder.is_dir() and any(entry.folder.iterdir())
         if earlier is not None and earlier.status == FAILED and not (entry.folder / METRICS).exists():
             used = False  # it failed before its first step: the mended command may have the folder
         if used and (earlier is None or not earlier.is_same(entry.job)):
             known = f" ({' '.join(earlier.overrides)})" if earlier is not None else ""
             raise TrainingError(
-                f"{entry.folder} holds another run{known} than {' '.join(entry.job.overrides)}; choose another "
-                f"hydra.sweep.dir than {sweep_dir}, or repeat that sweep's own command to continue it"
+                f"{entry.folder} holds another run{known} than {overrides}; choose another hydra.sweep.dir than "
+                f"{sweep_dir}, or repeat that sweep's own command to continue it"
             )
-    todo = []
-    for entry, earlier in zip(entries, before, strict=True):
-        status = None if earlier is None else earlier.status
-        if status == FINISHED:
-            print(f"job {entry.job.num} is finished: {' '.join(entry.job.overrides)}")
-            continue
-        if entry.queued and status in (WAITING, RUNNING):
-            print(f"job {entry.job.num} is {status} (if it was lost, remove {entry.folder} to run it again)")
-            continue
-        entry.folder.mkdir(parents=True, exist_ok=True)
-        write_job(entry.folder, entry.job)
-        if entry.job.status == FAILED:
-            print(f"error: job {entry.job.num}: {entry.job.error}", file=sys.stderr)
+        if earlier is not None and earlier.status == FINISHED:
+            print(f"job {entry.job.num} is finished: {overrides}")
+        elif entry.queued and earlier is not None and earlier.status in (WAITING, RUNNING):
+            lost = f"if it was lost, remove {entry.folder} to run it again"
+            print(f"job {entry.job.num} is {earlier.status} ({lost})")
         else:
             todo.append(entry)
+    for entry in todo:
+        entry.folder.mkdir(parents=True, exist_ok=True)
+        write_job(entry.folder, entry.job)
     return todo
 
 
@@ -226,19 +205,19 @@ def run_job(composed: Composed, world: World | None) -> Any:
         KeyboardInterrupt: The user has ended the sweep.
         TrainingError: The job failed under a third-party sweeper.
     """
-    if is_queued(composed.cfg, world):
-        return _check(composed)
-    folder, hydra = composed.run_dir, composed.job
+    folder, hydra, queued = composed.run_dir, composed.job, is_queued(composed.cfg, world)
     hold(folder)
     if multiprocessing.get_start_method(allow_none=True) == "loky":  # of hydra/launcher=joblib; torch does not know it
         multiprocessing.set_start_method(None, force=True)
-    _begin(composed, RUNNING)
+    _begin(composed, WAITING if queued else RUNNING)
     begin = time.monotonic()
 
     def end(status: str, error: str | None = None) -> None:
         update_job(folder, status=status, error=error, seconds=time.monotonic() - begin)
 
     try:
+        if queued:
+            return CheckedRun.of(prepared(plain(composed), folder, None, composed.words()), folder)
         execute(composed, world, isolated=True)
         value = value_for_sweeper(composed.cfg, folder)
     except Stopped as stopped:
@@ -285,7 +264,7 @@ def queue_checked(jobs: Sequence[JobReturn]) -> Sequence[JobReturn]:
 
     A job that fails is recorded in its directory and does not end the others.
     """
-    ready = [job for job in jobs if job.return_value is not None]
+    ready = [job for job in jobs if job.status is JobStatus.COMPLETED and job.return_value is not None]
     _run_all([job.return_value for job in ready])
     for job in ready:
         run = job.return_value
@@ -293,17 +272,6 @@ def queue_checked(jobs: Sequence[JobReturn]) -> Sequence[JobReturn]:
         finished = record is not None and record.status == FINISHED
         job.return_value = value_for_sweeper(run.cfg, run.run_dir) if finished else None
     return jobs
-
-
-def _check(composed: Composed) -> CheckedRun | None:
-    """Record a job that is to be queued and check it. Return the checked run; None if it cannot run."""
-    folder = composed.run_dir
-    _begin(composed, WAITING)
-    try:
-        return CheckedRun.of(prepared(plain(composed), folder, None, composed.words()), folder)
-    except UserError as error:
-        _fail(folder, error)
-        return None
 
 
 def _run_all(runs: list[CheckedRun]) -> None:

@@ -83,15 +83,3 @@ def test_a_secret_is_masked_where_all_jobs_have_finished_too(three):
     again = sweep(three.folder, *QUICK, "train.steps=6", "parallel.chunks=1,2", "train.checkpoint_every=4",
                   f"+parallel.env.WANDB_API_KEY={secret}", tag="with a secret")  # fmt: skip
     assert secret not in again.console + (three.folder / "multirun.yaml").read_text(), again.console
-
-
-def test_a_job_that_cannot_be_composed_is_a_row_too_and_a_mistake_of_all_is_an_error_at_once(tmp_path):
-    short = [*QUICK, "train.steps=1", "logger=none", "mode=plan"]
-    mixed = sweep(tmp_path / "mixed", *short, "debug=null,nonsense")
-    assert mixed.code == 1
-    assert statuses(mixed.folder) == ["finished", "failed"]
-    assert [row["debug"] for row in jobs(mixed.folder)] == ["", "nonsense"]
-    assert "Could not find 'debug/nonsense'" in mixed.stderr
-    wrong = sweep(tmp_path / "wrong", *short, "train.stepz=5", "seed=1,2")
-    assert wrong.code == 1 and "stepz" in wrong.stderr
-    assert not (tmp_path / "wrong").exists()
