@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,10 @@ from models.seeds import seeded
 
 _KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
 
-Function = TypeVar("Function", bound=Callable)
 
-
-def uncompiled(function: Function) -> Function:
+def uncompiled(function: Any) -> Any:
     """Exclude a function from torch.compile."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]  # the same, wrapped
+    return torch.compiler.disable(function)
 
 
 class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
@@ -46,58 +44,41 @@ class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
 
 
 class StandIn(nn.Module):
-    """Stands for a module that another layer of the chain holds, with its attributes.
+    """Stands for a module that another layer of the chain holds, with the attributes of that module.
 
     Attributes:
-        answer: (this, arguments, those by name) -> what it returns.
-        seen: (arguments after the hidden states, those by name) of the last call.
+        stops: Whether the model's ``forward`` ends where it calls this module, with the module's input.
+        outputs: The number of things in the tuple that a layer returns, 0 if it returns a tensor; None: not a layer.
         received: The output of a layer that is computed elsewhere, if it is known.
+        seen: (arguments after the hidden states, keyword arguments) of the last call.
     """
 
-    received: Tensor | None
-
-    def __init__(self, module: nn.Module, answer: Answer) -> None:
+    def __init__(self, module: nn.Module, outputs: int | None = None, stops: bool = False) -> None:
         super().__init__()
-        self.__dict__["of"] = module  # on the meta device; no submodule
-        self.answer, self.received, self.seen = answer, None, ((), {})
+        self.of = lambda: module  # it is on the meta device, no submodule, and never copied
+        self.outputs, self.stops = outputs, stops
+        self.received: Tensor | None = None
+        self.seen: tuple[tuple, dict] = (), {}
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["of"], name)
-
-    def __deepcopy__(self, memo: dict) -> StandIn:
-        memo[id(self)] = copied = copy.copy(self)  # not of the module that it stands for
-        return copied
+            return getattr(self.of(), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the arguments and answer."""
+        """Return a layer's received output, or else its input; zeros in place of the output of another module."""
         self.seen = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        return self.answer(self, args, kwargs)
-
-
-Answer = Callable[[StandIn, tuple, dict], Any]
-
-
-def stop(module: StandIn, args: tuple, kwargs: dict) -> None:
-    """Leave the model's ``forward``: raise ``Reached`` with the input."""
-    raise Reached(hidden_of(args, kwargs))
-
-
-def zeros(module: StandIn, args: tuple, kwargs: dict) -> Any:
-    """Compute on the meta device what the module would compute, and return as many zeros."""
-    given = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-    args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-    kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
-    output = module.__dict__["of"](*args, **kwargs)
-    return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=kind, device=given.device), output)
-
-
-def hand_on(module: StandIn, args: tuple, kwargs: dict, outputs: int) -> Any:
-    """Return what the layer has returned, or its input if that is not known, in a tuple of ``outputs`` things."""
-    hidden = hidden_of(args, kwargs) if module.received is None else module.received
-    return (hidden, *[None] * (outputs - 1)) if outputs else hidden
+        if self.stops:
+            raise Reached(hidden_of(args, kwargs))
+        if self.outputs is None:
+            given = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+            kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
+            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+            zeros = partial(torch.zeros, dtype=kind, device=given.device)
+            return tree_map_only(Tensor, lambda t: zeros(t.shape), self.of()(*args, **kwargs))
+        hidden = hidden_of(args, kwargs) if self.received is None else self.received
+        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
 
 @contextmanager
@@ -197,7 +178,7 @@ class Forward:
 
     def _returns_logits(self) -> bool:
         given = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
-        projection = StandIn(nn.Identity(), partial(hand_on, outputs=0))
+        projection = StandIn(nn.Identity(), outputs=0)
         projection.received = given
         shell = self.shell({self.projection: projection})
         hidden = torch.zeros(1, 2, self.model.config.get_text_config().hidden_size)
@@ -211,15 +192,15 @@ class Forward:
     def __deepcopy__(self, memo: dict) -> Forward:
         return self
 
-    def shell(self, units: Mapping[str, nn.Module], answer: Answer | None = None) -> Any:
+    def shell(self, units: Mapping[str, nn.Module], stops: bool = False) -> Any:
         """Return a copy of the model with these units, and stand-ins for the others and for the layers.
 
-        ``answer`` is that of a layer's stand-in; None: ``hand_on``.
+        With ``stops`` its ``forward`` ends at the first layer.
         """
-        answer = answer or partial(hand_on, outputs=self.outputs)
-        memo: dict[int, Any] = {id(self.blocks): nn.ModuleList(StandIn(block, answer) for block in self.blocks)}
+        layers = nn.ModuleList(StandIn(block, self.outputs, stops) for block in self.blocks)
+        memo: dict[int, Any] = {id(self.blocks): layers}
         for name, unit in self.units.items():
-            memo |= {id(unit): units[name]} if name in units else {id(p): StandIn(p, zeros) for p in _called(unit)}
+            memo |= {id(unit): units[name]} if name in units else {id(part): StandIn(part) for part in _called(unit)}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
     @uncompiled
@@ -288,7 +269,7 @@ class Forward:
     def embedding(self, part: Callable[[str], nn.Module]) -> nn.Module:
         """Return the first layer, token ids [b, t] -> [b, t, c]."""
         units = {name: part(name) for name in self.before}
-        return Embedding(self, units, self.shell(units, stop))
+        return Embedding(self, units, self.shell(units, stops=True))
 
     def layer(self, part: Callable[[str], nn.Module], index: int) -> nn.Module:
         """Return a layer that is called with hidden states alone, [b, t, c] -> same.
@@ -306,7 +287,8 @@ class Forward:
         units = {name: part(name) for name in self.units if name not in self.before or name in self.twice}
         if not self.plain:
             return Head(self, units, self.shell(units))
-        return PlainHead(self, units, self.shell({**units, self.projection: StandIn(units[self.projection], stop)}))
+        projection = StandIn(units[self.projection], stops=True)
+        return PlainHead(self, units, self.shell({**units, self.projection: projection}))
 
 
 class Part(nn.Module):
@@ -327,15 +309,12 @@ class Part(nn.Module):
         self.shell.train(mode)
         return super().train(mode)
 
-    @uncompiled
-    def after_layers(self, hidden: Tensor) -> Tensor:
-        """Compute logits [b, t, v] of what the layers return, [b, t, c]. Raises ``Reached`` at a ``stop``."""
-        last = self.shell.get_submodule(self.whole.layers)[-1]
-        last.received = hidden
+    def run(self, **inputs: Tensor) -> Tensor:
+        """Return the logits of the shell, or the input of the module at which it stops."""
         try:
-            return self.shell(inputs_embeds=hidden.detach(), attention_mask=all_seen(hidden), use_cache=False).logits
-        finally:
-            last.received = None
+            return self.shell(**inputs, attention_mask=all_seen(*inputs.values()), use_cache=False).logits
+        except Reached as reached:
+            return reached.args[0]
 
 
 class Embedding(Part):
@@ -344,35 +323,36 @@ class Embedding(Part):
     @uncompiled
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, c]."""
-        try:
-            self.shell.base_model(input_ids=tokens, attention_mask=all_seen(tokens), use_cache=False)
-        except Reached as reached:
-            return reached.args[0]
-        raise AssertionError("a model without layers")
+        return self.run(input_ids=tokens)
 
 
 class Head(Part):
     """What a model computes after its layers, [b, t, c] -> logits [b, t, v]."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    @uncompiled
+    def hidden(self, x: Tensor) -> Tensor:
+        """Compute what follows the layers, [b, t, c] -> logits, or the input of the module at which it stops."""
+        last = self.shell.get_submodule(self.whole.layers)[-1]
+        last.received = x
+        try:
+            return self.run(inputs_embeds=x.detach())
+        finally:
+            last.received = None
+
+    def forward(self, x: Tensor) -> Tensor:
         """[b, t, c] -> [b, t, v]."""
-        return self.after_layers(hidden)
+        return self.hidden(x)
 
 
-class PlainHead(Part, FusedHead):
+class PlainHead(Head, FusedHead):
     """A head that ends with its projection, so that the loss can be computed without logits."""
+
+    forward = FusedHead.forward  # pyright: ignore[reportAssignmentType]
 
     @property
     def projection(self) -> nn.Linear:
         """The projection onto the vocabulary, which may be tied to the embedding."""
         return self.get_submodule(self.whole.projection)  # pyright: ignore[reportReturnType]
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Compute the input of the projection, [b, t, c] -> same."""
-        try:
-            return self.after_layers(x)
-        except Reached as reached:
-            return reached.args[0]
 
 
 def first_of(output: Any) -> Tensor:
