@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bdb
 import os
 import sys
 import traceback
@@ -69,14 +68,6 @@ def message_for_user(error: BaseException) -> str | None:
         reason = reason[reason.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in reason else reason
         where = f" ({'; '.join(notes)})" if (notes := getattr(error, "__notes__", ())) else ""
         return f"memory is exhausted{where}{reason and f': {reason}'}\n{_NEED_LESS}"
-    if isinstance(error, bdb.BdbQuit):
-        # The debugger has the frame in which it stopped. At the end of a function the traceback does not have it.
-        *_, (quitting, _) = traceback.walk_tb(error.__traceback__)
-        frame = quitting.f_locals.get("frame", quitting)
-        return (
-            f"the debugger ended in {frame.f_code.co_filename}, line {frame.f_lineno}. Workers have no terminal; "
-            "start a run of one process, parallel=single, or parallel=model_parallel for several stages"
-        )
     return None
 
 

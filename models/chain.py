@@ -34,7 +34,6 @@ from models.huggingface import HuggingFace
 from models.losses import Loss, as_sums, check_loss, loss_of
 from models.seeds import by_sample, derive_seed, seeded
 
-_MOST_LAYERS = 10_000  # each layer is several Python objects
 CPU = torch.device("cpu")
 ONE_LAYER = (
     "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
@@ -116,9 +115,8 @@ def shared_parameters(module: nn.Module, prefix: str = "") -> dict[str, str]:
 def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
     """Check a model's sizes before it is made. Raises ValueError, whose message names the key."""
     for key, value in sizes.items():
-        if value < 1 or (key == "n_layer" and value > _MOST_LAYERS):
-            most = f" and at most {_MOST_LAYERS:,}" if key == "n_layer" else ""
-            raise ValueError(f"model.{key}={value} must be at least 1{most}")
+        if value < 1:
+            raise ValueError(f"model.{key}={value} must be at least 1")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
 

@@ -112,9 +112,10 @@ def check_cuts(
         ModelError: The table does not fit the model.
     """
     if not table:
+        lines = ", ".join(f'"{name}": Columns() or Rows()' for name in _linear(layers)[:4]) or '"NAME": Columns()'
         raise PlanError(
             f"parallel.tp={tp} cuts layers, and this model does not say where: give its chain a table of the products "
-            f"that are cut, cut={{{example(layers)}, …}} (docs/own_model.md, 'Tensor parallelism'), or set "
+            f"that are cut, cut={{{lines}, …}} (docs/own_model.md, 'Tensor parallelism'), or set "
             "parallel.tp=1"
         )
     check_table(table, layers, tied)
@@ -164,7 +165,7 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
 
     ``tied`` has the names of parameters that are one parameter.
     """
-    modules = dict(layers.named_modules())
+    modules, linear = dict(layers.named_modules()), _linear(layers)[:6]
     heads = [module.projection for module in modules.values() if isinstance(module, FusedHead)]
     for pattern, cut in table.items():
         if not isinstance(cut, CutOf):
@@ -173,7 +174,7 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
             raise ModelError(f"parallel.tp: {pattern} cannot be cut: {cut.reason}; set parallel.tp=1")
         found = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not found:
-            raise ModelError(f"cut: {pattern!r} names no module of this model, which has {_some(modules)}")
+            raise ModelError(f"cut: {pattern!r} names no module of this model, which has {', '.join(linear)}")
         wanted = {Rows: (nn.Linear,), Vocabulary: (nn.Embedding, nn.Linear)}.get(type(cut), (nn.Module,))
         for name, module in found.items():
             if not isinstance(module, wanted):
@@ -181,7 +182,7 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
                 kind = type(module).__name__
                 raise ModelError(f"cut: {name} is of the class {kind}, and {type(cut).__name__}() cuts an {kinds}")
             if isinstance(cut, Columns) and not list(module.parameters(recurse=False)):
-                inner = [f"{name}.{key}" for key, part in module.named_modules() if isinstance(part, nn.Linear)]
+                inner = [f"{name}.{key}" for key in _linear(module)]
                 raise ModelError(f"cut: {name} has no parameters itself; name those inside it: {', '.join(inner)}")
             if isinstance(cut, Columns) and all(p.dim() < 2 for p in module.parameters(recurse=False)):
                 raise ModelError(f"cut: {name} has no matrix whose outputs Columns() could divide; leave it out of cut")
@@ -220,12 +221,6 @@ def check_pairs(table: Mapping[str, CutOf], layer: str, module: nn.Module) -> No
             )
 
 
-def example(layers: nn.Module) -> str:
-    """Return the lines of a table to fill in, for an error message: the linear layers of a model without one."""
-    linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
-    return ", ".join(f'"{name}": Columns() or Rows()' for name in linear[:4]) or '"NAME": Columns()'
-
-
-def _some(modules: Mapping[str, nn.Module]) -> str:
-    named = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    return ", ".join(named[:6])
+def _linear(layers: nn.Module) -> list[str]:
+    """Return the names of the linear layers in a module, which an error message proposes to cut."""
+    return [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]

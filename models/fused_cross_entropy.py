@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
     return total
 
 
-def _by_vocabulary_part(logits: Tensor, targets: Tensor, needs_grad: bool, words: VocabularyPart) -> Tensor:
+def _by_vocabulary_part(logits: Tensor, targets: Tensor, needs_grad: bool, words: Any) -> Tensor:
     """Compute what ``_by_blocks`` does where ranks share the words, and ``logits`` [n, v] are those of this rank's.
 
     Three numbers of each row are exchanged, and no logits.
@@ -168,7 +168,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         bias: Tensor | None,
         needs_grad: bool,
-        words: VocabularyPart | None,
+        words: Any,
     ):
         logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
         if words is None:
@@ -235,7 +235,7 @@ def fused_cross_entropy(
     cast: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
-    words: VocabularyPart | None = None,
+    words: Any = None,
 ) -> Tensor:
     """Compute the cross entropy of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 
@@ -249,34 +249,6 @@ def fused_cross_entropy(
     return loss + _CrossEntropyOfWeight.apply(weight, rows, gradient, loss.detach()) if needs_grad else loss
 
 
-class VocabularyPart(Protocol):
-    """The words of a vocabulary that this rank has, where ranks share it (``parallel.axes.tensor.VocabularyShard``).
-
-    Attributes:
-        start: The first of them.
-        count: The number of all ranks' words.
-    """
-
-    start: int
-    count: int
-
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return what all words are computed from, [b, t, c]."""
-        ...
-
-    def largest(self, numbers: Tensor) -> Tensor:
-        """Return the largest of all ranks' numbers, element by element."""
-        ...
-
-    def sum(self, numbers: Tensor) -> Tensor:
-        """Return the sum of all ranks' numbers, element by element."""
-        ...
-
-    def gather(self, logits: Tensor) -> Tensor:
-        """Return the logits of all words, [b, t, v], from those of this rank's."""
-        ...
-
-
 class FusedHead(nn.Module):
     """[b, t, c] -> logits [b, t, vocab_size], through the linear layer ``projection`` that a subclass sets.
 
@@ -284,7 +256,7 @@ class FusedHead(nn.Module):
     """
 
     projection: nn.Linear
-    vocabulary: VocabularyPart | None = None  # this rank's words, where ranks share them
+    vocabulary: Any = None  # this rank's words, where ranks share them: parallel.axes.tensor.VocabularyShard
 
     def __init__(self) -> None:
         super().__init__()

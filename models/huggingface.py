@@ -43,10 +43,6 @@ class HuggingFace:
         begins, theirs = next(pair for pair in self.names.items() if name.startswith(pair[0]))
         return theirs + name.removeprefix(begins)
 
-    def convert(self, name: str, tensor: Tensor) -> Tensor:
-        """Convert the parameter ``name`` from this project's form to Hugging Face's, or back."""
-        return tensor.t().contiguous() if name.endswith(self.transposed) else tensor
-
     def read(self, opened: Mapping[str, Callable[[], Any]]) -> Mapping[str, Callable[[], Any]]:
         """Return {name: tensor, opened when it is called} of a model of transformers, from those of its files."""
         return opened
@@ -69,7 +65,10 @@ class HuggingFace:
 
         Rows from ``words`` on are padding of the vocabulary and are left out; None keeps all rows.
         """
-        cut = {name: tensor[:words] if name in self.words else tensor for name, tensor in state.items()}
-        converted = {self.their_name(name): self.convert(name, tensor) for name, tensor in cut.items()}
-        kept = cut[self.words[0]]
-        return converted, {**self.config, "vocab_size": len(kept), "dtype": str(kept.dtype).removeprefix("torch.")}
+        tensors = {}
+        for name, tensor in state.items():
+            kept = tensor[:words] if name in self.words else tensor
+            tensors[self.their_name(name)] = kept.t().contiguous() if name.endswith(self.transposed) else kept
+        embedding = tensors[self.their_name(self.words[0])]
+        dtype = str(embedding.dtype).removeprefix("torch.")
+        return tensors, {**self.config, "vocab_size": len(embedding), "dtype": dtype}

@@ -8,6 +8,7 @@ and Qwen3 (normalised queries and keys). Names, sizes and numbers are those of t
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -28,18 +29,6 @@ from models.losses import TokenCrossEntropy
 SizeName = Literal["tiny", "135M", "360M", "qwen2.5-0.5B", "qwen3-0.6B", "llama3.2-1B", "tinyllama-1.1B"]
 _EMBEDDING = "embedding.embed_tokens.weight"
 _NAMES = {"embedding.": "model.", "layers.": "model.layers.", "head.norm.": "model.norm.", "head.": ""}
-
-
-class Embedding(nn.Module):
-    """Token ids [b, t] -> [b, t, n_embd]."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(size.vocab_size, size.n_embd)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[b, t] -> [b, t, n_embd]."""
-        return self.embed_tokens(tokens)
 
 
 class Norm(nn.RMSNorm):
@@ -170,7 +159,7 @@ def llama(
     norm = partial(Norm, eps=chosen.norm_eps)
     return Chain(
         layers=[
-            LayerSpec("embedding", partial(Embedding, chosen)),
+            LayerSpec("embedding", partial(_embedding, chosen)),
             *(LayerSpec(f"layers.{i}", block) for i in range(chosen.n_layer)),
             LayerSpec("head", partial(Head, "norm", norm, chosen.n_embd, chosen.vocab_size)),
         ],
@@ -192,6 +181,11 @@ def llama(
             "head.lm_head": Vocabulary(),
         },
     )
+
+
+def _embedding(size: Size) -> nn.Module:
+    """Token ids [b, t] -> [b, t, n_embd]."""
+    return nn.Sequential(OrderedDict(embed_tokens=nn.Embedding(size.vocab_size, size.n_embd)))
 
 
 def _hugging_face(size: Size, config: dict[str, Any]) -> HuggingFace:

@@ -276,13 +276,13 @@ class ElementwiseLoss:
     """A loss of torch that compares element with element, summed over all elements; the count is their number.
 
     Args:
-        loss: Such as ``nn.MSELoss()``, with reduction "mean".
+        terms: Such as ``nn.MSELoss(reduction="none")``.
     """
 
     metrics: tuple[str, ...] = ()
 
-    def __init__(self, loss: nn.Module) -> None:
-        self.terms = _without_reduction(loss)
+    def __init__(self, terms: nn.Module) -> None:
+        self.terms = terms
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
         """See ``Loss``. Raises ValueError if output and targets differ in shape."""
@@ -298,12 +298,12 @@ class TorchCrossEntropy:
     The count is what torch divides by: the number of targets that are not ignored, or the sum of their weights.
 
     Args:
-        loss: With reduction "mean".
+        terms: With reduction "none".
     """
 
-    def __init__(self, loss: nn.CrossEntropyLoss) -> None:
-        self.terms = _without_reduction(loss)
-        self.metrics = ("accuracy",) if loss.weight is None else ()
+    def __init__(self, terms: nn.CrossEntropyLoss) -> None:
+        self.terms = terms
+        self.metrics = ("accuracy",) if terms.weight is None else ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
         """See ``Loss``. Raises ValueError if the classes are in the last dimension."""
@@ -343,20 +343,16 @@ def as_sums(loss: Any) -> Any:
         raise ModelError(
             f'{name}(reduction="{loss.reduction}"): training takes the mean over the global batch; leave reduction out'
         )
-    if isinstance(loss, nn.CrossEntropyLoss):
-        return TorchCrossEntropy(loss)
+    terms = copy.copy(loss)
+    terms.reduction = "none"
+    if isinstance(terms, nn.CrossEntropyLoss):
+        return TorchCrossEntropy(terms)
     if getattr(loss, "weight", None) is not None:
         raise ModelError(
             f"{name}(weight=...) weighs the places of a batch, which every layout cuts differently; weigh classes by "
             "pos_weight=, or write a loss (docs/own_model.md, 'A loss')"
         )
-    return ElementwiseLoss(loss)
-
-
-def _without_reduction(loss: Any) -> Any:
-    terms = copy.copy(loss)
-    terms.reduction = "none"
-    return terms
+    return ElementwiseLoss(terms)
 
 
 def _terms(loss: nn.Module, output: Tensor, targets: Tensor) -> Tensor:
