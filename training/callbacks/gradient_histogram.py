@@ -9,7 +9,7 @@ import torch
 
 from common.errors import TrainingError
 from training.callbacks import Callback, TrainingRun
-from training.reporting.metrics import MetricsFile
+from training.reporting.metrics import MetricsFile, truncate_after
 
 _MOST_BINS = 512  # that wandb accepts
 
@@ -50,7 +50,7 @@ class GradientHistogram(Callback):
             return
         if self._file is None:
             self._file = MetricsFile(run.run_dir / "gradients.jsonl")
-            self._file.truncate_after(run.step - 1)  # of steps that are computed again after a restart
+            truncate_after(self._file.path, run.step - 1)  # steps that are computed again after a restart
         for name, (counts, edges) in {name: h for stage in stages for name, h in stage.items()}.items():
             self._file.write({"step": run.step, "name": name, "counts": counts, "edges": edges})
             run.histogram(f"gradients/{name}", counts, edges, run.step)

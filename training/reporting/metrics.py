@@ -19,8 +19,6 @@ from conf.masking import mask_secrets
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
-_LONGEST_LINE = 1 << 16  # bytes
-
 log = logging.getLogger("training")
 
 
@@ -28,8 +26,8 @@ class MetricsFile:
     """A file with one JSON object per line, each written to the operating system immediately.
 
     A full or unwritable disk does not end the training: lines that cannot be written wait in memory and are written
-    as soon as that is possible again. There is one warning per outage. The file contains whole lines only; half a line
-    that a killed process has left is cut off. If the file was removed, a new one is begun after a warning.
+    as soon as that is possible again. There is one warning per outage. The file contains whole lines only. If it was
+    removed, a new one is begun after a warning.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -42,53 +40,8 @@ class MetricsFile:
         """Append a record as one line. NaN and infinity are written as null; tensors as numbers and lists."""
         waiting = len(self._pending)
         self._pending.append((json.dumps(jsonable(record), allow_nan=False) + "\n").encode())
-        self._write_pending(waiting)
-
-    def truncate_after(self, step: int) -> None:
-        """Cut the file off before the first record whose "step" is larger, or that is not a JSON object.
-
-        A run that is resumed after ``step`` writes those records again. This needs no free space. If the file cannot
-        be changed, a warning is logged.
-        """
-        self._close_file()
-        self._pending = deque(line for line in self._pending if _is_up_to(line, step))
         try:
-            with open(self.path, "r+b") as file:
-                for line in iter(file.readline, b""):
-                    if not _is_up_to(line, step):
-                        file.truncate(file.tell() - len(line))
-                        break
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            log.warning("%s still has records after step %d: %s", self.path, step, explain(error, self.path))
-
-    def close(self) -> None:
-        """Write what is pending, force the file to the disk and close it. A later ``write`` opens it again."""
-        if self._pending:
-            self._write_pending(len(self._pending))
-        try:
-            if self._file is not None:
-                os.fsync(self._file)  # network file systems report a full disk only here
-        except OSError as error:
-            log.warning("%s may be incomplete: %s", self.path, explain(error, self.path))
-        self._close_file()
-        if self._pending:
-            log.warning("%s lacks %d records that could not be written before the run ended", self.path,
-                        len(self._pending))  # fmt: skip
-
-    def _write_pending(self, waiting: int) -> None:
-        """Write what is pending, of which so many records could not be written before."""
-        try:
-            if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
-                log.warning("%s was removed while this run writes to it: its records up to here are lost. The next "
-                            "ones are written to a new file", self.path)  # fmt: skip
-                self._close_file()
-            if self._file is None:
-                self._file = _open_to_append(self.path)
-            while self._pending:
-                _append(self._file, self._pending[0])
-                self._pending.popleft()
+            self._write_pending()
         except OSError as error:
             if not waiting:
                 log.warning("cannot write %s: %s. Training goes on; records are kept in memory and written when the "
@@ -98,6 +51,30 @@ class MetricsFile:
             if waiting:
                 log.warning("%s can be written again; %d records of the outage were added", self.path, waiting)
 
+    def close(self) -> None:
+        """Write what is pending, force the file to the disk and close it. A later ``write`` opens it again."""
+        try:
+            if self._pending:
+                self._write_pending()
+            if self._file is not None:
+                os.fsync(self._file)  # network file systems report a full disk only here
+        except OSError as error:
+            log.warning("%s may be incomplete, %d records were never written: %s", self.path, len(self._pending),
+                        explain(error, self.path))  # fmt: skip
+        self._close_file()
+
+    def _write_pending(self) -> None:
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
+            log.warning("%s was removed while this run writes to it: its records up to here are lost. The next ones "
+                        "are written to a new file", self.path)  # fmt: skip
+            self._close_file()
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "ab", buffering=0)
+        while self._pending:
+            _append(self._file, self._pending[0])
+            self._pending.popleft()
+
     def _close_file(self) -> None:
         file, self._file = self._file, None
         with suppress(OSError):  # it is closed either way
@@ -105,14 +82,23 @@ class MetricsFile:
                 file.close()
 
 
-def _open_to_append(path: Path) -> io.FileIO:
-    """Open a file for writing after its last whole line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b", buffering=0)
-    start = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)
-    file.seek(start)
-    file.truncate(start + file.read().rfind(b"\n") + 1)
-    return file
+def truncate_after(path: Path, step: int) -> None:
+    """Cut a ``metrics.jsonl`` off before the first record whose "step" is larger, or that is not a JSON object.
+
+    A run that is resumed after ``step`` writes those records again. This needs no free space. If the file cannot be
+    changed, a warning is logged.
+    """
+    try:
+        with open(path, "r+b") as file:
+            for line in iter(file.readline, b""):
+                number = (_parse(line) or {"step": None}).get("step", 0)
+                if not isinstance(number, int) or number > step:
+                    file.truncate(file.tell() - len(line))
+                    break
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s still has records after step %d: %s", path, step, explain(error, path))
 
 
 def _append(file: io.FileIO, line: bytes) -> None:
@@ -195,12 +181,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return found
-
-
-def _is_up_to(line: bytes, step: int) -> bool:
-    record = _parse(line)
-    number = None if record is None else record.get("step", 0)
-    return isinstance(number, int) and number <= step
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:

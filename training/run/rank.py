@@ -38,7 +38,7 @@ from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.loggers import Loggers, sections
-from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, flat, read_object
+from training.reporting.metrics import METRICS, SUMMARY, flat, read_object, truncate_after
 from training.reporting.monitor import Monitor
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
@@ -271,7 +271,7 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
     evaluates = cfg.mode == "eval"  # one that is started again begins anew
     if strategy.mesh.rank == 0:
         if evaluates or cfg.train.resume is not None:  # before loggers read it
-            MetricsFile(run_dir / METRICS).truncate_after(first_step - 1)
+            truncate_after(run_dir / METRICS, first_step - 1)
         supplied = {"run_dir": run_dir, "run_config": setup.shown, "run_name": f"{cfg.model.name}-{cfg.parallel.name}"}
         logger = Loggers(sections(cfg), partial(build, **supplied))
     return Recorder(run_dir, logger, 0 if evaluates else setup.total_steps, first_step)

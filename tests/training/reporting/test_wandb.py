@@ -16,7 +16,7 @@ import pytest
 
 from training.reporting import WandbRun
 from training.reporting.environment import git_state
-from training.reporting.metrics import METRICS, MetricsFile
+from training.reporting.metrics import METRICS, MetricsFile, truncate_after
 
 wandb = pytest.importorskip("wandb")
 ROOT = Path(__file__).resolve().parents[3]
@@ -223,15 +223,12 @@ KILLS = [
 
 @pytest.mark.parametrize(("killed", "resumed_after"), KILLS)
 def test_a_killed_and_resumed_run_is_uploaded_with_each_step_once(tmp_path, server, killed, resumed_after):
-    def resume_after(step):
-        MetricsFile(run_dir / METRICS).truncate_after(step)
-
     run_dir = tmp_path / "run"
     for first, last in killed:
-        resume_after(first - 1)
+        truncate_after(run_dir / METRICS, first - 1)
         script = [sys.executable, "-c", RESUMED, __file__, run_dir, str(first), str(last)]
         assert subprocess.run(script, cwd=ROOT, timeout=60).returncode == -9
-    resume_after(resumed_after)
+    truncate_after(run_dir / METRICS, resumed_after)
     last = killed[-1][1] + 20
     run = WandbRun(run_dir, {})
     log_steps(run_dir, range(resumed_after + 1, last + 1), run)
@@ -254,7 +251,7 @@ def test_steps_that_are_uploaded_before_a_run_is_resumed_are_not_uploaded_again(
     log_steps(tmp_path, range(1, 9), run)
     run.finish(exit_code=1)
     sync(tmp_path)
-    MetricsFile(tmp_path / METRICS).truncate_after(5)
+    truncate_after(tmp_path / METRICS, 5)
     run = WandbRun(tmp_path, {})
     log_steps(tmp_path, range(6, 13), run)
     run.finish({})
