@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -24,51 +25,45 @@ class Progress:
 
     def __init__(self, total_steps: int, first_step: int = 1) -> None:
         """Open the bar if standard error is a terminal. An evaluation has no steps, and no bar."""
-        self._total, self._first, self._stream = total_steps, first_step, sys.stderr
-        self._last_line: float | None = None
+        self._total, self._stream, self._last_line = total_steps, sys.stderr, -math.inf
         self._recent: deque[tuple[float, int]] = deque(maxlen=STEPS_IN_AVERAGE + 1)
-        self._bar = self._open_bar() if total_steps > 0 and terminal_width(self._stream) > 0 else None
+        self._bar = None
+        if total_steps > 0 and terminal_width(self._stream) > 0:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total_steps,
+                initial=first_step - 1,
+                file=self._stream,
+                dynamic_ncols=True,
+                miniters=1,  # otherwise the bar would not move for a while if steps take unequal times
+                colour=None if os.environ.get("NO_COLOR") else "green",
+                bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
+            )
 
     def update(self, record: Mapping[str, Any], note: str = "") -> None:
         """Show the record of a step, with a remark at the end of the line.
 
         If the stream is not a terminal, only the first and the last step and one per ``SECONDS_BETWEEN_LINES`` are
-        shown. Use ``say`` for messages that must always be shown.
+        shown. Use ``say`` for messages that must always be shown. The time left is by the pace of the last
+        ``STEPS_IN_AVERAGE`` steps, without the first one, which includes compiling and warming up.
         """
         now, step = time.monotonic(), record["step"]
         self._recent.append((now, step))
-        due = self._last_line is None or step >= self._total or now - self._last_line >= SECONDS_BETWEEN_LINES
-        if self._bar is None and not due:
+        if self._bar is None and step < self._total and now - self._last_line < SECONDS_BETWEEN_LINES:
             return
         rate = "tokens_per_s" if "tokens_per_s" in record else "samples_per_s"
-        left = self.seconds_left()
-        parts = [
-            f"loss {number('loss', record['loss'])}",
-            f"{number(rate, record[rate])} {rate.replace('_per_', '/')}",
-            f"{duration(left)} left" if left is not None and step < self._total else "",
-            note,
-        ]
-        text = "  ".join(part for part in parts if part)
+        text = f"loss {number('loss', record['loss'])}  {number(rate, record[rate])} {rate.replace('_per_', '/')}"
+        began, first = self._recent[0]
+        if first < step < self._total:
+            text += f"  {duration((now - began) / (step - first) * (self._total - step))} left"
+        text += f"  {note}" * bool(note)
         if self._bar is not None:
             self._bar.set_description_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
         else:
             self._last_line = now
-            width = max(4, len(str(self._total)))
-            self.say(f"step {step:>{width}}/{self._total}  {text}")
-
-    def seconds_left(self) -> float | None:
-        """Return the seconds until the last step at the pace of the last ``STEPS_IN_AVERAGE`` steps.
-
-        None before the second step: the time until the end of the first step is not counted, because it includes
-        compiling and warming up, which happen once.
-        """
-        if len(self._recent) < 2:
-            return None
-        (started, first), (now, last) = self._recent[0], self._recent[-1]
-        if last <= first:
-            return None
-        return (now - started) / (last - first) * max(0, self._total - last)
+            self.say(f"step {step:>{max(4, len(str(self._total)))}}/{self._total}  {text}")
 
     def say(self, text: str) -> None:
         """Print ``text`` on a separate line, above the bar if there is one."""
@@ -83,19 +78,6 @@ class Progress:
             self._bar.refresh()
             self._bar.close()
             self._bar = None
-
-    def _open_bar(self):
-        from tqdm import tqdm
-
-        return tqdm(
-            total=self._total,
-            initial=self._first - 1,
-            file=self._stream,
-            dynamic_ncols=True,
-            miniters=1,  # otherwise the bar would not move for a while if steps take unequal times
-            colour=None if os.environ.get("NO_COLOR") else "green",
-            bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc}",
-        )
 
 
 def duration(seconds: float) -> str:
