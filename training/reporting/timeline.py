@@ -8,6 +8,7 @@ from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -115,51 +116,52 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
     first, last = _span(ranks)
     span = 1e3 * (last - first)
     stages = [sorted({i.stage for i in step}) for step in ranks.values()]
+    row_of = {stage: row for row, own in enumerate(stages) for stage in own}
     points = 72 * 0.9 * width / span  # per millisecond
     digits = len(str(max(i.microbatch for i in everything)))
-    legend: dict[tuple[int, int], tuple[str, Colour]] = {}
     others = sorted({i.kind for i in everything} - {*WORK, *RECEIVES})
     colours = dict(zip(others, _OTHERS, strict=False))
+    done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in everything}
+    legend: dict[tuple[int, int], tuple[str, Colour]] = {}
+
+    def bar(start: float, end: float, top: float, height: float, **look: Any) -> tuple[float, float]:
+        left, right = (min(max(0.0, 1e3 * (time - first)), span) for time in (start, end))
+        axes.add_patch(Rectangle((left, top), right - left, height, **{"lw": 0.0, **look}))
+        return left, right
 
     for row, (own, step) in enumerate(zip(stages, ranks.values(), strict=True)):
-        _bar(axes, 0, span, row + _TOP, _BLOCK, color=_IDLE)
+        bar(first, last, row + _TOP, _BLOCK, color=_IDLE)
         free = 0.0  # where the next number above a narrow block may begin
         for kind, stage, microbatch, start, end in sorted(step, key=lambda interval: interval.start):
             if kind in WORK:
                 loop, (name, colour) = own.index(stage), _LOOKS[kind]
                 colour = _lighter(colour, loop / len(own))
                 legend[WORK.index(kind), loop] = name + _stages_at(loop, stages), colour
-                left, right = 1e3 * (start - first), 1e3 * (end - first)
-                _bar(axes, left, right, row + _TOP, _BLOCK, facecolor=colour, edgecolor="white", lw=0.6)
+                left, right = bar(start, end, row + _TOP, _BLOCK, facecolor=colour, edgecolor="white", lw=0.6)
                 size = min(11.0, (right - left) * points / (0.75 * digits))
                 if size < _SMALLEST and left >= free:  # of many narrow blocks, some are numbered, above the row
-                    above = {"fontsize": _SMALLEST, "va": "bottom", "ha": "left"}
-                    axes.text(left, row + _TOP, str(microbatch), **above)
+                    axes.text(left, row + _TOP, str(microbatch), fontsize=_SMALLEST, va="bottom", ha="left")
                     free = left + _SMALLEST * (0.75 * digits + 0.5) / points
                 if size >= _SMALLEST:
                     ink = "white" if sum(np.multiply(colour, (0.30, 0.59, 0.11))) < 0.5 else "black"
                     middle = (left + right) / 2, row + _TOP + _BLOCK / 2
                     axes.text(*middle, str(microbatch), color=ink, fontsize=size, ha="center", va="center_baseline")
+            elif kind in RECEIVES:
+                sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
+                ready = min(max(start, done.get((kind, sender, microbatch), start)), end)
+                bar(start, ready, row_of[stage] + _STRIP_TOP, _STRIP, color=_WAITING)
+                bar(ready, end, row_of[stage] + _STRIP_TOP, _STRIP, color=_SENT)
             elif kind in colours:
-                left, right = (min(max(0.0, 1e3 * (time - first)), span) for time in (start, end))
-                _bar(axes, left, right, row + _STRIP_TOP, _STRIP, color=colours[kind])
-    row_of = {stage: row for row, own in enumerate(stages) for stage in own}
-    done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in everything}
-    receives = [i for i in everything if i.kind in RECEIVES]
-    for kind, stage, microbatch, posted, used in receives:
-        sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
-        ready = min(max(posted, done.get((kind, sender, microbatch), posted)), used)
-        for colour, begin, end in ((_WAITING, posted, ready), (_SENT, ready, used)):
-            left, right = (max(0.0, 1e3 * (time - first)) for time in (begin, end))
-            _bar(axes, left, right, row_of[stage] + _STRIP_TOP, _STRIP, color=colour)
+                bar(start, end, row + _STRIP_TOP, _STRIP, color=colours[kind])
 
     idle = "idle (bubble)" if len({*row_of.values()}) > 1 else "idle"
     shown = [legend[key] for key in sorted(legend)] + [(idle, _IDLE)]
-    if receives:
+    if any(i.kind in RECEIVES for i in everything):
         shown += [("receive: sender still computing", _WAITING), ("receive: sent, until used", _SENT)]
     shown += [(kind.replace("_", "-"), to_rgb(colour)) for kind, colour in colours.items()]
     axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_yticks(range(len(ranks)), [_label(rank, own) for rank, own in zip(ranks, stages, strict=True)])
+    names = [f"{_named(own)}\n(rank {rank})" for rank, own in zip(ranks, stages, strict=True)]
+    axes.set_yticks(range(len(ranks)), names)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(10))
     axes.grid(visible=False, axis="y")
@@ -167,12 +169,8 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
     return [Patch(facecolor=colour, edgecolor="#999999", lw=0.5, label=name) for name, colour in shown]
 
 
-def _bar(axes: Axes, left: float, right: float, top: float, height: float, lw: float = 0.0, **colours) -> None:
-    axes.add_patch(Rectangle((left, top), right - left, height, lw=lw, **colours))
-
-
-def _label(rank: int, stages: list[int]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}\n(rank {rank})"
+def _named(stages: Sequence[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _stages_at(loop: int, stages: list[list[int]]) -> str:
@@ -218,10 +216,13 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
     begin = max(steps[0], min(drawn - _MOST_STEPS // 2, -_MOST_STEPS))
     shown = {last_step + 1 + i: i for i in range(begin, min(begin + _MOST_STEPS, 0))}
     origin = min((i.start for rank in chain(*replicas) for n in shown.values() for i in ranks[rank][n]), default=0.0)
-    steps_of = {rank: {number: ranks[rank][i] for number, i in shown.items()} for rank in chain(*replicas)}
-    each = (_events(replica, {rank: steps_of[rank] for rank in own}, origin) for replica, own in enumerate(replicas))
+    events = [_name("process", replica, 0, f"replica {replica}") for replica in range(plan.dp)]
+    for replica, members in enumerate(replicas):
+        for position, rank in enumerate(members):
+            steps_shown = {number: ranks[rank][i] for number, i in shown.items()}
+            events += _events(replica, 100 * position, rank, steps_shown, origin)
     other = {"model": model, "schedule": plan.schedule, "pp": plan.pp, "chunks": plan.chunks, "bubble_fraction": bubble}
-    content = {"traceEvents": [*chain(*each)], "displayTimeUnit": "ms", "otherData": other}
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     write_or_warn(run_dir / EVENTS, json.dumps(content))
 
 
@@ -231,38 +232,30 @@ def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int
     return steps[spans.index(median_low(spans))]
 
 
-def _events(replica: int, ranks: dict[int, dict[int, Sequence[Interval]]], origin: float) -> list[dict]:
-    """Return one replica's events: a process, with threads for each rank's work and for its receives."""
-    events = [_name("process", replica, 0, f"replica {replica}")]
-    for position, (rank, steps) in enumerate(ranks.items()):
-        stages = sorted({i.stage for step in steps.values() for i in step})
-        work = 100 * position
-        label = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        events.append(_name("thread", replica, work, f"rank {rank}: {label}"))
-        free: list[float] = []  # when each thread of receives becomes free: those of one thread must not overlap
-        for number, step in steps.items():
-            for interval in sorted(step, key=lambda i: i.start):
-                lane = work
-                if interval.kind not in WORK:
-                    place = next((n for n, end in enumerate(free) if end <= interval.start), len(free))
-                    free[place : place + 1] = [interval.end]
-                    lane = work + 1 + place
-                events.append(_complete(replica, lane, number, interval, origin))
-        events += [_name("thread", replica, work + 1 + n, f"rank {rank}: receives") for n in range(len(free))]
-    return events
-
-
-def _complete(pid: int, tid: int, step: int, interval: Interval, origin: float) -> dict:
-    return {
-        "name": f"{interval.kind.replace('_', ' ')} {interval.microbatch}",
-        "cat": "work" if interval.kind in WORK else "receive",
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "ts": round(interval.start * 1e6 - origin * 1e6, 3),
-        "dur": round((interval.end - interval.start) * 1e6, 3),
-        "args": {"step": step, "microbatch": interval.microbatch, "stage": interval.stage},
-    }
+def _events(pid: int, tid: int, rank: int, steps: Mapping[int, Sequence[Interval]], origin: float) -> list[dict]:
+    """Return a rank's events: a thread for its work, and as many for its receives as overlap."""
+    events = []
+    free: list[float] = []  # when each thread of receives becomes free
+    for number, step in steps.items():
+        for interval in sorted(step, key=lambda i: i.start):
+            works, lane = interval.kind in WORK, 0
+            if not works:
+                lane = 1 + next((n for n, end in enumerate(free) if end <= interval.start), len(free))
+                free[lane - 1 : lane] = [interval.end]
+            events.append(
+                {
+                    "name": f"{interval.kind.replace('_', ' ')} {interval.microbatch}",
+                    "cat": "work" if works else "receive",
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tid + lane,
+                    "ts": round(interval.start * 1e6 - origin * 1e6, 3),
+                    "dur": round((interval.end - interval.start) * 1e6, 3),
+                    "args": {"step": number, "microbatch": interval.microbatch, "stage": interval.stage},
+                }
+            )
+    names = [_named(sorted({i.stage for step in steps.values() for i in step})), *["receives"] * len(free)]
+    return [_name("thread", pid, tid + lane, f"rank {rank}: {name}") for lane, name in enumerate(names)] + events
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict:
