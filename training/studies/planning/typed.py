@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -40,17 +39,14 @@ def fixed_of(cfg: Root) -> dict[str, Any]:
     """
     check_numbers(cfg.parallel)
     typed = {*cfg.get(COMMAND, {}).get("typed", ()), "parallel.shard", "parallel.reshard"}  # these are null otherwise
-    keys = (*FREE, *Layout.OPTIONS, "shard", "reshard")
-    values = {key: cfg.parallel[key] for key in keys if f"parallel.{key}" in typed}
-    fixed = {key: value for key, value in values.items() if value not in (None, "auto")}
-    if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
-        fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
-    if (balance := Layout.of(cfg.parallel).balance) != "uniform":
-        fixed["balance"] = balance
-    if axes := Layout.of(cfg.parallel).axes:
-        fixed["axes"] = axes
     if cfg.parallel.devices is not None:
         raise PlanError("parallel.devices is for strategies of one process, which parallel=auto does not choose")
+    layout = Layout.of(cfg.parallel)
+    keys = [key for key in (*FREE, *Layout.OPTIONS, "shard", "reshard") if f"parallel.{key}" in typed]
+    fixed = {key: value for key in keys if (value := getattr(layout, key)) not in (None, "auto")}
+    fixed |= {key: value for key in ("balance", "axes") if (value := getattr(layout, key)) not in ("uniform", ())}
+    if cfg.train.activation_checkpointing or "train.activation_checkpointing" in typed:
+        fixed["recompute"] = "full" if cfg.train.activation_checkpointing else "none"
     return fixed
 
 
@@ -92,7 +88,8 @@ def possible_layouts(
     typed = [key for key in FREE if key in fixed]
     without_one = [having({other: value for other, value in fixed.items() if other != key}) for key in typed]
     near = [layout for by_pool in without_one for each in by_pool.values() for layout in each]
-    nearest = min(near, key=partial(_distance, fixed), default=None)
+    numbers = [key for key in typed if key != "schedule"]
+    nearest = min(near, key=lambda near: sum(abs(getattr(near, key) - fixed[key]) for key in numbers), default=None)
     said = " ".join(f"parallel.{key}={fixed[key]}" for key in typed)
     raise PlanError(
         f"train.global_batch_size={batch} and {len(layers)} layers on "
@@ -100,11 +97,6 @@ def possible_layouts(
         + (f" with {said}; " if said else "; choose a batch that more numbers divide")
         + (f"the nearest is {' '.join(nearest.words())}" if nearest else "leave some of that out" if said else "")
     )
-
-
-def _distance(fixed: Mapping[str, Any], layout: PlannedLayout) -> int:
-    """Return by how much a layout's numbers differ from those that are fixed."""
-    return sum(abs(getattr(layout, key) - fixed[key]) for key in FREE if key in fixed and key != "schedule")
 
 
 def check_kept(saved: Layout, cfg: Root) -> None:
