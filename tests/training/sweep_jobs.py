@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.reporting.job_record import FINISHED, Job, write_job
+from training.reporting.job_record import Job, Status, write_job
 
 
 def leave(
@@ -13,7 +13,7 @@ def leave(
     *overrides: str,
     times: list[float] | None = None,
     losses: Sequence[float] | None = None,
-    status: str = FINISHED,
+    status: Status = "finished",
     error: str | None = None,
     **results,
 ) -> Path:
@@ -26,7 +26,7 @@ def leave(
     steps = zip(times, losses or [2 / i for i in range(1, len(times) + 1)], strict=losses is None)
     lines = [{"step": i, "loss": loss, "step_time_s": t} for i, (t, loss) in enumerate(steps, start=1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if status == FINISHED:
+    if status == "finished":
         median = sorted(times[2:])[len(times[2:]) // 2]
         summary = {"model": "resnet50", "parallel": "single", "chunks": 1, "final_loss": lines[-1]["loss"]}
         summary |= {"step_time_s": median, "samples_per_s": 60 / median, "peak_memory_bytes": [3 << 30, 2 << 30]}

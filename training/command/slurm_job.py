@@ -28,8 +28,8 @@ from launchers.slurm.submit import Job, check_options, submit, write_private
 from launchers.slurm.task import array_index, work
 from launchers.world import restarts
 from training.command.ranks import ended
-from training.reporting.job_record import FAILED, FINISHED, RUNNING, update_job
-from training.reporting.run_directory import EARLIER_ATTEMPT_S, check_free, hold, locked_directories, release
+from training.reporting.job_record import update_job
+from training.reporting.run_directory import check_free, hold, locked_directories, release
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ def run_in_task(cfg: Root, run_dir: Path, world: World) -> None:
                 setup = build_setup(cfg, Plan.from_json(hear(meeting)), world)
             else:
                 setup = prepare(cfg, world.size, world.nodes)
-                hold(run_dir, EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
+                hold(run_dir)
                 if restarts() == 0:  # another job of this directory may have run since this one was queued
                     check_free(run_dir, cfg)
-                update_job(run_dir, status=RUNNING)
+                update_job(run_dir, status="running")
                 print(describe(setup), flush=True)
                 if meeting is not None:
                     print(describe_peers(meeting.peers), flush=True)
@@ -147,10 +147,10 @@ def run_in_task(cfg: Root, run_dir: Path, world: World) -> None:
         # If the launcher did not wait, nobody else records the error.
         if not is_peer_error(error):
             text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-            update_job(run_dir, status=FAILED, error=f"rank {world.rank}: {text}")
+            update_job(run_dir, status="failed", error=f"rank {world.rank}: {text}")
         raise
     if world.rank == 0:
-        update_job(run_dir, status=FINISHED, seconds=time.monotonic() - begin)
+        update_job(run_dir, status="finished", seconds=time.monotonic() - begin)
 
 
 def _config_path(folder: Path, submission: str, index: int) -> Path:

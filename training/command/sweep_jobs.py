@@ -35,20 +35,7 @@ from training.checkpoint.load import after_restart
 from training.command.app import execute, plain
 from training.command.launch import is_queued, prepared
 from training.command.slurm_job import CheckedRun, queue
-from training.reporting.job_record import (
-    FAILED,
-    FINISHED,
-    INTERRUPTED,
-    RUNNING,
-    WAITING,
-    Job,
-    label,
-    read_job,
-    read_jobs,
-    swept_keys,
-    update_job,
-    write_job,
-)
+from training.reporting.job_record import Job, Status, label, read_job, read_jobs, swept_keys, update_job, write_job
 from training.reporting.loggers import sections
 from training.reporting.metrics import METRICS
 from training.reporting.run_directory import check_free, hold, release
@@ -95,7 +82,7 @@ def sweep(sweeper: Any, arguments: list[str]) -> None:
             try:
                 _ = result.return_value
             except Exception as error:  # the job could not record it, for instance because it was killed
-                update_job(entry.folder, status=FAILED, error=str(error) or repr(error))
+                update_job(entry.folder, status="failed", error=str(error) or repr(error))
 
 
 def _mask(record: logging.LogRecord) -> bool:
@@ -157,7 +144,7 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     for entry in entries:
         earlier, overrides = read_job(entry.folder), " ".join(entry.job.overrides)
         used = entry.folder.is_dir() and any(entry.folder.iterdir())
-        if earlier is not None and earlier.status == FAILED and not (entry.folder / METRICS).exists():
+        if earlier is not None and earlier.status == "failed" and not (entry.folder / METRICS).exists():
             used = False  # it failed before its first step: the mended command may have the folder
         if used and (earlier is None or not earlier.is_same(entry.job)):
             known = f" ({' '.join(earlier.overrides)})" if earlier is not None else ""
@@ -165,9 +152,9 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
                 f"{entry.folder} holds another run{known} than {overrides}; choose another hydra.sweep.dir than "
                 f"{sweep_dir}, or repeat that sweep's own command to continue it"
             )
-        if earlier is not None and earlier.status == FINISHED:
+        if earlier is not None and earlier.status == "finished":
             print(f"job {entry.job.num} is finished: {overrides}")
-        elif entry.queued and earlier is not None and earlier.status in (WAITING, RUNNING):
+        elif entry.queued and earlier is not None and earlier.status in ("waiting", "running"):
             lost = f"if it was lost, remove {entry.folder} to run it again"
             print(f"job {entry.job.num} is {earlier.status} ({lost})")
         else:
@@ -209,10 +196,10 @@ def run_job(composed: Composed, world: World | None) -> Any:
     hold(folder)
     if multiprocessing.get_start_method(allow_none=True) == "loky":  # of hydra/launcher=joblib; torch does not know it
         multiprocessing.set_start_method(None, force=True)
-    _begin(composed, WAITING if queued else RUNNING)
+    _begin(composed, "waiting" if queued else "running")
     begin = time.monotonic()
 
-    def end(status: str, error: str | None = None) -> None:
+    def end(status: Status, error: str | None = None) -> None:
         update_job(folder, status=status, error=error, seconds=time.monotonic() - begin)
 
     try:
@@ -221,31 +208,31 @@ def run_job(composed: Composed, world: World | None) -> Any:
         execute(composed, world, isolated=True)
         value = value_for_sweeper(composed.cfg, folder)
     except Stopped as stopped:
-        end(INTERRUPTED)
+        end("interrupted")
         here = shlex.quote(f"hydra.sweep.dir={hydra_word(hydra.sweep.dir)}")
         again = f"\nContinue the sweep with its command and {here}" * (hydra.sweeper._target_ == _OWN_SWEEPER)
         raise Stopped(f"job {hydra.job.num} {stopped}{again}") from None
     except KeyboardInterrupt:
-        end(INTERRUPTED)
+        end("interrupted")
         raise
     except Exception as error:
         text = str(error) if isinstance(error, UserError) else format_exception(error, error.__traceback__)
-        end(FAILED, text)
+        end("failed", text)
         print(f"error: job {hydra.job.num}: {text}", file=sys.stderr)
         if hydra.sweeper._target_ != _OWN_SWEEPER:
             raise TrainingError(f"job {hydra.job.num}: {text}") from None
         return None
     finally:
         release(folder)
-    end(FINISHED)
+    end("finished")
     return value
 
 
-def _begin(composed: Composed, status: str) -> None:
+def _begin(composed: Composed, status: Status) -> None:
     """Record a job, and set in its configuration the checkpoint to resume from and its group and name in wandb."""
     cfg, folder, sweep_dir = composed.cfg, composed.run_dir, Path(composed.job.sweep.dir)
     job, earlier = Job(composed.job.job.num, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
-    unfinished = earlier is not None and earlier.is_same(job) and earlier.status != FINISHED
+    unfinished = earlier is not None and earlier.is_same(job) and earlier.status != "finished"
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
         cfg.train.resume = after_restart(cfg, folder).get("train.resume", cfg.train.resume)
     elif not unfinished:
@@ -269,7 +256,7 @@ def queue_checked(jobs: Sequence[JobReturn]) -> Sequence[JobReturn]:
     for job in ready:
         run = job.return_value
         record = read_job(run.run_dir)
-        finished = record is not None and record.status == FINISHED
+        finished = record is not None and record.status == "finished"
         job.return_value = value_for_sweeper(run.cfg, run.run_dir) if finished else None
     return jobs
 
@@ -300,7 +287,7 @@ def _run_all(runs: list[CheckedRun]) -> None:
     except Interrupted:
         for job, folder in jobs:
             if not job.done:
-                update_job(folder, status=INTERRUPTED)
+                update_job(folder, status="interrupted")
         raise
     finally:
         for job, folder in jobs:
@@ -309,5 +296,5 @@ def _run_all(runs: list[CheckedRun]) -> None:
 
 
 def _fail(folder: Path, error: Exception) -> None:
-    update_job(folder, status=FAILED, error=str(error))
+    update_job(folder, status="failed", error=str(error))
     print(f"error: {folder.name}: {error}", file=sys.stderr)

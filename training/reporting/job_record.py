@@ -6,13 +6,14 @@ import os
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from common.files import parse_json
 from training.reporting.metrics import write_json
 
 JOB = "job.json"
 
-WAITING, RUNNING, FINISHED, FAILED, INTERRUPTED = "waiting", "running", "finished", "failed", "interrupted"
+Status = Literal["waiting", "running", "finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,14 @@ class Job:
     Attributes:
         num: The job's number.
         overrides: The words of its command line, one value each, with secrets masked.
-        status: One of the five states.
+        status: The state of the job.
         error: The whole text of its error: a message that a user can act on, or a traceback.
         seconds: The time from its start to its end.
     """
 
     num: int
     overrides: tuple[str, ...]
-    status: str = WAITING
+    status: Status = "waiting"
     error: str | None = None
     seconds: float | None = None
 
@@ -44,10 +45,10 @@ def write_job(folder: Path, job: Job) -> None:
     write_json(folder / JOB, asdict(job))
 
 
-def update_job(folder: Path, **changes) -> None:
+def update_job(folder: Path, status: Status, **changes: Any) -> None:
     """Change the record in ``folder``, if there is one."""
     if (job := read_job(folder)) is not None:
-        write_job(folder, replace(job, **changes))
+        write_job(folder, replace(job, status=status, **changes))
 
 
 def read_job(folder: Path) -> Job | None:

@@ -29,28 +29,25 @@ from launchers.world import restarts
 from training.reporting.metrics import METRICS
 
 LOCK = ".lock"
-EARLIER_ATTEMPT_S = 120.0  # seconds that a network file system may keep the lock of a machine that has died
 
+_EARLIER_ATTEMPT_S = 120.0  # seconds that a network file system may keep the lock of a machine that has died
 _POLL_S = 1.0
 # The locks of this process by directory: the file descriptor, and the directories that were made for the lock.
 _held: dict[Path, tuple[int, list[Path]]] = {}
 
 
-def hold(folder: Path, patience_s: float = 0.0) -> None:
+def hold(folder: Path) -> None:
     """Lock a directory, which is made if it does not exist, until ``release`` or this process's end.
 
-    Does nothing if this process holds the lock already. On a file system without locks, a warning is printed.
-
-    Args:
-        folder: The directory of a run or of a sweep.
-        patience_s: How long to wait, in seconds, for a holder that is about to end.
+    Does nothing if this process holds the lock already. After a restart, this waits until the earlier attempt
+    has ended. On a file system without locks, a warning is printed.
 
     Raises:
         TrainingError: Another process holds the lock. The message names it.
         OSError: The directory cannot be written.
     """
     folder = folder.resolve()
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + (_EARLIER_ATTEMPT_S if restarts() > 0 else 0.0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     while folder not in _held:
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +179,7 @@ def _take(folder: Path, key: str, depth: int) -> None:
                         f"{path} is a link that leads out of {folder}, to {os.readlink(path)}; remove it, or choose "
                         f"another {key}"
                     )
-        hold(folder, EARLIER_ATTEMPT_S if started_again() else 0.0)
+        hold(folder)
     except OSError as error:
         kind = "run" if key == "hydra.run.dir" else "sweep"
         raise TrainingError(

@@ -16,7 +16,6 @@ from common.errors import TrainingError
 from conf.masking import mask_secrets
 from conf.words import config_folder, key_of
 from training.reporting.console import columns
-from training.reporting.job_record import FINISHED, RUNNING, WAITING
 from training.reporting.metrics import read_object
 from training.reporting.monitor import Monitor
 from training.reporting.page import render
@@ -80,7 +79,7 @@ def _report(config: DictConfig) -> bool:
         print(f"error: the sweep's report cannot be written ({error})", file=sys.stderr)
         return False
     # With launcher.wait=false the jobs are still queued or running.
-    expected = (FINISHED,) if config.launcher.get("wait", True) else (FINISHED, WAITING, RUNNING)
+    expected = ("finished",) if config.launcher.get("wait", True) else ("finished", "waiting", "running")
     return all(row.job.status in expected for row in table.rows)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from common.errors import TrainingError
 from conf.schema import Root
 from parallel.strategies import names_where
-from training.reporting.job_record import FINISHED, Job, label, read_jobs, short, swept_keys, values
+from training.reporting.job_record import Job, label, read_jobs, short, swept_keys, values
 from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records, write_table
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor, direction_of
 
@@ -132,7 +132,7 @@ class Row:
     @property
     def finished(self) -> bool:
         """Whether the job has finished without an error."""
-        return self.job.status == FINISHED
+        return self.job.status == "finished"
 
     @property
     def problem(self) -> str:
@@ -264,7 +264,7 @@ def read_table(folder: Path, objective_name: str | None = None, direction: str |
     """Read what the jobs below ``folder`` have left; for the other arguments see ``choose_objective``."""
     jobs = read_jobs(folder)
     keys = swept_keys([job for _, job in jobs])
-    summaries = [read_object(path / SUMMARY) if job.status == FINISHED else {} for path, job in jobs]
+    summaries = [read_object(path / SUMMARY) if job.status == "finished" else {} for path, job in jobs]
     objective = choose_objective(objective_name, direction, keys, summaries)
     rows = []
     for (path, job), summary in zip(jobs, summaries, strict=True):
