@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from benchmarks.command_line import run_directory
 from benchmarks.table import Benchmark, Table
 from conf import options
-from training.studies.verification.layouts import layouts_of_divided_layers
+from training.studies.verification.layouts import layouts
 from training.studies.verification.report import JSON
 
 WORDS = ["device=cpu", "logger=none"]
@@ -39,8 +39,8 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         yield Table("parity", (row for model in (["toy"] if chosen.quick else words) for row in rows(model)), words)
     if "tensor" in parts and not chosen.quick:
         shared = {model: f"{words[model]} verify.processes={PROCESSES}" for model in CUT}
-        layouts = [*layouts_of_divided_layers(PROCESSES, MICROBATCHES)]
-        typed = [[*x.words(), *[f"parallel.shard={x.shard}"] * (x.shard is not None)] for x in layouts]
+        divided = [one for one in layouts(PROCESSES, MICROBATCHES, divided=True) if one.ranks_per_stage > 1]
+        typed = [[*x.words(), *[f"parallel.shard={x.shard}"] * (x.shard is not None)] for x in divided]
         found = (row for model in CUT for layout in typed for row in [*rows(model, *layout)][1:])
         yield Table("parity_tensor", found, shared)
 

@@ -90,33 +90,32 @@ class Compared:
         return text + f"\n      {self.reason}" * bool(self.reason)
 
 
-def layouts(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator[Layout]:
-    """Yield every strategy, of about ``processes`` processes, with every schedule."""
-    processes = max(2, processes)  # with one, nothing is cut
-    half = max(2, processes // 2)
+def layouts(processes: int, microbatches: int, order: str = "dp_pp", divided: bool = False) -> Iterator[Layout]:
+    """Yield every strategy, of about ``processes`` processes, with every schedule.
+
+    With ``divided``, also yield every strategy in which ranks can divide layers, in a variant of the axes that do.
+    """
+
+    def layout(name: str, dp: int, pp: int, **keys: Any) -> Layout:
+        return Layout(name, dp, pp, max(1, microbatches // dp), order=order, **keys)
+
+    most = max(2, processes)  # with one, nothing is cut
     for name, info in STRATEGIES.items():
-        replicas = [1] if not info.replicas else [2] if info.stages else sorted({2, processes})
-        if info.shards == "node":
-            replicas = [processes]
-        stages = [1] if not info.stages else [half] if info.replicas else sorted({2, processes})
+        replicas = [1] if not info.replicas else [2] if info.stages else sorted({2, most})
+        replicas, half = [most] if info.shards == "node" else replicas, max(2, most // 2)
+        stages = [1] if not info.stages else [half] if info.replicas else sorted({2, most})
         for dp, pp in ((dp, pp) for dp in replicas for pp in stages if name != "single" and not info.only_tensor):
-            shard = max(1, dp // 2) if info.shards == "node" else None
-            layout = Layout(name, dp, pp, max(1, microbatches // dp), order=order, shard=shard)
             schedules = ["gpipe"] if not info.stage_per_rank else SCHEDULES if pp == stages[0] else ["1f1b"]
-            yield from (replace(layout, schedule=schedule) for schedule in schedules)
-
-
-def layouts_of_divided_layers(processes: int, microbatches: int, order: str = "dp_pp") -> Iterator[Layout]:
-    """Yield every strategy in which ranks can divide layers, in one of the variants of the axes that do."""
+            shard = max(1, dp // 2) if info.shards == "node" else None
+            yield from (layout(name, dp, pp, schedule=schedule, shard=shard) for schedule in schedules)
     variants = [keys for axis in AXES for keys in axis.variants]
-    for i, (name, info) in enumerate((name, info) for name, info in STRATEGIES.items() if info.tensor):
-        dp, pp = 1 + info.replicas, 1 + info.stages
-        dp, shard = (2 * dp, 2) if info.shards == "node" else (dp, None)
+    for i, (name, info) in enumerate((name, info) for name, info in STRATEGIES.items() if info.tensor and divided):
+        dp, shard = (4, 2) if info.shards == "node" else (1 + info.replicas, None)
         schedule = "1f1b" if info.stages else "gpipe"
         for keys in variants if info.only_tensor else [variants[i % len(variants)]]:
-            layout = Layout(name, dp, pp, max(1, microbatches // dp), schedule, order=order, shard=shard, **keys)
-            if layout.processes <= processes:
-                yield layout
+            found = layout(name, dp, 1 + info.stages, schedule=schedule, shard=shard, **keys)
+            if found.processes <= processes:
+                yield found
 
 
 def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:

@@ -33,14 +33,7 @@ from training.reporting.progress import progress
 from training.run.prepare import prepare
 from training.run.setup import Setup
 from training.studies.verification.difference import first_difference
-from training.studies.verification.layouts import (
-    COMPARED,
-    Compared,
-    Runs,
-    in_layout,
-    layouts,
-    layouts_of_divided_layers,
-)
+from training.studies.verification.layouts import COMPARED, Compared, Runs, in_layout, layouts
 from training.studies.verification.probes import Finding, probe
 
 _SAMPLES = 8  # of a step, where no batch was typed
@@ -204,45 +197,44 @@ def _settled(cfg: Root, typed: Collection[str]) -> Any:
 
 def _single(cfg: Root, chunks: int) -> Layout:
     """Return the layout of one process. A typed order of the ranks is kept."""
-    return replace(Layout(chunks=chunks), order=cfg.parallel.order)
+    return Layout(chunks=chunks, order=cfg.parallel.order)
 
 
 def _layouts(
     report: Report, cfg: Root, setup: Setup, folder: Path, typed: Collection[str], own: int
 ) -> Iterator[Compared]:
     """Yield the comparison of one process, then of the typed layout or of all layouts, each when it has ended."""
-    processes = cfg.verify.processes or 1
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     named = cfg.parallel.name != "auto" and (cfg.parallel.axes or cfg.parallel.name != "single")
     chosen = named and any(key.partition(".")[0] == "parallel" for key in typed)
     gathers = setup.examination.which("gathers")  # no layout divides a replica's samples
-    count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
-    wanted = list(layouts(processes, count, cfg.parallel.order))
-    if setup.chain.cut:
-        wanted += layouts_of_divided_layers(processes, count, cfg.parallel.order)
     if chosen:
         layout = Layout.of(cfg.parallel)
         layout = replace(layout, chunks=2) if layout.chunks == "auto" else layout
         plan = prepare(in_layout(cfg, layout, steps=cfg.verify.steps)).plan
         balance = plan.balance if isinstance(layout.balance, str) else layout.balance  # of measured times: here once
-        layout = replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks, balance=balance)
-        count, wanted = 1 if gathers else plan.dp * plan.chunks, [layout]
+        wanted = [replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks, balance=balance)]
+        count = 1 if gathers else plan.dp * plan.chunks
         cfg = with_values(cfg, {"verify.processes": plan.processes})
-    by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
-    others = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
+    else:
+        count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
+        wanted = [*layouts(cfg.verify.processes or 1, count, cfg.parallel.order, divided=bool(setup.chain.cut))]
     one, again = _single(cfg, count), not cfg.train.activation_checkpointing
-    ones: list[tuple[Layout, dict[str, Any]]] = [(one, {})]  # one process, and what it has of its own of ``train``
-    in_fp32 = one, {"precision": "fp32"}
-    if half_precision and by_rule:  # other micro-batches would be another training
-        ones.append(in_fp32)
-    elif not by_rule and (half_precision or not chosen):
-        others += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
-        ones += [(_single(cfg, n), {}) for n in dict.fromkeys(others) if n != count]
-    recomputed = [] if chosen and again else [(one, {"activation_checkpointing": again})]
-    shared: list[tuple[Layout, dict[str, Any]]] = [(layout, {}) for layout in wanted if layout.ranks_per_stage > 1]
-    if half_precision and shared and in_fp32 not in ones:  # partial sums are rounded, too: more than by micro-batches
-        shared.insert(0, in_fp32)
-    planned = [*ones, *recomputed, *((layout, {}) for layout in wanted if layout.ranks_per_stage == 1), *shared]
+    # Each layout with the keys of ``train`` that are not those of the run.
+    planned: list[tuple[Layout, dict[str, Any]]] = [(one, {})]
+    in_fp32 = [(one, {"precision": "fp32"})] * half_precision
+    by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
+    if by_rule:  # other micro-batches would be another training
+        planned += in_fp32
+    elif half_precision or not chosen:
+        chunks = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
+        chunks += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
+        planned += [(_single(cfg, n), {}) for n in dict.fromkeys(chunks) if n != count]
+    planned += [] if chosen and again else [(one, {"activation_checkpointing": again})]
+    planned += [(layout, {}) for layout in wanted if layout.ranks_per_stage == 1]
+    if divided := [(layout, {}) for layout in wanted if layout.ranks_per_stage > 1]:
+        planned += [] if by_rule else in_fp32  # partial sums are rounded, too: more than by micro-batches
+        planned += divided
     report.planned = len(planned)
     runs = Runs(cfg, folder, setup.chain, count)
     report.limits = runs.limits
@@ -255,9 +247,8 @@ def _layouts(
                 result.reason = result.reason or "micro-batches of another size change what is learned"
         elif result.holds is False and result.differences:
             try:
-                result.reason = first_difference(
-                    runs, result, [finding for finding in report.probes if not finding.holds]
-                )
+                wrong = [finding for finding in report.probes if not finding.holds]
+                result.reason = first_difference(runs, result, wrong)
             except (UserError, OSError) as error:
                 result.reason = f"the first difference was not found: {error}"
         yield result

@@ -28,7 +28,7 @@ from training.command.api import with_given
 from training.run.prepare import prepare
 from training.studies.verification import layouts as verified
 from training.studies.verification import probes
-from training.studies.verification.layouts import in_layout, layouts, layouts_of_divided_layers, typed_name
+from training.studies.verification.layouts import in_layout, layouts, typed_name
 from training.studies.verification.probes import probe
 from training.studies.verification.report import _single
 
@@ -172,10 +172,10 @@ def test_a_verification_that_is_stopped_says_how_far_it_is_and_leaves_what_it_ha
 def test_every_strategy_and_every_schedule_is_a_layout():
     some = list(layouts(processes=4, microbatches=4))
     assert {layout.strategy for layout in some} == set(STRATEGIES) - {"single", "tensor"}
-    shared = list(layouts_of_divided_layers(processes=8, microbatches=4))
+    shared = [layout for layout in layouts(processes=8, microbatches=4, divided=True) if layout.ranks_per_stage > 1]
     assert {layout.strategy for layout in shared} == {name for name, info in STRATEGIES.items() if info.tensor}
     assert {layout.sequence for layout in shared} == {False, True} and all(layout.processes <= 8 for layout in shared)
-    assert all(layout.processes <= 4 for layout in layouts_of_divided_layers(processes=4, microbatches=4))
+    assert all(layout.processes <= 4 for layout in layouts(processes=4, microbatches=4, divided=True))
     assert {layout.schedule for layout in some if layout.strategy == "pipelined"} == set(SCHEDULES)
     names = [typed_name(layout) for layout in some]
     assert "parallel=hsdp dp=4 shard=2" in names and "parallel=pipe_fsdp dp=2 pp=2 schedule=1f1b" in names
