@@ -14,8 +14,8 @@ from training.studies.sweep.table import TIME, Row, Table, score_of
 
 CHUNKS = "parallel.chunks"
 _HEIGHT = 3.8  # inches
-_LEGEND = 16  # entries at most: beyond them colours repeat
-_DASH = 4.0  # times the width of a curve
+_LEGEND = 16  # entries at most: beyond them colors repeat
+_MARKERS = 0.1  # of the figure's diagonal: from one marker of a curve to the next
 _POINTS = 400  # of a loss curve, however long the run
 
 
@@ -49,20 +49,16 @@ def loss_figure(table: Table) -> Figure | None:
     if not rows:
         return None
     figure, axes = _canvas(_HEIGHT)
-    for row, colour in zip(rows, cycle(plot.COLOURS), strict=False):
-        reference = table.references.get(row)
-        same = [other for other in rows if reference is not None and table.references.get(other) is reference] or [row]
-        # Curves of jobs that train the same lie on each other: their dashes take turns, so that all are visible.
-        gaps = (_DASH * same.index(row), (_DASH, _DASH * (len(same) - 1)))
+    for place, (row, colour) in enumerate(zip(rows, cycle(plot.COLOURS), strict=False)):
         points = zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True)
-        axes.plot(*points, c=colour, label=row.label, ls=gaps if len(same) > 1 else "-", dash_capstyle="butt")
+        # Curves of jobs that train the same lie on each other: their markers take turns, so that all are visible.
+        turns = {"marker": "o", "markevery": (_MARKERS * place / len(rows), _MARKERS)}
+        axes.plot(*points, c=colour, label=row.label, **turns)
     # One that diverges would flatten all others.
     axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(abs(row.curve[0][1]) for row in rows) or 1))
     axes.locator_params("x", integer=True)
     axes.set(xlabel="step", ylabel="training loss")
     _add_legend(figure, axes)
-    for handle in (handle for legend in figure.legends for handle in legend.get_lines()):
-        handle.set(linestyle="-")  # it is as short as a gap
     return figure
 
 
