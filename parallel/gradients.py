@@ -72,7 +72,7 @@ class Gradients:
         for parameter in self._names:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for axis in reversed(self._axes):
+        for axis in self._axes:  # replicas first, as in a backward that is not split
             axis.finish_gradients(self._names)
         for parameters, group in self._copies:
             total, *others = [local(p.grad) for p in parameters if p.grad is not None]

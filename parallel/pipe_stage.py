@@ -61,9 +61,6 @@ class PipeStage(PipelineStage):
         self._leaving: dict[int, list[Tensor]] = {}
         self._microbatch = 0
 
-    def wait(self) -> None:
-        """Wait until the step's gradients are averaged. DistributedDataParallel has done so in the last backward."""
-
     # -- sends and receives ----------------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

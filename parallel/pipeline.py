@@ -31,7 +31,6 @@ from models.chain import Chain
 from parallel.axes import axes_of
 from parallel.gathering import gathering
 from parallel.mesh import Mesh
-from parallel.pipe_stage import PipeStage
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
 from parallel.shape_inference import TensorSpec, trace
@@ -58,11 +57,11 @@ class Pipeline(Strategy):
         assert plan.schedule is not None  # a pipeline has one
         self._info = SCHEDULES[plan.schedule]
         self._stage_class, self._schedule_class = map(resolve_name, (self._info.stage_class, self._info.class_name))
-        self._by_shape: dict[tuple[torch.Size, ...], tuple[list[PipeStage], Any]] = {}
+        self._by_shape: dict[tuple[torch.Size, ...], Any] = {}
         self.prepared(sample)
 
-    def prepared(self, microbatch: Batch) -> tuple[list[PipeStage], Any]:
-        """Return torch's stages and schedule for micro-batches of the shape of ``microbatch``."""
+    def prepared(self, microbatch: Batch) -> Any:
+        """Return torch's schedule for micro-batches of the shape of ``microbatch``."""
         shapes = tuple(tensor.shape for tensor in microbatch.input_tensors)
         if shapes not in self._by_shape:
             with gathering(self.plan):  # nothing is sent
@@ -71,27 +70,24 @@ class Pipeline(Strategy):
                 self._stage_class(self, stage, module, index, borders[index], borders[index + 1])
                 for stage, module, index in zip(self.stages, self.modules, self.indices, strict=True)
             ]
-            schedule = self._schedule_class(
+            self._by_shape[shapes] = self._schedule_class(
                 stages if self._info.looped else stages[0],
                 self.plan.chunks,
                 loss_fn=_already_a_loss,
                 scale_grads=False,
             )
-            self._by_shape[shapes] = stages, schedule
         return self._by_shape[shapes]
 
     def forward_backward(self, batch: Batch) -> None:
         """See ``Strategy.forward_backward``."""
-        stages, schedule = self.prepared(batch.chunks(self.plan.chunks)[0])
+        schedule = self.prepared(batch.chunks(self.plan.chunks)[0])
         self.timeline.start_step()
         schedule.step(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
-        for stage in stages:
-            stage.wait()
         self.timeline.end_step()
 
     def forward(self, batch: Batch) -> None:
         """See ``Strategy.forward``."""
-        _, schedule = self.prepared(batch.chunks(self.plan.chunks)[0])
+        schedule = self.prepared(batch.chunks(self.plan.chunks)[0])
         schedule.eval(*self._inputs(batch), return_outputs=False, **self._arguments(batch))
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:

@@ -132,6 +132,12 @@ class Axis:
     def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:
         """Prepare the backward of a micro-batch, except in a pipeline. ``last`` is whether it ends the step."""
 
+    def start_reducing(self, module: nn.Module) -> None:
+        """Start to reduce the gradients of a stage with a split backward, after its last micro-batch.
+
+        ``module`` is the stage as all axes have wrapped it.
+        """
+
     def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
         """Complete the gradients after the last backward. ``names`` has the names of each of the rank's parameters."""
 

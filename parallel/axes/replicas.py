@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import PlanError
+from models.chain import Chain
 from parallel.axes.axis import Axis
 from parallel.layout import Layout
 from parallel.mesh import COPIES, PEERS, Mesh, reduce_scatter
+from parallel.plan import Plan
 from parallel.strategies import StrategyInfo, suggest
 
 # Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
@@ -48,14 +50,22 @@ class Replicas(Axis):
         """See ``Axis.allows``."""
         return info.replicas == (layout.dp > 1)
 
+    def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
+        """See ``Axis``."""
+        super().__init__(name, plan, chain, mesh)
+        self._buckets: dict[nn.Module, Buckets] = {}
+
     def wrap(self, stage: nn.Module) -> nn.Module:
         """Wrap a stage in DDP, unless parameters are sharded, the backward is split, or nothing is trained.
 
-        Gradients are averaged during the backward, in buckets of about ``plan.bucket_mb`` MiB, by ``averaging``. DDP
-        does not see the gradients of a split backward (``parallel.zero_bubble.schedule.SplitStage``).
+        Gradients are averaged in buckets of about ``plan.bucket_mb`` MiB, by ``averaging``: during the backward, or if
+        that is split, after the stage's last one.
         """
-        plan, trained = self.plan, any(p.requires_grad for p in stage.parameters())
-        if plan.shards > 1 or plan.splits_backward or not trained:
+        plan, trained = self.plan, [p for p in stage.parameters() if p.requires_grad]
+        if plan.shards > 1 or not trained:
+            return stage
+        if plan.splits_backward:
+            self._buckets[stage] = Buckets(trained, averaging(self.mesh, plan.comm_hook), plan.bucket_mb)
             return stage
         replicated = DistributedDataParallel(
             stage,
@@ -69,6 +79,53 @@ class Replicas(Axis):
         if plan.comm_hook != "none":
             replicated.register_comm_hook(averaging(self.mesh, plan.comm_hook), _average_bucket)
         return replicated
+
+    def start_reducing(self, module: nn.Module) -> None:
+        """See ``Axis.start_reducing``. All replicas call this for their stages in the same order."""
+        if module in self._buckets:
+            self._buckets[module].start()
+
+    def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
+        """See ``Axis.finish_gradients``."""
+        for buckets in self._buckets.values():
+            buckets.wait()
+
+
+class Buckets:
+    """The gradients of some parameters, which are averaged in flat tensors of about ``bucket_mb`` MiB."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], average: Average, bucket_mb: float) -> None:
+        self._average = average
+        self._buckets: list[list[nn.Parameter]] = []
+        room = 0.0
+        for parameter in parameters:
+            if room <= 0:
+                self._buckets.append([])
+                room = bucket_mb * 2**20
+            self._buckets[-1].append(parameter)
+            room -= parameter.nbytes
+        self._pending: list[tuple[Future, Tensor, list[Tensor]]] = []
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Start to average the gradients of this step."""
+        for bucket in self._buckets:
+            gradients = []
+            for parameter in bucket:
+                if parameter.grad is None:  # not used by this replica, but maybe by another
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            self._pending.append((self._average(flat), flat, gradients))
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait for what ``start`` has started."""
+        for future, flat, gradients in self._pending:
+            future.wait()
+            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view(gradient.shape))
+        self._pending.clear()
 
 
 def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
-from torch.futures import Future
 
-from parallel.axes.replicas import Average, averaging
 from parallel.orders import UNMEASURED, StageSeconds, stage_seconds
 from parallel.pipe_stage import PipeStage
-from parallel.stage import Stage
-from parallel.strategy import Strategy
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.zero_bubble.order import best_order
 from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
@@ -34,28 +28,14 @@ class SplitStage(PipeStage):
     """A stage that splits its backward.
 
     Autograd does not accumulate the gradients of a split backward, so DistributedDataParallel never sees them (pytorch
-    issue 144530). ``Buckets`` average them over replicas.
+    issue 144530). The axes start to reduce them here, while other stages compute.
     """
-
-    def __init__(self, strategy: Strategy, stage: Stage, *more) -> None:
-        """See ``PipeStage``."""
-        super().__init__(strategy, stage, *more)
-        self._buckets = None
-        plan = strategy.plan
-        if strategy.mesh.dp_group is not None and plan.shards == 1:
-            average = averaging(strategy.mesh, plan.comm_hook)
-            self._buckets = Buckets(stage.parameters(), average, plan.bucket_mb)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients over replicas; called once per step after the stage's last backward, or evaluation."""
         super().perform_reduce_grad(grad_scale_factor)
-        if self._buckets is not None and self.has_backward:
-            self._buckets.start()
-
-    def wait(self) -> None:
-        """See ``PipeStage.wait``."""
-        if self._buckets is not None:
-            self._buckets.wait()
+        for axis in self.strategy.axes if self.has_backward else ():
+            axis.start_reducing(self.submod)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False):
         """Compute the second part of a split backward, and record when it ran."""
@@ -122,42 +102,3 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
             for rank, actions in orders.items()
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
-
-
-class Buckets:
-    """The gradients of one stage, which are averaged in flat tensors of about equal size after its last backward."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], average: Average, bucket_mb: float) -> None:
-        """Refer to a stage's parameters, in buckets of about ``bucket_mb`` MiB."""
-        self._average = average
-        self._buckets: list[list[nn.Parameter]] = []
-        room = 0.0
-        for parameter in parameters:
-            if parameter.requires_grad:
-                if room <= 0:
-                    self._buckets.append([])
-                    room = bucket_mb * 2**20
-                self._buckets[-1].append(parameter)
-                room -= parameter.nbytes
-        self._pending: list[tuple[Future, Tensor, list[Tensor]]] = []
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Start to average, while other stages compute. All replicas call this for their stages in the same order."""
-        for bucket in self._buckets:
-            gradients = []
-            for parameter in bucket:
-                if parameter.grad is None:  # not used by this replica, but maybe by another
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            self._pending.append((self._average(flat), flat, gradients))
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Wait for what ``start`` has started."""
-        for future, flat, gradients in self._pending:
-            future.wait()
-            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(mean.view(gradient.shape))
-        self._pending.clear()

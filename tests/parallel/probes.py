@@ -70,7 +70,7 @@ def operators_of_a_planned_step(layout: Layout, recipe: Recipe, seconds: list) -
 
 
 def _schedule(strategy, batch):
-    return strategy.prepared(batch.chunks(strategy.plan.chunks)[0])[1]
+    return strategy.prepared(batch.chunks(strategy.plan.chunks)[0])
 
 
 def in_bf16(recipe: Recipe, layout: Layout) -> dict[str, bool]:
