@@ -374,11 +374,10 @@ class Strategy(ABC):
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """List (global name, parameter) of what this rank updates. A copy of a tied one has its canonical name."""
-        return [
-            (self.chain.canonical(name), parameter)
-            for stage in self.stages
-            for name, parameter in stage.layers.named_parameters()
-        ]
+        return [named for stage in self.stages for named in self._named_parameters(stage)]
+
+    def _named_parameters(self, stage: Stage) -> list[tuple[str, nn.Parameter]]:
+        return [(self.chain.canonical(name), parameter) for name, parameter in stage.layers.named_parameters()]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers of this rank's stages under global names, sharded ones as this rank's box.
@@ -434,8 +433,10 @@ class Strategy(ABC):
 
     def _wrapped(self, stage: Stage) -> nn.Module:
         module: nn.Module = stage
+        asked = [(p, axis.averaged_over(name)) for name, p in self._named_parameters(stage) for axis in self.axes]
+        apart = {parameter: over for parameter, over in asked if over is not None}
         for axis in reversed(self.axes):
-            module = axis.wrap(module)
+            module = axis.wrap(module, apart)
         return module
 
     def samples_of(self, batch: Batch) -> Tensor:

@@ -18,6 +18,8 @@ from parallel.plan import Plan
 from parallel.shape_inference import TensorSpec
 from parallel.strategies import StrategyInfo
 
+Apart = Mapping[nn.Parameter, Sequence[str]]  # parameters that are not averaged over all replicas, and over which axes
+
 
 class Axis:
     """A way to divide the work of a step among ranks.
@@ -118,9 +120,20 @@ class Axis:
         ``tied_in_stage`` has the names of the tied parameters of the stage.
         """
 
-    def wrap(self, stage: nn.Module) -> nn.Module:
-        """Wrap a stage after its layers are prepared. Return the module to call instead."""
+    def wrap(self, stage: nn.Module, apart: Apart) -> nn.Module:
+        """Wrap a stage after its layers are prepared. Return the module to call instead.
+
+        ``apart`` has the answers of all axes to ``averaged_over`` for the stage's parameters.
+        """
         return stage
+
+    def averaged_over(self, name: str) -> Sequence[str] | None:
+        """Return the axes of replicas over which the gradient of a parameter is summed; None for all of them.
+
+        The sum is divided by the number of replicas. With ``()`` no rank sends the gradient; ``finish_gradients`` of
+        this axis may complete it. ``name`` is the parameter's canonical name. Sharded parameters have no choice.
+        """
+        return None
 
     def split(self, name: str, tensor: Tensor) -> Split | None:
         """Return how a tensor is divided along the axis; None if each rank has all of it.

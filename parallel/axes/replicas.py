@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import PlanError
 from models.chain import Chain
-from parallel.axes.axis import Axis
+from parallel.axes.axis import Apart, Axis, all_reduce_sum
 from parallel.layout import Layout
 from parallel.mesh import COPIES, PEERS, Mesh, reduce_scatter
 from parallel.plan import Plan
@@ -54,19 +54,23 @@ class Replicas(Axis):
         """See ``Axis``."""
         super().__init__(name, plan, chain, mesh)
         self._buckets: dict[nn.Module, Buckets] = {}
+        self._apart: dict[nn.Parameter, Sequence[str]] = {}
 
-    def wrap(self, stage: nn.Module) -> nn.Module:
+    def wrap(self, stage: nn.Module, apart: Apart) -> nn.Module:
         """Wrap a stage in DDP, unless parameters are sharded, the backward is split, or nothing is trained.
 
         Gradients are averaged in buckets of about ``plan.bucket_mb`` MiB, by ``averaging``: during the backward, or if
         that is split, after the stage's last one.
         """
-        plan, trained = self.plan, [p for p in stage.parameters() if p.requires_grad]
+        plan, trained = self.plan, [p for p in stage.parameters() if p.requires_grad and p not in apart]
+        self._apart |= apart
         if plan.shards > 1 or not trained:
             return stage
         if plan.splits_backward:
             self._buckets[stage] = Buckets(trained, averaging(self.mesh, plan.comm_hook), plan.bucket_mb)
             return stage
+        ignored = [name for name, parameter in stage.named_parameters() if parameter in apart]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, ignored)
         replicated = DistributedDataParallel(
             stage,
             process_group=self.mesh.dp_group,
@@ -89,6 +93,13 @@ class Replicas(Axis):
         """See ``Axis.finish_gradients``."""
         for buckets in self._buckets.values():
             buckets.wait()
+        for over in dict.fromkeys(map(tuple, self._apart.values())):
+            gradients = [p.grad for p, axes in self._apart.items() if tuple(axes) == over and p.grad is not None]
+            for gradient in gradients:
+                gradient /= self.mesh.dp
+            for ranks in (self.mesh.axis(axis) for axis in over):
+                if ranks.size > 1:
+                    all_reduce_sum(gradients, ranks.group)
 
 
 class Buckets:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from common.errors import PlanError
 from models.chain import Chain, Layers, is_within
 from models.losses import loss_of
-from parallel.axes.axis import Axis
+from parallel.axes.axis import Apart, Axis
 from parallel.dtensor import split_of
 from parallel.layout import Layout
 from parallel.mesh import COPIES, REPLICAS, SHARDS, Mesh
@@ -81,8 +81,13 @@ class Shards(Axis):
         if not any(is_within(parameter, [name]) for parameter in tied_in_stage):
             self._shard(layer)
 
-    def wrap(self, stage: nn.Module) -> nn.Module:
-        """Shard the tied parameters, which ``prepare`` has left."""
+    def wrap(self, stage: nn.Module, apart: Apart) -> nn.Module:
+        """Shard the tied parameters, which ``prepare`` has left. Raises PlanError if some are not averaged by all."""
+        if apart:
+            raise PlanError(
+                f"parallel={self.plan.strategy} shards all parameters among all replicas, but an axis averages some of "
+                "them over others; use parallel=ddp"
+            )
         self._shard(stage)
         return stage
 

@@ -16,6 +16,7 @@ from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.axes.axis import Axis
 from parallel.dtensor import local
+from parallel.mesh import COPIES, REPLICAS
 
 NAME = "tests.training.test_mirror"  # in the processes of a run
 
@@ -33,6 +34,22 @@ class Mirror(Axis):
         for index, theirs in enumerate(self.ranks.all_gather(mine)):
             if not torch.equal(mine, theirs):
                 raise TrainingError(f"rank {self.mesh.rank} differs from mirror {index}")
+
+
+class Apart(Axis):
+    """Ranks that complete the gradients of some parameters themselves."""
+
+    def averaged_over(self, name):
+        return {"net1.weight": (), "net2.bias": (COPIES,)}.get(name)
+
+    def finish_gradients(self, names):
+        for parameter, of in names.items():
+            if (over := self.averaged_over(of[0])) is not None:
+                own = self.mesh.axis(*{*REPLICAS} - {*over})
+                gradients = own.all_gather(parameter.grad) if own.size > 1 else [parameter.grad]
+                if own.size > 1 and torch.equal(*gradients):
+                    raise TrainingError(f"the gradients of {of[0]} are averaged already")
+                parameter.grad.copy_(sum(gradients))
 
 
 class Astray(nn.Linear):
@@ -77,6 +94,22 @@ def test_it_combines_with_other_strategies(alone, layout, tmp_path):
     run = train([*TOY, *layout, TWO], tmp_path / "run")
     assert run.code == 0, run.console
     assert run.losses == pytest.approx(alone.losses, rel=1e-12)
+
+
+HIERARCHICAL = ["parallel=ddp", "parallel.comm_hook=hierarchical", "parallel.shard=2"]  # no copies, two peers
+SPLIT = ["parallel=pipe_ddp", "parallel.schedule=planned", "parallel.stages_per_rank=1", "parallel.chunks=2"]
+
+
+@pytest.mark.parametrize("layout", [["parallel=ddp"], HIERARCHICAL, SPLIT], ids=" ".join)
+def test_who_averages_is_asked_per_parameter(alone, layout, tmp_path):
+    run = train([*TOY, *layout, "parallel.dp=2", TWO.replace("Mirror", "Apart")], tmp_path / "run")
+    assert run.code == 0, run.console
+    assert run.losses == pytest.approx(alone.losses, rel=1e-12)
+
+
+def test_sharded_parameters_are_averaged_by_all_replicas(tmp_path):
+    run = train([*TOY, "parallel=fsdp", "parallel.dp=2", TWO.replace("Mirror", "Apart")], tmp_path / "run")
+    assert run.code != 0 and "parallel=fsdp shards all parameters" in run.console, run.console
 
 
 def test_a_rank_that_computes_something_else_is_named(tmp_path):
