@@ -11,8 +11,8 @@
     zero_bubble/                     schedules that split the backward
     stage.py                         the layers of a rank
     examination.py                   what layers and the loss do that depends on the layout, seen before a run
-    shape_inference.py               what layers return and keep, and their work, inferred without numbers
-    watching.py                      the modes of torch by which both see each operator
+    shape_inference.py               the shapes and dtypes of what layers return, inferred without numbers
+    watching.py                      the mode of torch by which an examination sees each operator
     gradients.py, batchnorm.py       the gradients of a rank's stages; BatchNorm's statistics
     placement.py, pieces.py          how a tensor is divided over the axes, and the part that a rank holds
     dtensor.py                       what a DTensor says of its placement

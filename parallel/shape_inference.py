@@ -1,4 +1,4 @@
-"""What each layer receives, returns and keeps for the backward, inferred by running the chain on fake tensors.
+"""The shapes and dtypes of what layers pass on, inferred by running the chain on fake tensors.
 
 Fake tensors have no memory but carry a device, so autocast acts on them as it will in the run. Plain meta tensors are
 not cast, and a stage border declared float32 corrupts data silently if the run sends bfloat16.
@@ -6,23 +6,22 @@ not cast, and a stage border declared float32 corrupts data silently if the run 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from common.errors import PlanError
 from data.dataset import Batch
 from models.chain import CPU, Chain, LayerSpec, as_tuple, checked, converted, without_weights
-from models.losses import Loss, copy_to_try, loss_of
+from models.losses import copy_to_try, loss_of
 from models.seeds import Samples, computing, seeded
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.examination import made_up, reads_numbers
-from parallel.watching import Measure
+from parallel.watching import Watch
 
 
 @dataclass(frozen=True)
@@ -47,46 +46,35 @@ class TensorSpec:
         return f"{'x'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
 
 
-@dataclass(frozen=True)
-class LayerTrace:
-    """What was inferred about one layer.
+class LayerTrace(NamedTuple):
+    """The tensors that a layer returns, for the last layer the loss, and the modes under which it was computed.
 
-    Attributes:
-        outputs: The tensors that it returns; for the last layer, the loss.
-        kept: Bytes that autograd holds for each micro-batch's backward.
-        cast: Bytes of weights held in the compute dtype, once for all micro-batches of a step.
-        work: The work of one micro-batch, if ``trace`` was to count it.
+    There are two modes, one for each of two micro-batches; none if torch does not let them watch the layer.
     """
 
     outputs: tuple[TensorSpec, ...]
-    kept: int
-    cast: int
-    work: Measure
-
-    @property
-    def output_bytes(self) -> int:
-        """Size of the tensors that the layer returns."""
-        return sum(spec.bytes for spec in self.outputs)
-
-
-# How a layer is tried until torch can compute it: with numbers, watched, and by operator in place of hooks.
-_WAYS = ((False, True, False), (False, True, True), (True, True, False), (True, True, True), (True, False, False))
+    seen: Sequence[Any]
 
 
 @torch.enable_grad()
-def trace(chain: Chain, sample: Batch, precision: str, device_type: str, count: bool = False) -> list[LayerTrace]:
+def trace(
+    chain: Chain,
+    sample: Batch,
+    precision: str,
+    device_type: str,
+    watch: Callable[[dict[int, Tensor]], Watch] | None = None,
+) -> list[LayerTrace]:
     """Run one micro-batch through the chain on fake tensors; return one trace per layer.
 
-    A layer that fake tensors cannot compute is run on the CPU, with weights and made-up inputs. Where torch does not
-    let it be watched by hooks (``torch.func.grad``), all that operators compute with counts as kept; where not at all
-    (``flex_attention``), nothing is counted.
+    A layer that fake tensors cannot compute is run on the CPU, with weights and made-up inputs.
 
     Args:
         chain: The model.
         sample: One micro-batch.
         precision: The run's.
         device_type: The run's, on which it depends what is cast.
-        count: Whether to count the work, too.
+        watch: Makes a mode of torch, in which a layer computes, out of the storages of its parameters by address. None
+            for shapes only.
 
     Raises:
         PlanError: If a layer reads numbers out of its tensors.
@@ -95,6 +83,7 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str, count: 
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     dtype, fakes, loss = parameter_dtype(precision), FakeTensorMode(allow_non_fake_inputs=True), copy_to_try(chain.loss)
+    by_numbers = (DataDependentOutputException, DynamicOutputShapeException)
     batch = sample.map(lambda tensor: converted(tensor, dtype))
 
     def faked(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -103,26 +92,25 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str, count: 
 
     def traced(layer: LayerSpec, tensors: tuple[Tensor, ...]) -> tuple[LayerTrace, tuple[Tensor, ...]]:
         blank, error = layer.made(), None  # outside of the mode, where an initialiser finds that there are no numbers
-        for real, *watching in _WAYS:
+        for real, watching in ((False, watch), (True, watch), (True, None)):
             try:
                 with seeded(0) if real else fakes, autocast(precision, "cpu" if real else device_type):
-                    outputs, (first, second) = run(layer, blank, tensors, real, *watching)
+                    outputs, seen = run(layer, blank, tensors, real, watching)
                 outputs = faked(outputs) if real else outputs
-                specs = tuple(map(TensorSpec.of, outputs))
-                return LayerTrace(specs, second.kept, max(0, first.kept - second.kept), second), outputs
-            except (DataDependentOutputException, DynamicOutputShapeException):
-                raise reads_numbers(layer.name, type(blank).__name__) from None
+                return LayerTrace(tuple(map(TensorSpec.of, outputs)), seen), outputs
             except (PlanError, ValueError):  # BatchNorm raises the latter for one sample
                 raise
             except Exception as failure:  # a user's code
+                if isinstance(failure, by_numbers) and layer is not chain.layers[-1]:  # no shape depends on the loss
+                    raise reads_numbers(layer.name, type(blank).__name__) from None
                 error = failure
         assert error is not None
         raise error
 
     def run(
-        layer: LayerSpec, blank: nn.Module, tensors: tuple[Tensor, ...], real: bool, watched: bool, by_operator: bool
-    ) -> tuple[tuple[Tensor, ...], list[Measure]]:
-        """Compute a layer for two micro-batches. The second finds the weights cast, so it keeps activations only."""
+        layer: LayerSpec, blank: nn.Module, tensors: tuple[Tensor, ...], real: bool, watching: Callable | None
+    ) -> tuple[tuple[Tensor, ...], Sequence[Watch]]:
+        """Compute a layer; watched, for two micro-batches, of which the second one finds the weights cast."""
         if real:
             module, targets = chain.build([layer.name], 0, CPU, dtype)[layer.name], batch.targets
             tensors = batch.input_tensors if tensors is inputs else made_up(tensors)
@@ -134,31 +122,15 @@ def trace(chain: Chain, sample: Batch, precision: str, device_type: str, count: 
             # As in the middle of a step.
             module.step_cache = {}  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
         known: dict[int, Tensor] = {p.untyped_storage()._cdata: p for p in module.parameters()}
-        last, works = layer is chain.layers[-1], [Measure(known, count, by_operator) for _ in range(2)]
-        for work, given in zip(works, (tensors, tuple(t.clone() for t in tensors)), strict=True):  # each has its own
-            with work if watched else nullcontext():
-                output = _loss(loss, module, given, targets.clone()) if last else module(*given)
-        if not watched:
-            works[-1].uncounted = {f"layer {layer.name!r}"}
+        last, seen = layer is chain.layers[-1], [] if watching is None else [watching(known), watching(known)]
+        loss_from = loss_of(module) or (lambda *x: loss(module(*x[:-2]), *x[-2:]))
+        for mode in seen or [nullcontext()]:
+            given = tuple(tensor.clone() for tensor in tensors)  # each micro-batch has its own
+            with mode:
+                output = loss_from(*given, targets.clone(), None).loss if last else module(*given)
         outputs = checked(layer.name, module, output)
-        return outputs if last else as_tuple(converted(outputs, between_layers(precision))), works
+        return outputs if last else as_tuple(converted(outputs, between_layers(precision))), seen
 
     inputs = faked(batch.input_tensors)
     with computing(Samples(len(sample), notes=[])):
         return list(chain.walk(inputs, traced))
-
-
-def _loss(loss: Loss, module: nn.Module, tensors: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """Return the loss of the last layer, whose output never leaves the stage.
-
-    If the loss reads numbers, on which no shape depends, another number of its shape, which may be random, too.
-    """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    head_loss = loss_of(module)
-    call = partial(loss, module(*tensors)) if head_loss is None else partial(head_loss, *tensors)
-    try:
-        return call(targets, None).loss
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        total = torch.cat([t.flatten().to(torch.float32) for t in tree_leaves(call.args)]).sum()
-        return total + torch.rand_like(total)

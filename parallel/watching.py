@@ -1,46 +1,20 @@
-"""Modes of torch that see each operator: what it reads, writes and draws, what it computes and what is kept of it."""
+"""Modes of torch that see each operator of a layer: what it reads, writes and draws."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.batchnorm import StepBatchNorm
 
 _aten = torch.ops.aten
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
-
-
-def _of_groups(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    """Count the products of groups: of rows, of columns, of what is summed over, or one for each of a batch."""
-    return 2 * x.numel() * weight.shape[-1] // (len(x) if x.dim() > weight.dim() else 1)
-
-
-# FLOPs of operators for which torch has no formula, from their arguments.
-_FORMULAS: dict[Any, Callable[..., float]] = {
-    _aten.mkldnn_rnn_layer: lambda x, w, u, *_, **__: 2 * x.shape[:-1].numel() * (w.numel() + u.numel()),
-    _aten._trilinear: lambda x, w, *_, **__: 2 * x.shape[:-1].numel() * w.numel(),  # nn.Bilinear
-    _aten._grouped_mm: _of_groups,
-    _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
-    _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
-    _aten.dot: lambda x, *_, **__: 2 * x.numel(),
-    _aten._euclidean_dist: lambda x, y, *_, **__: 2 * x.numel() * y.shape[-2],
-    _aten._cdist_forward: lambda x, y, *_, **__: 3 * x.numel() * y.shape[-2],
-}
-_KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces; of the operators of others, nothing is known
-# Operators without a formula whose work is more than a little for each of their numbers.
-_LARGE = re.compile(r"_mm$|attention|dist_|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
 # Operations whose arguments must all have one dtype; on the meta device they accept any.
 _PRODUCTS = {
     _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution,
@@ -189,93 +163,3 @@ def _tensors_of(module: nn.Module) -> dict[str, int]:
     statistics = {id(b) for norm in module.modules() if isinstance(norm, StepBatchNorm) for b in norm.buffers()}
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) not in statistics}
-
-
-class Measure(Watch):
-    """Adds up what autograd keeps of a micro-batch for its backward, and the work of the operators.
-
-    Attributes:
-        kept: Bytes of the storages that autograd saves, each once.
-        flops, attention, masked, products, moved: See ``planner.work.LayerWork``, here for the micro-batch.
-        moved_by_width: The bytes of ``moved`` by the last dimension of an operator's largest tensor.
-        uncounted: What has no formula for its FLOPs.
-    """
-
-    def __init__(self, known: dict[int, Tensor], count: bool, by_operator: bool) -> None:
-        """Start from 0.
-
-        Args:
-            known: Storages that are not counted as kept, by their addresses; those that are kept are added.
-            count: Whether to add up the work.
-            by_operator: Whether all that operators compute with counts as kept, where torch does not say what it saves.
-        """
-        super().__init__()
-        self.kept = self.products = 0
-        self.flops = self.attention = self.masked = self.moved = 0.0
-        self.moved_by_width: dict[int, float] = defaultdict(float)
-        self.uncounted: set[str] = set()
-        self._known, self._by_operator, self._formulas = known, by_operator, {}
-        self._hooks = saved_tensors_hooks(self._hold, lambda tensor: tensor)
-        if count:
-            from torch.utils.flop_counter import flop_registry  # late: it looks for Triton
-
-            self._formulas = flop_registry | _FORMULAS
-
-    def __enter__(self) -> Measure:
-        super().__enter__()
-        if not self._by_operator:
-            self._hooks.__enter__()
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if not self._by_operator:
-            self._hooks.__exit__(kind, error, trace)
-        super().__exit__(kind, error, trace)
-
-    def _hold(self, tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided and (storage := tensor.untyped_storage())._cdata not in self._known:
-            self._known[storage._cdata] = tensor  # otherwise its address could be reused
-            self.kept += storage.nbytes()
-        return tensor
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not isinstance(operator, OpOverload):
-            self.compiles = True
-            self.uncounted.add(str(operator))
-            return operator(*args, **kwargs)
-        for tensor in tree_leaves((args, kwargs)) if self._by_operator else ():
-            if isinstance(tensor, Tensor):
-                self._hold(tensor)
-        output = operator(*args, **kwargs)
-        if operator is _aten.mkldnn_rnn_layer.default and not output[3].numel():
-            # Fake tensors do not know the size of oneDNN's workspace. What an LSTM keeps in it in each step of a
-            # sequence was measured with torch 2.13.
-            x, state, hidden = args[0], args[5], args[10]
-            steps = x.shape[:-1].numel() + state.shape[:-1].numel()
-            self.kept += x.itemsize * steps * (9 * hidden + 6 * max(hidden, x.shape[-1]))
-        if self._formulas:
-            self._count(operator, args, kwargs, output)
-        return output
-
-    def _count(self, operator: OpOverload, args: tuple, kwargs: dict, output: Any) -> None:
-        packet = operator.overloadpacket
-        if packet is _ATTENTION:
-            query, keys = args[0].shape, args[1].shape
-            flops = 4 * prod(query) * keys[2]
-            self.attention += flops
-            self.masked += flops / 2 if (args[4] if len(args) > 4 else kwargs.get("is_causal")) else 0.0
-            self.products += 2
-        elif packet in self._formulas:
-            self.flops += self._formulas[packet](*args, **kwargs, out_val=output)
-            self.products += 1
-        elif operator.namespace != "prim" and not operator.is_view:
-            if operator.namespace not in _KNOWN or _LARGE.search(packet.__name__):
-                self.uncounted.add(f"{operator.namespace}.{packet.__name__}")
-            tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and not t.is_nested]
-            if not any(isinstance(t, nn.Parameter) and t.dim() > 1 for t in tensors):  # casts, once for all samples
-                size = sum(t.numel() * t.itemsize for t in tensors)
-                self.moved += size
-                largest = max(tensors, key=Tensor.numel, default=None)
-                if largest is not None and largest.dim():
-                    self.moved_by_width[largest.shape[-1]] += size

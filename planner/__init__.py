@@ -1,6 +1,7 @@
 """Predicts the seconds and the memory of a training step in a layout, and searches for the fastest layout.
 
-    work.py        what each layer computes, keeps and passes on, counted on tensors without memory
+    work.py        what each layer computes, keeps and passes on, for a sample
+    counting.py    the mode of torch that counts it, on tensors without memory
     layout.py      a layout as it is planned, and how it cuts the layers into stages
     memory.py      the memory of a rank, by part
     cluster.py     a cluster, as conf/cluster/NAME.yaml describes it

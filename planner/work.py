@@ -11,7 +11,8 @@ import torch
 
 from data.dataset import Batch
 from models.chain import Chain
-from parallel.shape_inference import trace
+from parallel.shape_inference import TensorSpec, trace
+from planner.counting import Measure
 from planner.layout import PlannedLayout
 
 # Of 34 bytes that a block of GPT keeps, tensor parallelism alone leaves 10 whole (Korthikanti et al. 2022).
@@ -154,7 +155,7 @@ def weights_of(chain: Chain) -> list[LayerWork]:
     return layers
 
 
-def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork], int]:
+def work_of(chain: Chain, batch: Batch, precision: str, samples: int = 1) -> tuple[list[LayerWork], int]:
     """Count the work of every layer for a sample of a batch.
 
     The count is that of a CPU's operators, which have the same sizes. Fusion is part of a device's efficiency.
@@ -163,22 +164,30 @@ def work_of(chain: Chain, batch: Batch, precision: str) -> tuple[list[LayerWork]
         The work, and the number of samples of the smallest micro-batch that the layers accept: two if BatchNorm gets
         single numbers.
     """
-    for least in (1, 2):
-        some = torch.arange(least) % len(batch)
-        try:
-            traces = trace(chain, batch.map(lambda tensor, some=some: tensor[some]), precision, "cpu", count=True)
-        except ValueError:
-            if least == 2:
-                raise
-        else:
-            break
-    return [
-        replace(
-            work, flops=t.work.flops / least, attention=t.work.attention / least,
-            masked=t.work.masked / least, products=t.work.products,
-            moved=t.work.moved / least, output=t.output_bytes / least, kept=t.kept / least, cast=t.cast,
-            hidden=sum(prod(spec.shape) for spec in t.outputs) / least, uncounted=frozenset(t.work.uncounted),
-            whole=sum(t.work.moved_by_width[n] for n in {spec.shape[-1] for spec in t.outputs if spec.shape}) / least,
-        )
-        for work, t in zip(weights_of(chain), traces, strict=True)
-    ], least  # fmt: skip
+    some = torch.arange(samples) % len(batch)
+    try:
+        traces = trace(chain, batch.map(lambda tensor: tensor[some]), precision, "cpu", Measure)
+    except ValueError:
+        if samples > 1:
+            raise
+        return work_of(chain, batch, precision, samples=2)
+    every = zip(weights_of(chain), traces, strict=True)
+    return [_for_a_sample(work, *traced, samples) for work, traced in every], samples
+
+
+def _for_a_sample(
+    work: LayerWork, outputs: Sequence[TensorSpec], measured: Sequence[Measure], samples: int
+) -> LayerWork:
+    """Return the work of a layer, measured for two micro-batches. Only the first of them casts weights."""
+    first, second = measured or (Measure({}), Measure({}))
+    uncounted = second.uncounted if measured else {f"layer {work.name!r}"}
+    return replace(
+        work,
+        **{key: getattr(second, key) / samples for key in ("flops", "attention", "masked", "moved", "kept")},
+        products=second.products,
+        output=sum(spec.bytes for spec in outputs) / samples,
+        cast=max(0, first.kept - second.kept),
+        hidden=sum(prod(spec.shape) for spec in outputs) / samples,
+        whole=sum(second.moved_by_width[n] for n in {spec.shape[-1] for spec in outputs if spec.shape}) / samples,
+        uncounted=frozenset(uncounted),
+    )

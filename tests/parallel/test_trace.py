@@ -17,6 +17,7 @@ from models.losses import SquaredError
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.examination import examine
 from parallel.shape_inference import TensorSpec, trace
+from planner.counting import Measure
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
 
@@ -24,7 +25,7 @@ RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2"
 def traced(model: str, precision: str):
     chain, batch_at = chain_and_batches(RECIPES[model])
     batch = batch_at(0)
-    return chain, batch, trace(chain, batch, precision, "cpu")
+    return chain, batch, trace(chain, batch, precision, "cpu", Measure)
 
 
 @pytest.mark.parametrize(
@@ -50,23 +51,22 @@ def test_every_border_is_what_a_real_forward_gives(model, precision):
 
 
 def test_casts_of_weights_are_held_once_a_step_and_only_under_autocast():
-    _, _, plain = traced("toy", "fp32")
-    _, _, cast = traced("toy", "bf16")
-    assert [t.cast for t in plain] == [0, 0, 0]
+    plain, cast = ([first.kept - second.kept for _, (first, second) in traced("toy", p)[2]] for p in ("fp32", "bf16"))
+    assert plain == [0, 0, 0]
     # The second Linear's weight in two bytes; the first one's backward needs no weight.
-    assert [t.cast for t in cast] == [0, 0, 2 * 10 * 5]
+    assert cast == [0, 0, 2 * 10 * 5]
 
 
 def test_each_micro_batch_keeps_its_own_input():
     _, _, plain = traced("toy", "fp32")
-    assert plain[0].kept == 4 * 6 * 10
+    assert plain[0].seen[1].kept == 4 * 6 * 10
 
 
 def test_activations_grow_with_the_batch_and_tracing_moves_no_random_number():
     chain, batch_at = chain_and_batches(RECIPES["gpt2"])
     before = torch.get_rng_state()
     small, large = batch_at(0).chunks(2)[0], batch_at(0)
-    kept = [trace(chain, b, "fp32", "cpu")[1].kept for b in (small, large)]
+    kept = [trace(chain, b, "fp32", "cpu", Measure)[1].seen[1].kept for b in (small, large)]
     assert kept[1] == pytest.approx(2 * kept[0], rel=0.05)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -102,7 +102,7 @@ def test_a_recurrent_layer_keeps_what_it_keeps_in_a_run(module):
         module(x)
     layers = [LayerSpec("first", partial(First, module)), LayerSpec("last", nn.Identity)]
     output = module(x)[0]
-    kept = trace(Chain(layers, SquaredError()), Batch(x, output), "fp32", "cpu")[0].kept
+    kept = trace(Chain(layers, SquaredError()), Batch(x, output), "fp32", "cpu", Measure)[0].seen[1].kept
     assert kept == pytest.approx(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()), rel=0.1)
 
 

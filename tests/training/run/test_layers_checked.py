@@ -19,6 +19,7 @@ from models.batchnorm import BatchNorm1d
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
 from parallel.shape_inference import TensorSpec, trace
+from planner.counting import Measure
 from training import train
 from training.run.checks.samples import check_shapes
 from training.run.setup import Setup
@@ -368,9 +369,9 @@ def test_a_layer_that_runs_only_with_numbers_is_tried_with_them(forward):
     for changes in ({}, {"pipelined": True, "pp": 2}, {"mode": "plan"}):
         check_shapes(setup_of(partial(Own, forward), **changes))
     setup, before = setup_of(partial(Own, forward)), torch.get_rng_state()
-    traced = trace(setup.chain, setup.sample, "fp32", "cpu", count=True)
+    traced = trace(setup.chain, setup.sample, "fp32", "cpu", Measure)
     assert traced[1].outputs == (TensorSpec((4, 8), torch.float32),)
-    assert [layer.work.flops for layer in (traced[0], traced[2])] == [2 * 4 * 8 * 8, 0]
+    assert [layer.seen[1].flops for layer in (traced[0], traced[2])] == [2 * 4 * 8 * 8, 0]
     assert torch.equal(torch.get_rng_state(), before)
     layers = setup.chain.build(setup.chain.names, 0, torch.device("cpu"))
     layers(setup.sample.inputs).sum().backward()  # torch keeps nothing of the attempts

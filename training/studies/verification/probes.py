@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.errors import PlanError
 from common.machine import available_memory
 from data.dataset import Batch
 from launchers import Interrupted, stopping
 from models.chain import CPU, LOSS, Chain, as_tuple, converted, is_within
 from models.losses import loss_of
 from parallel.devices import parameter_dtype
-from parallel.examination import Examination, Facts, examine
-from parallel.shape_inference import trace
+from parallel.examination import Examination, Facts, examine, reads_numbers
 from parallel.stage import Stage
+from planner.work import weights_of, work_of
 from training.run.setup import Setup
 
 _SAMPLES = 4
@@ -295,18 +294,17 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
         Interrupted: This process was told to stop.
     """
     chain, tolerance = setup.chain, setup.cfg.verify.tolerance
-    try:
-        traces = trace(chain, setup.sample, setup.plan.precision, "cpu")
-        kept, shapes = [layer.kept / setup.plan.microbatch_size for layer in traces], ""
-    except PlanError as error:
-        kept, shapes = [0.0] * len(chain.layers), str(error).partition(". ")[0]
+    shapes = [str(reads_numbers(facts.name, facts.kind)) for facts in setup.examination.layers if facts.reads_numbers]
+    size = setup.plan.microbatch_size
+    works = weights_of(chain) if shapes else work_of(chain, setup.sample, setup.plan.precision, size)[0]
     # Only pipelines need the shapes, in which a model of one layer does not run.
-    yield Finding("shapes", text=shapes, holds=not shapes or len(chain.layers) == 1)
+    said = shapes[0].partition(". ")[0] if shapes else ""
+    yield Finding("shapes", text=said, holds=not shapes or len(chain.layers) == 1)
     shared = [Finding("shared parameters", *where) for where in _shared(chain)]
     yield from shared or [Finding("shared parameters", holds=True)]
     if shared:  # a layer that is built would change another
         return
-    layers, too_large = _layers(setup, own, kept)
+    layers, too_large = _layers(setup, own, [work.kept for work in works])
     skipped: set[str] = set()
     for name, same in PROBES.items():
         found = {finding.text: finding for finding in too_large if name == "sizes"}
