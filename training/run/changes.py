@@ -19,7 +19,7 @@ _LEARNED = (
 _TOTAL = "schedule.total"
 _MICROBATCH = "micro-batch"  # its size, if the numbers depend on it
 # Keys that change where the data are and how they are read, but not the data.
-_NOT_CONTENT = {"data.root", "data.cache_dir", "data.num_workers"}
+_NOT_CONTENT = ("data.root", "data.cache_dir", "data.num_workers")
 _POINTS = 8  # steps of a run at which a schedule is compared
 
 
@@ -68,26 +68,11 @@ def changes(before: Any, now: dict[str, Any]) -> str | None:
     """
     if not isinstance(before, dict):
         return None
-    same_samples = before.get(_SAMPLES_KEY) == now.get(_SAMPLES_KEY)
-    # An older checkpoint has fewer sections.
-    sections = {_section(name) for name in before} - {"train"}
-    names = [
-        name
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
-        and _section(name) != "choice"  # older checkpoints have the options' names, too
-        and (name in before or _section(name) in sections)
-        and not (name in _NOT_CONTENT and (same_samples or name != "data.root"))
-    ]
-    if len(names) > 1 and _SAMPLES_KEY in names:
-        names.remove(_SAMPLES_KEY)  # they differ because of another setting
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in _NOT_CONTENT]
+    names = [name for name in names if not name.startswith("choice.")]  # only older checkpoints have these
     if not names:
         return None
     listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
     jumps = _TOTAL in names and now.get(_TOTAL) is not None
     rate = "; the scheduler follows the length of the run, so the learning rate jumps here" if jumps else ""
     return f"this run continues with settings that differ from those before: {', '.join(listed)}{rate}"
-
-
-def _section(name: str) -> str:
-    return name.partition(".")[0]
