@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import TrainingError
 from parallel.dtensor import is_sharded, local
 from parallel.pieces import Boxes, Piece
 from parallel.strategy import Strategy
@@ -54,13 +53,15 @@ class Optimizer:
         rest = [(name, p) for name, p in parameters if name not in first]
         shared = {key: config.get(key) for key in ("decay_vectors", "rates")}
         for section, own in ((config, matrices), (others or config, rest)):
-            whole_only = update_of(section) == PER_PARAMETER
-            divided = {name for name, p in own if whole_only and strategy.placement(name, p).axes}
-            alone = [[(name, p)] for name, p in own if name in divided]
-            together = [(name, p) for name, p in own if name not in divided]
-            for part, gathers in (*((pair, True) for pair in alone), (together, False)):
-                if part:
-                    self._parts.append(_Part({**section, **shared}, part, strategy, gathers))
+            section, together = {**section, **shared}, []
+            for name, parameter in own:
+                if update_of(section) == PER_PARAMETER and strategy.placement(name, parameter).axes:
+                    self._parts.append(_Part(section, [(name, parameter)], strategy, gathers=True))
+                else:
+                    together.append((name, parameter))
+            if together:
+                self._parts.append(_Part(section, together, strategy, gathers=False))
+        self._part_of = {parameter: part for part in self._parts for parameter in part.parameters}
         # All learning rates follow one schedule, each scaled by its ratio to the base rate.
         for part in self._parts:
             for group in part.optimizer.param_groups:
@@ -91,7 +92,8 @@ class Optimizer:
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Piece]:
         """Return this rank's pieces of the optimizer's tensors for a parameter, such as exp_avg; none before a step."""
-        return {key: value for part in self._parts for key, value in part.state_of(parameter).items()}
+        part = self._part_of.get(parameter)
+        return {} if part is None else part.state_of(parameter)
 
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Boxes]) -> None:
         """Replace those tensors. ``step`` counters stay on the device where torch keeps them.
@@ -100,14 +102,14 @@ class Optimizer:
             parameter: A parameter of this rank.
             state: Whole tensors, or objects that return boxes of them. For sharded parameters, this rank's box is read.
         """
-        for part in self._parts:
-            part.load_state_of(parameter, state)
+        if parameter in self._part_of:
+            self._part_of[parameter].load_state_of(parameter, state)
 
 
 class _Part:
     """An optimizer of torch. Plain tensors stand in for parameters sharded by FSDP2; others are optimized directly.
 
-    With ``gathers``, the parameters are gathered for the update.
+    With ``gathers``, the parameters are gathered for the update. ``parameters`` has each, with its tensor.
     """
 
     def __init__(
@@ -115,9 +117,9 @@ class _Part:
     ) -> None:
         self._strategy, self._gathers = strategy, gathers
         self._names = {parameter: name for name, parameter in parameters}
-        self._own = {parameter: self._stand_in(parameter) for _, parameter in parameters}
+        self.parameters = {parameter: self._stand_in(parameter) for _, parameter in parameters}
         fused = strategy.device.type in _FUSED and all(s.device == strategy.device for s in strategy.stages)
-        own = [(name, self._own[parameter]) for name, parameter in parameters]
+        own = [(name, self.parameters[parameter]) for name, parameter in parameters]
         self.optimizer = build_optimizer(config, own, fused)
         if strategy.plan.precision in ("fp32", "fp64") and type(self.optimizer) is torch.optim.Muon:
             self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
@@ -126,7 +128,7 @@ class _Part:
         self._groups = {own: pair for pair in groups for own in pair[0]["params"]}
         # Between updates, the names of the states of a gathered parameter of which this rank has a part.
         self._divided: dict[Tensor, set[str]] = {}
-        self._resumed = self._warned = False
+        self._warned = False
         if gathers:
             self._scatter()
 
@@ -145,27 +147,18 @@ class _Part:
     def step(self) -> None:
         if self._gathers:
             self._gather()
-        for parameter, own in self._own.items():
+        for parameter, own in self.parameters.items():
             if own is not parameter and parameter.grad is not None:
                 own.grad = self._whole(parameter, parameter.grad) if self._gathers else local(parameter.grad)
-        try:
-            self.optimizer.step()
-        except KeyError as error:
-            if not self._resumed:
-                raise
-            raise TrainingError(
-                f"optim: {type(self.optimizer).__name__} needs the state {error} of each parameter, and the checkpoint "
-                "has none: resume without the option that was typed for it. If the optimizer keeps it as a list, it "
-                "cannot be resumed"
-            ) from error
-        for parameter, own in self._own.items():
+        self.optimizer.step()
+        for parameter, own in self.parameters.items():
             if own is not parameter:
                 own.grad = None
         if self._gathers:
             self._scatter()
 
     def _gather(self) -> None:
-        for parameter, own in self._own.items():
+        for parameter, own in self.parameters.items():
             own.data = self._whole(parameter, parameter.detach())
             state = self.optimizer.state.get(own, {})
             state.update({key: self._whole(parameter, state[key]) for key in self._divided[own]})
@@ -173,7 +166,7 @@ class _Part:
     @torch.no_grad()
     def _scatter(self) -> None:
         """Keep this rank's part of the whole tensors."""
-        for parameter, own in self._own.items():
+        for parameter, own in self.parameters.items():
             piece, state = self._piece(parameter), self.optimizer.state.get(own, {})
             piece.tensor.copy_(piece.read(own))
             tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
@@ -182,9 +175,7 @@ class _Part:
             own.data = own.new_zeros(()).expand(piece.shape)  # keeps the shape without memory
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Piece]:
-        own = self._own.get(parameter)
-        if own is None:
-            return {}
+        own = self.parameters[parameter]
         state = dict(self.optimizer.state.get(own, {}))
         group, at_first = self._groups[own]
         now = _own_values(group).items()
@@ -209,24 +200,18 @@ class _Part:
         }
 
     def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
-        own = self._own.get(parameter)
-        if own is None:
-            return
-        self._resumed = True
+        own = self.parameters[parameter]
         group, _ = self._groups[own]
         loaded, piece = {}, self._piece(parameter)
         self.optimizer.state[own] = loaded
         self._divided[own] = {key for key, value in state.items() if tuple(value.shape) == piece.shape}
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
-            if plain:
-                number = _KINDS[kind](value[...].item())
-                if name.startswith(_GROUP):
-                    group[name.removeprefix(_GROUP)] = number
-                else:
-                    loaded[name] = number
+            if not plain:
+                loaded[key] = _placed_as(piece, key, value, group)
                 continue
-            loaded[key] = _placed_as(piece, key, value, group)
+            values = group if name.startswith(_GROUP) else loaded
+            values[name.removeprefix(_GROUP)] = _KINDS[kind](value[...].item())
 
 
 # Names in a checkpoint of numbers that are not tensors: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
