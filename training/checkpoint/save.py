@@ -77,10 +77,8 @@ class Checkpointer:
         optimizer: Optimizer,
         *,
         keep: int = 3,
-        timeout_s: float = 300.0,
         config: dict | None = None,
         check: Callable[[], str | None] = lambda: None,
-        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Remove the drafts of killed runs.
 
@@ -89,21 +87,19 @@ class Checkpointer:
             strategy: The model.
             optimizer: Its optimizer.
             keep: How many of the newest checkpoints are kept.
-            timeout_s: The longest wait for another rank, in seconds, in addition to the time to write its files.
             config: The run's configuration, which each checkpoint keeps.
             check: Called on every rank at each save. It raises if the run may not continue, and may return a warning.
-            warn: Called with the error of a failed save in the background, and with the warning of ``check``.
         """
         self.folder, self.strategy, self.optimizer = Path(folder), strategy, optimizer
-        self.check, self.warn = check, warn
-        self.keep, self._timeout_s = keep, timeout_s
-        self._mesh, plan = strategy.mesh, strategy.plan
+        self.keep, self.check = keep, check
+        self.warn: Callable[[str], None] = log.warning  # about a failed save in the background, or what check returns
+        self._mesh = strategy.mesh
         self.rank = self._mesh.rank
         self._writers = 1  # on this machine
         self._about = {
             "seed": strategy.options.seed,
             "optimizer": optimizer.kind,
-            "layout": plan.manifest(),
+            "layout": strategy.plan.manifest(),
             "tied": dict(strategy.chain.tied),
             "config": config,
         }
@@ -117,13 +113,13 @@ class Checkpointer:
         self._newest: int | None = None  # the step of the newest checkpoint in this folder, saved or being saved
         self.origin = self.folder  # where the checkpoints of the resumed run are
 
-    def ensure_saved(self, counted: int, progress: dict, wait: bool = True) -> Path | None:
-        """Save the weights, unless they are saved already or are the initial ones.
+    def save(self, step: int, progress: dict, wait: bool = False) -> Path | None:
+        """Save the weights, unless they are the initial ones. If they are saved already, only the progress is updated.
 
         Args:
-            counted: The last step whose update was applied. It names the checkpoint; steps skipped since are repeated.
-            progress: The state of the training loop, as plain values. If its "best_step" is ``counted``, the link
-                ``best`` will point to this checkpoint.
+            step: The last step whose update was applied. It names the checkpoint; steps skipped since are repeated.
+            progress: The state of the training loop, as plain values. If its "best_step" is ``step``, the link ``best``
+                will point to this checkpoint.
             wait: Whether to wait until the weights are on disk.
 
         Returns:
@@ -133,23 +129,12 @@ class Checkpointer:
             CheckpointError: With ``wait``, on every rank: it could not be written. Older ones are untouched.
             TrainingError: On every rank: the error of ``check``, after the checkpoint is written.
         """
-        if wait:
-            self.wait_pending()
-        return None if counted in (0, self._newest) else self.save(counted, progress, wait)
-
-    def save(self, step: int, progress: dict, wait: bool = False) -> Path:
-        """Start to write the checkpoint of a step. If it is written already, only its progress is updated.
-
-        Raises:
-            CheckpointError: With ``wait``, on every rank: it could not be written. Older ones are untouched.
-            TrainingError: On every rank: the error of ``check``, after the checkpoint is written.
-        """
         self.wait_pending()
         final = self.folder / step_name(step)
-        if step == self._newest:
-            if self.rank == 0:
-                self._amend(final, progress)
-            return final
+        if step == self._newest and self.rank == 0:
+            self._amend(final, progress)
+        if step in (0, self._newest):
+            return None
         self._newest = step
         scale = self.strategy.loss_scale.state_dict()
         manifest = {"step": step, **self._about, "loss_scale": scale, "progress": progress}
@@ -230,8 +215,8 @@ class Checkpointer:
         node = socket.gethostname()
         others = self._mesh.gather((node, own))
         self._writers = sum(where == node and size > 0 for where, size in others)
-        patience = timedelta(seconds=self._timeout_s + max(size for _, size in others) / _SLOWEST_DISK)
-        group = dist.new_group(backend="gloo", timeout=patience)
+        seconds = self.strategy.options.timeout_s + max(size for _, size in others) / _SLOWEST_DISK
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         assert isinstance(group, dist.ProcessGroup)  # of all ranks
         self.group = group
 

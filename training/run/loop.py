@@ -64,10 +64,9 @@ class Loop:
         self.skipping = Skipping(self.config)
         own = (recipe(setup, self.schedule), setup.evaluation) if strategy.mesh.rank == 0 else None
         self.recipe, evaluation = strategy.mesh.gather(own)[0]
-        run_dir = checkpoints.folder.parent
         outputs = recorder.record, recorder.histogram, recorder.say
-        run_view = TrainingRun(setup.cfg, run_dir, strategy, *outputs, evaluation)
-        self.callbacks = Callbacks(setup.cfg.callbacks, run_view)
+        view = TrainingRun(setup.cfg, checkpoints.folder.parent, strategy, *outputs, evaluation)
+        self.callbacks = Callbacks(setup.cfg.callbacks, view)
         self.outcome = Outcome()
         self._begun = 0
         self._called: dict[str, Any] | None = None  # the callbacks' state after the last step that counted, if not now
@@ -129,7 +128,7 @@ class Loop:
         """Save the state after ``step``, unless it is saved already, and raise Stopped."""
         heartbeat.note(step, "saving a checkpoint")
         with self.optimizer.evaluating():
-            self._note_saved(self.checkpoints.ensure_saved(self.skipping.counted, self.progress()))
+            self._note_saved(self.checkpoints.save(self.skipping.counted, self.progress(), wait=True))
         where = f"saved in {self.outcome.checkpoint}" if self.outcome.checkpoint else "nothing was new to save"
         words = f"stopped after step {step} of {self.setup.total_steps}, {where}"
         raise Stopped(words, steps=max(0, self.skipping.counted - self._begun))
@@ -166,7 +165,7 @@ class Loop:
                 value = known.get(key)
                 setattr(self.outcome, key, value if value is None or isinstance(value, int) else float(value))
             now = self.callbacks.run.evaluation
-            measured, same = known.get("evaluation", now) == now, tuple(known["monitor"]) == self.monitor
+            comparable = known.get("evaluation", now) == now and tuple(known["monitor"]) == self.monitor
             if "skipping" in progress:
                 self.skipping.load_state_dict(progress["skipping"])
                 self.outcome.skipped = self.skipping.skipped + done - step
@@ -174,12 +173,12 @@ class Loop:
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"progress in the manifest of {checkpoint.folder} is damaged: {error!r}") from error
         best = self.outcome.best_step
-        if best is not None and not (same and measured and (best == step or self.checkpoints.has(best))):
+        if best is not None and not (comparable and (best == step or self.checkpoints.has(best))):
             self.outcome.forget_best()
-            why = f"there is no checkpoint of step {best}" if same else f"step {best} was the best by other numbers"
-            if not measured:
-                why = f"step {best} was the best by other validation data, another loss or train.eval_batches"
-            self.say(f"the best weights begin anew: {why}")
+            self.say(
+                f"the best weights begin anew: step {best} was the best by other validation data, or by another loss, "
+                "train.monitor or train.eval_batches, or its checkpoint is missing"
+            )
         self.skipping.counted = step
         self.callbacks.load_state_dict(called)
         if ended:
@@ -283,11 +282,10 @@ class Loop:
         """Save a checkpoint if one is due after a step. It has the number of the last step that counted."""
         heartbeat.note(step, "saving a checkpoint")
         self.checkpoints.connect()  # now: at the last save the store may be gone, for instance if torchrun was killed
-        if best or is_due(self.config.checkpoint_every, step, last):
+        every = self.config.checkpoint_every
+        if every is not None and (best or is_due(every, step, last)):
             with self.optimizer.evaluating():
-                if self.config.checkpoint_every is not None:
-                    save = self.checkpoints.save if best else self.checkpoints.ensure_saved
-                    self._note_saved(save(self.skipping.counted, self.progress(), wait=last))
+                self._note_saved(self.checkpoints.save(self.skipping.counted, self.progress(), wait=last))
 
     def _note_saved(self, path: Path | None) -> None:
         if path is not None:

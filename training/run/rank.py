@@ -87,7 +87,6 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
             strategy,
             optimizer,
             keep=cfg.train.keep_checkpoints,
-            timeout_s=cfg.parallel.timeout_s,
             config=kept(cfg),
             check=partial(check_weights, strategy, cfg.launcher.allow_mixed),
         )
