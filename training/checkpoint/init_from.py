@@ -256,12 +256,6 @@ def _equal(one: Boxes, other: Boxes) -> bool:
     return one.shape == other.shape and all(bool((one[block] == other[block]).all()) for block in blocks)
 
 
-def _slices(box: Box, dimensions: int) -> tuple[slice, ...]:
-    """Return a slice of each dimension."""
-    given = box if isinstance(box, tuple) else () if box is ... else (box,)
-    return (*given, *[slice(None)] * (dimensions - len(given)))
-
-
 class _Transposed:
     """A matrix that its file stores transposed."""
 
@@ -269,7 +263,7 @@ class _Transposed:
         self._stored, self.shape = stored, torch.Size(reversed(stored.shape))
 
     def __getitem__(self, box: Box) -> Tensor:
-        return self._stored[_slices(box, 2)[::-1]].t().contiguous()
+        return self._stored[box[::-1] if isinstance(box, tuple) else ...].t().contiguous()
 
 
 class _Padded:
@@ -282,7 +276,7 @@ class _Padded:
         self._stored, self.shape = stored, torch.Size([rows, *stored.shape[1:]])
 
     def __getitem__(self, box: Box) -> Tensor:
-        rows, *others = _slices(box, len(self.shape))
+        rows, *others = box if isinstance(box, tuple) else [slice(None)] * len(self.shape)
         start, stop, _ = rows.indices(self.shape[0])
         known = self._stored.shape[0]
         own = self._stored[(slice(min(start, known), min(stop, known)), *others)]

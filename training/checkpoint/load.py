@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -61,8 +60,8 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
     """Load the checkpoint that each rank has found, after checking that it is the same one on all ranks."""
     from safetensors import SafetensorError
 
-    digests = strategy.mesh.gather(hashlib.sha256(repr(sorted(checkpoint.files.items())).encode()).hexdigest())
-    if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
+    files = strategy.mesh.gather(checkpoint.files)
+    if others := [str(rank) for rank, theirs in enumerate(files) if theirs != files[0]]:
         raise CheckpointError(
             f"{checkpoint.folder} is another checkpoint on rank{'s' * (len(others) > 1)} {', '.join(others)} than on "
             "rank 0: give every machine the same one"
@@ -286,16 +285,15 @@ def make_newest(wanted: str, folder: Path, loaded: Checkpoint | None) -> None:
         return
     step, best = (0, None) if loaded is None else (loaded.step, loaded.best_step)
     try:
-        for name, number in ((LATEST, step), (BEST, best)):
-            if number is not None and (folder / step_name(number)).is_dir():
-                update_link(folder, name, step_name(number))
         for newer in step_folders(folder):
             if step_of(newer) > step:
                 renamed = set_aside(newer)
                 if wanted != AUTO:  # the damaged ones have been named already
                     _warn(f"{newer} is kept as {renamed.name}: this run continues from step {step}")
-        for name in (LATEST, BEST):
-            if (folder / name).is_symlink() and not (folder / name).exists():
+        for name, number in ((LATEST, step), (BEST, best)):
+            if number is not None and (folder / step_name(number)).is_dir():
+                update_link(folder, name, step_name(number))
+            elif (folder / name).is_symlink():
                 (folder / name).unlink()
     except OSError as error:
         _warn(f"{folder} cannot be changed: {error}")

@@ -217,17 +217,7 @@ def describe(setup: Setup) -> str:
     tokens = getattr(setup.data.vocabulary, "warning", None)
     warnings = [f"warning: {text}" for text in (warning, tokens, across_nodes(setup)) if text is not None]
     whole = [ONE_LAYER] if len(setup.chain.layers) == 1 else []
-    return "\n".join([plan, *whole, *_shorter(setup), *setup.by_microbatch[1], *warnings]) + recipe
-
-
-def _shorter(setup: Setup) -> list[str]:
-    """Return a line about a run that its epochs end before its steps."""
-    train = setup.cfg.train
-    if setup.cfg.mode != "train" or train.steps is None or setup.total_steps >= train.steps:
-        return []
-    ended = f"after {setup.total_steps} steps, before train.steps={train.steps}"
-    why = f"train.epochs={train.epochs:g} ends this run {ended}"
-    return [f"{why}; without that limit: train.epochs=null"]
+    return "\n".join([plan, *whole, *setup.by_microbatch[1], *warnings]) + recipe
 
 
 def describe_recipe(cfg: Root) -> str:
