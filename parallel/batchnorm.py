@@ -1,7 +1,7 @@
 """BatchNorm across micro-batches and replicas.
 
 Running statistics get one update per step. Optionally, the micro-batches that the replicas compute at the same time are
-normalised by one mean and variance. ``nn.SyncBatchNorm`` is not used because it refuses CPU tensors, and its running
+normalized by one mean and variance. ``nn.SyncBatchNorm`` is not used because it refuses CPU tensors, and its running
 statistics depend on the layout.
 """
 
@@ -24,16 +24,12 @@ class RunningStatistics:
     """The running statistics of this rank's BatchNorm layers, updated from all micro-batches of all replicas."""
 
     def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        microbatches: int,
-        replicas: dist.ProcessGroup | None,
-        synchronise: bool = False,
+        self, stages: Sequence[nn.Module], microbatches: int, replicas: dist.ProcessGroup | None, sync: bool = False
     ) -> None:
         """Refer to the BatchNorm layers of some stages, if there are any.
 
         ``microbatches`` is the number that each replica computes in a step, ``replicas`` the group of the ranks that
-        hold the same stages (None if there is one replica), and ``synchronise`` whether to normalise over the
+        hold the same stages (None if there is one replica), and ``sync`` whether to normalize over the
         micro-batches of all replicas together.
         """
         self._microbatches, self._replicas = microbatches, replicas
@@ -48,7 +44,7 @@ class RunningStatistics:
         self._weights = [norm.momentum for norm in norms for _ in range(2)]
         self._counts = [norm.num_batches_tracked for norm in norms]
         self._means: Sequence[Tensor] = ()
-        if synchronise and replicas is not None:
+        if sync and replicas is not None:
             for norm in norms:
                 norm.normalise = partial(normalise_over_replicas, group=replicas)
 
@@ -91,7 +87,7 @@ class RunningStatistics:
 def normalise_over_replicas(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor, *, group: dist.ProcessGroup
 ) -> Tensor:
-    """Normalise over the equally large micro-batches of all ranks of ``group``, which call this together.
+    """Normalize over the equally large micro-batches of all ranks of ``group``, which call this together.
 
     Statistics are computed in float32 at least. The backward communicates too.
 
@@ -106,7 +102,7 @@ def normalise_over_replicas(
     mean, variance = _moments(x.detach(), group)
     terms = x.numel() // x.shape[1] * dist.get_world_size(group)
     moments.copy_(torch.stack((mean, variance * (terms / (terms - 1)))))
-    return _Normalise.apply(x, weight, bias, mean, variance, eps, group)
+    return _Normalize.apply(x, weight, bias, mean, variance, eps, group)
 
 
 def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -121,8 +117,8 @@ def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     return mean, (variances + (means - mean).square()).mean(0)
 
 
-class _Normalise(torch.autograd.Function):
-    """Normalisation by given statistics. Its gradient takes into account that the statistics depend on x."""
+class _Normalize(torch.autograd.Function):
+    """Normalization by given statistics. Its gradient takes into account that the statistics depend on x."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean, variance, eps, group):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, WARM_UP_STEPS, WORK, Steps
+from parallel.timeline import WARM_UP_STEPS, WORK, Steps
 
 
 class Action(NamedTuple):
@@ -20,7 +20,10 @@ Orders = dict[int, list[Action]]  # rank -> what it computes, in order
 
 
 class StageSeconds(NamedTuple):
-    """The seconds of a micro-batch in a stage; ``inputs`` and ``weights`` are the two parts of a split backward."""
+    """The seconds of a micro-batch in a stage, in the order of ``parallel.timeline.WORK``.
+
+    ``inputs`` and ``weights`` are the two parts of a split backward.
+    """
 
     forward: float
     backward: float
@@ -29,10 +32,8 @@ class StageSeconds(NamedTuple):
 
     def of(self, kind: str) -> float:
         """Return the seconds of one of ``parallel.timeline.WORK``."""
-        return getattr(self, _FIELDS[kind])
+        return self[WORK.index(kind)]
 
-
-_FIELDS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "inputs", BACKWARD_WEIGHT: "weights"}
 
 # The times to use before any are measured: the textbook's, and a little more for a split backward.
 UNMEASURED = StageSeconds(1.0, 2.0, 1.0, 1.05)
@@ -49,17 +50,12 @@ def stage_seconds(steps: Steps) -> dict[int, StageSeconds]:
         for kind, stage, _, start, end in step:
             if kind in WORK:
                 least[kind, stage] = min(end - start, least.get((kind, stage), math.inf))
-    return {stage: _seconds(least, stage) for stage in sorted({stage for _, stage in least})}
-
-
-def _seconds(least: dict[tuple[str, int], float], stage: int) -> StageSeconds:
-    backward = least.get((BACKWARD, stage))
-    if (BACKWARD_INPUT, stage) in least:
-        inputs, weights = least[BACKWARD_INPUT, stage], least[BACKWARD_WEIGHT, stage]
-        if backward is None:
+    found = {}
+    for stage in sorted({stage for _, stage in least}):
+        forward, backward, inputs, weights = (least.get((kind, stage), math.inf) for kind in WORK)
+        if backward == math.inf:
             backward = (inputs + weights) * UNMEASURED.backward / (UNMEASURED.inputs + UNMEASURED.weights)
-    else:
-        backward = least[BACKWARD, stage]
-        inputs = backward * UNMEASURED.inputs / UNMEASURED.backward
-        weights = backward * UNMEASURED.weights / UNMEASURED.backward
-    return StageSeconds(least[FORWARD, stage], backward, inputs, weights)
+        if inputs == math.inf:
+            inputs, weights = (backward * part / UNMEASURED.backward for part in UNMEASURED[2:])
+        found[stage] = StageSeconds(forward, backward, inputs, weights)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,8 @@ from parallel.stage import Stage
 from parallel.strategy import Strategy
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, FORWARD, RECEIVE_ACTIVATION, RECEIVE_GRADIENT
 
+Specs = Sequence[TensorSpec]
+
 
 class PipeStage(PipelineStage):
     """A stage that also passes on tensors without gradients, and records when it works.
@@ -27,13 +29,7 @@ class PipeStage(PipelineStage):
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        stage: Stage,
-        module: nn.Module,
-        index: int,
-        received: Sequence[TensorSpec],
-        sent: Sequence[TensorSpec],
+        self, strategy: Strategy, stage: Stage, module: nn.Module, index: int, received: Specs, sent: Specs
     ) -> None:
         plan, pipeline = strategy.plan, strategy.mesh.axis(PIPELINE)
         assert strategy.timeline is not None  # a pipeline has one
@@ -69,23 +65,18 @@ class PipeStage(PipelineStage):
         if self._examples:
             tensors = [torch.empty_like(example, device=self.device) for example in self._examples]
             self._arriving[fwd_chunk_id] = tensors
-            operations = [*operations, *self._operations(dist.irecv, tensors, self._neighbours[0])]
+            operations += [dist.P2POp(dist.irecv, tensor, self._neighbours[0], self.group) for tensor in tensors]
         return self._posted(RECEIVE_ACTIVATION, fwd_chunk_id, operations)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the sends of a micro-batch's activations."""
         operations = super().get_fwd_send_ops(fwd_chunk_id)
-        if self._constants_out:
-            tensors = self._leaving.pop(fwd_chunk_id)
-            operations = [*operations, *self._operations(dist.isend, tensors, self._neighbours[1])]
-        return operations
+        tensors = self._leaving.pop(fwd_chunk_id) if self._constants_out else ()
+        return operations + [dist.P2POp(dist.isend, tensor, self._neighbours[1], self.group) for tensor in tensors]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of the gradients of what this stage has sent."""
         return self._posted(RECEIVE_GRADIENT, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def _operations(self, kind, tensors: Iterable[Tensor], peer: int) -> list[dist.P2POp]:
-        return [dist.P2POp(kind, tensor, peer, self.group) for tensor in tensors]
 
     def _posted(self, kind: str, microbatch: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         if operations:

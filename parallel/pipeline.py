@@ -44,13 +44,7 @@ class Pipeline(Strategy):
     timeline: Timeline
 
     def __init__(
-        self,
-        plan: Plan,
-        chain: Chain,
-        mesh: Mesh,
-        devices: Sequence[torch.device],
-        options: Options,
-        sample: Batch,
+        self, plan: Plan, chain: Chain, mesh: Mesh, devices: Sequence[torch.device], options: Options, sample: Batch
     ) -> None:
         super().__init__(plan, chain, mesh, devices, options, sample)
         self.timeline = Timeline(self.device.type)
@@ -71,10 +65,7 @@ class Pipeline(Strategy):
                 for stage, module, index in zip(self.stages, self.modules, self.indices, strict=True)
             ]
             self._by_shape[shapes] = self._schedule_class(
-                stages if self._info.looped else stages[0],
-                self.plan.chunks,
-                loss_fn=_already_a_loss,
-                scale_grads=False,
+                stages if self._info.looped else stages[0], self.plan.chunks, loss_fn=_already_a_loss, scale_grads=False
             )
         return self._by_shape[shapes]
 

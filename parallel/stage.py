@@ -167,11 +167,7 @@ class Stage(nn.Module):
         return result.loss * self.loss_scale
 
     def _compute(
-        self,
-        where: tuple[int, int] | None,
-        tensors: tuple[Tensor, ...],
-        targets: Tensor | None,
-        weights: Tensor | None,
+        self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: Tensor | None, weights: Tensor | None
     ) -> Tensors | Sums:
         """Compute all layers and, if there are targets, the loss. ``where`` is None if nothing is random."""
         layers = [(name, self.layers.get_submodule(name)) for name in self.layers.names]
@@ -257,12 +253,7 @@ class Stage(nn.Module):
         return self.chain.channels_last and x.dim() == 4
 
     def compute_layer(
-        self,
-        name: str,
-        layer: Callable[..., T],
-        where: tuple[int, int] | None,
-        given: Tensors,
-        *more: Tensor | None,
+        self, name: str, layer: Callable[..., T], where: tuple[int, int] | None, given: Tensors, *more: Tensor | None
     ) -> T:
         """Compute a layer, or the loss, with its random numbers. ``where`` is the first sample and their count.
 

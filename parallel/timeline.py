@@ -145,13 +145,10 @@ def on_one_clock(recordings: Sequence[Recording]) -> list[list[list[Interval]]]:
     marks: dict[str, float] = {}
     for recording in recordings:  # the first to leave the barrier was delayed least
         marks[recording.host] = min(recording.mark, marks.get(recording.host, recording.mark))
-    home = recordings[0].host
     ranks = []
     for host, _, steps in recordings:
-        ahead = marks[host] - marks[home]
-        if ahead:
-            steps = [[i._replace(start=i.start - ahead, end=i.end - ahead) for i in step] for step in steps]
-        ranks.append(steps)
+        ahead = marks[host] - marks[recordings[0].host]
+        ranks.append([[i._replace(start=i.start - ahead, end=i.end - ahead) for i in step] for step in steps])
     return ranks
 
 
