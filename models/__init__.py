@@ -10,7 +10,7 @@ causal_lm_config.py, causal_lm_files.py     its configuration and its files
 given.py, sequential.py, lora.py    a model from Python; a chain of an nn.Module; adapters
 attention.py, batchnorm.py          parts that several models have
 generate.py                         a text continued token by token
-huggingface.py, config_json.py      names, shapes and sizes in Hugging Face's files
+huggingface.py                      names, shapes and sizes in Hugging Face's files
 resolvers.py                        what a model computes from its configuration
 """
 

@@ -12,13 +12,11 @@ from common.files import expand_home, folder_of, parse_json
 from common.packages import load_transformers
 from models import causal_lm_experts
 from models.causal_lm_files import Opened, from_file
-from models.config_json import Family
-from models.huggingface import HuggingFace
+from models.huggingface import Family, HuggingFace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CONFIG = "config.json"
 # Keys of a configuration that say nothing about the numbers of a model.
 _FREE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "vocab_size"}
 _FAMILY = Family("transformers", kinds={}, sizes={}, keys={}, unseen=(), complete=dict)
@@ -32,7 +30,7 @@ def config_file(config: str | None) -> Path:
             "model.config= a config.json to train it from scratch"
         )
     path = expand_home(config)
-    path = path if path.suffix == ".json" else folder_of(config) / _CONFIG
+    path = path if path.suffix == ".json" else folder_of(config) / "config.json"
     if not path.is_file():
         raise ModelError(f"model.config: there is no {path}; give a folder that has one, or the file itself")
     return path
@@ -47,7 +45,6 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
     path = config_file(config)
     transformers = load_transformers()
     try:
-        parse_json(path.read_bytes())
         content = transformers.PreTrainedConfig.get_config_dict(path)[0]  # with infinity, which JSON does not have
         kind = content["model_type"]
         known = transformers.AutoConfig.for_model(kind)

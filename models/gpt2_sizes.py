@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from common.errors import ModelError
-from models.config_json import Family
+from models.huggingface import Family
 
 # Parameters -> AdamW's highest rate: table 2.1 of Brown et al. 2020 ("Language Models are Few-Shot Learners"), up to
 # 1.3B at the nearest sizes of GPT-2. Below, the rate continues in the same way, about as 1/sqrt(parameters); it is
@@ -98,13 +98,12 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     Raises:
         ModelError: If config.json describes another kind of model.
     """
-    typed = {key: model[key] for key in GPT2.sizes if model[key] is not None}
-    if len(typed) == len(GPT2.sizes) or (sizes := GPT2.beside(model)) is None:
+    if (sizes := GPT2.beside(model)) is None:
         return {"vocab_size": with_defaults(model).vocab_size}
     rows = max(sizes["vocab_size"], words or 0)
     if rows > VOCABULARY - PADDED_TO:  # in a smaller vocabulary, padding would get a share of the probabilities
         rows = -(-rows // PADDED_TO) * PADDED_TO
-    return {**sizes, "vocab_size": rows, **typed}
+    return {**sizes, "vocab_size": rows, **{key: model[key] for key in GPT2.sizes if model[key] is not None}}
 
 
 def published_rate(parameters: int) -> float:

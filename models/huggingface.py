@@ -1,19 +1,117 @@
-"""A family's parameters under Hugging Face's names, and back.
+"""The files of Hugging Face: the sizes in a config.json, and the names and shapes of a family's weights, both ways.
 
 Reading and writing use the same table of differences (``HuggingFace``): the beginnings of names, and matrices that
-Hugging Face stores transposed.
+Hugging Face stores transposed. This module does not import torch, because configurations use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from common.errors import ModelError
+from common.files import folder_of, parse_json
 
-from models.config_json import Family
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Keys that transformers writes for any model, and on which no logit depends.
+_FREE = """
+    architectures model_type torch_dtype dtype transformers_version _name_or_path use_cache bos_token_id eos_token_id
+    pad_token_id initializer_range return_dict output_attentions output_hidden_states output_past id2label label2id
+    _num_labels problem_type task_specific_params gradient_checkpointing transformers.js_config
+    _attn_implementation_autoset unsloth_fixed unsloth_version tokenizer_class prefix finetuning_task torchscript
+    use_bfloat16 tf_legacy_loss is_decoder sep_token_id decoder_start_token_id
+""".split()
+# Settings of text generation, which are in generation_config.json since transformers 4.25.
+_FREE += """
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+""".split()
+# The word after ``model=`` for the architectures that have a family; others are models of transformers.
+WORDS = {
+    "GPT2LMHeadModel": "gpt2",
+    **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), "llama"),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The meaning of the keys of config.json for the models of a family.
+
+    A key that is in no table is refused, unless it is switched off (false, 0 or empty).
+
+    Attributes:
+        name: The word after ``model=``.
+        kinds: {a name in ``architectures``: the sizes that follow from it}.
+        sizes: {this project's name of a size: Hugging Face's}.
+        keys: {key: the values with which this project computes the same}; None: any, since no logit depends on the
+            key, or it follows from the names and shapes of the weights.
+        unseen: Keys that change logits, but no name or shape of a weight.
+        complete: Returns the keys with defaults for missing ones, and without nested ones.
+    """
+
+    name: str
+    kinds: Mapping[str, Mapping[str, Any]]
+    sizes: Mapping[str, str]
+    keys: Mapping[str, Sequence[Any] | None]
+    unseen: tuple[str, ...]
+    complete: Callable[[dict[str, Any]], dict[str, Any]]
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the sizes that a config.json describes, under this project's names.
+
+        Raises:
+            ModelError: If it describes another kind of model, or has an unknown key, which may change numbers.
+        """
+        try:
+            return self.describe(parse_json(path.read_bytes()), str(path))
+        except ModelError:
+            raise
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ModelError(f"{path} describes none of {', '.join(self.kinds)}: {error!r}") from None
+
+    def describe(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the sizes that the content of a config.json describes; see ``read``."""
+        kinds = content.get("architectures")
+        if not isinstance(kinds, list) or not kinds:
+            raise ModelError(
+                f'{where} names no architecture; write "architectures": ["{next(iter(self.kinds))}"] into it if '
+                f"model={self.name} is right, or use model=transformers"
+            )
+        if (kind := str(kinds[0])) not in self.kinds:
+            raise ModelError(f"{where} is {kind}; use model={WORDS.get(kind, 'transformers')}")
+        config = self.complete({key: value for key, value in content.items() if value is not None})
+        problems = [f"lacks {theirs}" for theirs in self.sizes.values() if theirs not in config]
+        for key, value in config.items():
+            if value and key not in (*_FREE, *self.sizes.values(), *self.keys):
+                problems.append(f"has {key}={value}, which is not known here")
+            elif (same := self.keys.get(key)) is not None and value not in same:
+                problems.append(f"has {key}={value} (here {' or '.join(map(str, same)) or 'none'})")
+        if problems:
+            listed = ", ".join(problems)
+            raise ModelError(
+                f"{where} {listed}; model={self.name} would compute other numbers than {kind}. Use model=transformers"
+            )
+        return {**{key: config[theirs] for key, theirs in self.sizes.items()}, **self.kinds[kind]}
+
+    def beside(self, model: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the sizes in the config.json beside the weights ``model.init_from``.
+
+        If ``model.size`` is set, this is the vocabulary alone. ``HuggingFace.difference`` compares the others. If all
+        sizes are typed, or there is no such file, the result is None.
+        """
+        extras = next(iter(self.kinds.values()))
+        typed = all(model.get(key) is not None for key in (*self.sizes, *extras) if key != "rope_scaling")
+        path = Path() if model.get("init_from") is None else folder_of(model["init_from"]) / "config.json"
+        if typed or not path.is_file():
+            return None
+        sizes = self.read(path)
+        return sizes if model["size"] is None else {"vocab_size": sizes["vocab_size"]}
 
 
 @dataclass(frozen=True)

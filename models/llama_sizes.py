@@ -7,8 +7,8 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from common.errors import ModelError
-from models.config_json import Family
 from models.gpt2_sizes import with_sizes
+from models.huggingface import Family
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,10 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
         ModelError: If config.json describes another kind of model.
     """
     known, size = {field.name: model.get(field.name) for field in fields(Size)}, model["size"]
-    typed = {key: value for key, value in known.items() if value is not None}
-    all_typed = typed.keys() | {"rope_scaling"} == known.keys()
-    if all_typed or (sizes := LLAMA.beside(model)) is None:
+    if (sizes := LLAMA.beside(model)) is None:
         vocabulary = chosen_size(size, known).vocab_size
         return {"vocab_size": vocabulary if known["vocab_size"] else max(vocabulary, words or 0)}
-    return {**sizes, **typed}
+    return sizes | {key: value for key, value in known.items() if value is not None}
 
 
 def to_config(size: Size) -> dict[str, Any] | None:

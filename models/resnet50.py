@@ -84,14 +84,17 @@ class PointwiseConv2d(nn.Conv2d):
 class Bottleneck(nn.Module):
     """Convolutions of 1x1, 3x3 and 1x1 pixels around a shortcut, [b, channels, h, w] -> [b, 4 * width, ...]."""
 
-    def __init__(self, channels: int, width: int, stride: int, shortcut: nn.Module | None) -> None:
+    def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = PointwiseConv2d(channels, width, bias=False), BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, kernel_size=3, stride=stride, padding=1, bias=False)
         self.bn2 = BatchNorm2d(width)
         self.conv3, self.bn3 = PointwiseConv2d(width, 4 * width, bias=False), BatchNorm2d(4 * width)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = shortcut
+        self.downsample = None
+        if channels != 4 * width or stride != 1:
+            shortcut = PointwiseConv2d(channels, 4 * width, bias=False, stride=stride)
+            self.downsample = nn.Sequential(shortcut, BatchNorm2d(4 * width))
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, channels, h, w] -> [b, 4 * width, h / stride, w / stride]."""
@@ -113,18 +116,8 @@ def initialise(name: str, module: nn.Module) -> None:
 def _blocks() -> list[LayerSpec]:
     layers, channels = [], 64
     for group, (blocks, width, stride) in GROUPS.items():
-        layers.append(LayerSpec(f"{group}.0", partial(_bottleneck, channels, width, stride)))
+        layers.append(LayerSpec(f"{group}.0", partial(Bottleneck, channels, width, stride)))
         channels = 4 * width
-        further = partial(_bottleneck, channels, width, 1)
+        further = partial(Bottleneck, channels, width, 1)
         layers += [LayerSpec(f"{group}.{i}", further) for i in range(1, blocks)]
     return layers
-
-
-def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
-    """[b, channels, h, w] -> [b, 4 * width, h / stride, w / stride]."""
-    shortcut = None
-    if channels != 4 * width or stride != 1:
-        shortcut = nn.Sequential(
-            PointwiseConv2d(channels, 4 * width, bias=False, stride=stride), BatchNorm2d(4 * width)
-        )
-    return Bottleneck(channels, width, stride, shortcut)

@@ -9,10 +9,10 @@ import pytest
 
 from common.errors import ModelError
 from common.packages import load_transformers
-from models.config_json import WORDS
 from models.gpt2 import gpt2
 from models.gpt2_sizes import GPT2
 from models.gpt2_sizes import SIZES as GPT2_SIZES
+from models.huggingface import WORDS
 from models.llama import llama
 from models.llama_sizes import LLAMA, LLAMA3, SIZES, Size
 
