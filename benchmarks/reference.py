@@ -73,11 +73,12 @@ def _group(group: str, options: Sequence[Option]) -> Iterator[str]:
 def _sets(option: Option) -> str:
     """Return the words that an option sets: keys of other sections, or values that differ from those of its schema."""
     if option.schema is None:
-        words = keys.resolved_words(option.sets, [option.word])
+        differing = keys.resolved(option.sets, [option.word])
     else:
         defaults = keys.schema_keys(SCHEMAS[option.schema], option.word.partition("=")[0])
         differing = [key for key, default in zip(option.keys, defaults, strict=True) if key.default != default.default]
-        words = [f"{key.name}={key.default}" for key in differing if not key.name.endswith(".name")]
+        differing = [key for key in differing if not key.name.endswith(".name")]
+    words = [f"{key.name}={key.default}" for key in differing]
     return f"`{' '.join(words)}`" if words else ""
 
 

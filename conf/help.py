@@ -80,7 +80,8 @@ def _option(option: Option, folders: Sequence[Path]) -> str:
     words, section = _words(option, folders), option.word.partition("=")[0]
     lines = [f"{option.word}\n{textwrap.indent(option.about, '  ')}\n"]
     if option.sets:
-        lines += ["\nSets:\n\n", _wrapped(" ".join(keys.resolved_words(option.sets, words)), 2), "\n"]
+        sets = (f"{key.name}={key.default}" for key in keys.resolved(option.sets, words))
+        lines += ["\nSets:\n\n", _wrapped(" ".join(sets), 2), "\n"]
     if option.recipes:
         lines += [f"\nRecipes: {', '.join(f'recipe={name}' for name in option.recipes)}\n"]
     if option.keys:

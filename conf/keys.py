@@ -17,8 +17,6 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
-from yaml.constructor import BaseConstructor
-from yaml.nodes import MappingNode, Node, ScalarNode
 
 from conf import FOLDER
 from conf.composition import compose
@@ -56,7 +54,7 @@ class Option:
         word: How it is typed, such as "model=gpt2".
         about: The comment at the top of its file, with its lines.
         keys: The keys of its section.
-        sets: The words that have the effect of its other lines, such as "data=torch_docs" and "train.steps=18".
+        sets: The other keys that it sets, such as "data" to torch_docs and "train.steps" to 18.
         recipes: The names of its recipes.
         schema: The name of its schema in ``conf.schema.SCHEMAS``; None if the file itself lists the keys.
     """
@@ -64,7 +62,7 @@ class Option:
     word: str
     about: str
     keys: Sequence[Key]
-    sets: Sequence[str]
+    sets: Sequence[Key]
     recipes: Sequence[str]
     schema: str | None
 
@@ -94,21 +92,17 @@ def read_options(group: str, folders: Sequence[Path] = (FOLDER,)) -> list[Option
 def read_option(group: str, name: str, file: Path) -> Option:
     """Return an option of a group, as its file describes it."""
     text = file.read_text(encoding="utf-8")
-    root, head = yaml.compose(text), re.findall(r"\A(?:#.*\n)*", text)[0].splitlines()
+    head, is_global = re.findall(r"\A(?:#.*\n)*", text)[0].splitlines(), "\n# @package _global_\n" in f"\n{text}"
     about = "\n".join(line[2:] for line in head if not line.startswith("# @package"))
-    tree, content = dict(_items(root)), yaml.safe_load(text) if isinstance(root, MappingNode) else {}
-    section = _SECTIONS.get(group, group)
-    section = section and section.format(name)
-    is_global = re.search(r"^# @package _global_", text, re.M)
-    own = tree.get(section) if is_global else root
-    keys = list(_yaml_keys(own, section, text.splitlines())) if section and isinstance(own, MappingNode) else []
-    others = {key: node for key, node in tree.items() if is_global and key != section and key not in _NOT_LISTED}
+    section = (_SECTIONS.get(group, group) or "").format(name)
+    content, listed = _content(text), _yaml_keys(text, "" if is_global else section)
+    keys = [key for key in listed if key.name.startswith(f"{section}.")]
     sets, schema = [], None
     for item in content.get("defaults") or ():
         [(place, chosen)] = item.items() if isinstance(item, dict) else [(str(item), "")]
         word, _, where = place.partition("@")
         if place.startswith("override /"):
-            sets.append(f"{place.removeprefix('override /')}={_typed(chosen)}")
+            sets.append(Key(place.removeprefix("override /"), _typed(chosen), ""))
         elif word.startswith("/schema/"):
             schema = word.removeprefix("/schema/")
             of_schema = schema_keys(SCHEMAS[schema], group)
@@ -118,7 +112,8 @@ def read_option(group: str, name: str, file: Path) -> Option:
             files = (path.with_name(f"{path.name}.yaml") for path in there)
             if extended := next(filter(Path.is_file, files), None):  # composing says what is missing, and helps
                 keys = _over(read_option(group, extended.stem, extended).keys, keys)
-    sets += [word for key, node in others.items() for word in _words(node, key)]
+    if is_global:
+        sets += [key for key in listed if key.default is not None and key not in keys]
     typed = f"callbacks=[{name}]" if group == "callbacks" else f"{group}={name}"
     return Option(typed, about, keys, sets, [*(content.get("recipes") or ())], schema)
 
@@ -134,9 +129,8 @@ def _over(keys: Sequence[Key], given: Sequence[Key]) -> list[Key]:
 
 def common_keys(section: str) -> list[Key]:
     """Return the keys that every option of a group has in addition to its own: those in conf/train.yaml."""
-    text = (FOLDER / "train.yaml").read_text(encoding="utf-8")
-    node = dict(_items(yaml.compose(text))).get(section)
-    return [] if node is None else list(_yaml_keys(node, section, text.splitlines()))
+    listed = _yaml_keys((FOLDER / "train.yaml").read_text(encoding="utf-8"))
+    return [key for key in listed if key.name.startswith(f"{section}.")]
 
 
 def sections() -> dict[str, Any]:
@@ -166,16 +160,10 @@ def described(node: type) -> str:
 
 def resolved(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
     """Return the keys with the values that they have after ``words``, where a default refers to other keys."""
-    if not any("${" in (key.default or "") for key in keys):
-        return list(keys)
-    cfg = _composed(*words)
-    return [replace(key, default=_value(cfg, key.name, key.default)) for key in keys]
-
-
-def resolved_words(sets: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return the words that an option sets with the values that they have after ``words``."""
-    pairs = [word.partition("=")[::2] for word in sets]
-    return [f"{key.name}={key.default}" for key in resolved([Key(key, value, "") for key, value in pairs], words)]
+    # What comes from the environment may be secret, and may be missing.
+    refer = [key for key in keys if "${" in (key.default or "") and "oc.env" not in str(key.default)]
+    cfg: Any = _composed(*words) if refer else None
+    return [replace(key, default=_typed(OmegaConf.select(cfg, key.name))) if key in refer else key for key in keys]
 
 
 @cache
@@ -183,49 +171,32 @@ def _composed(*words: str) -> Any:
     return compose(words)
 
 
-def _value(cfg: Any, name: str, default: str | None) -> str | None:
-    # What comes from the environment may be secret, and may be missing.
-    if default is None or "${" not in default or "oc.env" in default:
-        return default
-    return _typed(OmegaConf.select(cfg, name))
+def _content(text: str) -> dict[str, Any]:
+    """Return the keys of a YAML file with numbers as they are written: 1e-3."""
+    content = yaml.load(text, yaml.BaseLoader)
+    return content if isinstance(content, dict) else {}
 
 
-def _items(node: Node | None) -> Iterator[tuple[str, Node]]:
-    return ((key.value, value) for key, value in node.value) if isinstance(node, MappingNode) else iter(())
+def _yaml_keys(text: str, section: str = "") -> list[Key]:
+    """Return the keys of a YAML file, which is the content of ``section``. Those below a section follow it."""
+    comments, path = {}, []
+    for margin, key, comment in re.findall(r"^( *)([\w.-]+):.*?(?:\s#(.*))?$", text, re.M):
+        path = [*(outer for outer in path if outer[0] < len(margin)), (len(margin), key)]
+        comments[".".join(key for _, key in path)] = comment.strip()
+    blocks = {place.rpartition(".")[0] for place in comments}
 
+    def walk(tree: dict[str, Any], path: str) -> Iterator[Key]:
+        for name, value in tree.items():
+            place = f"{path}{name}"
+            if name in _NOT_LISTED:
+                continue
+            default = None if isinstance(value, dict) and place in blocks else _typed(value)
+            choices = ("true", "false") if default in ("true", "false") else ()
+            yield Key(f"{section}.{place}".lstrip("."), default, comments.get(place, ""), choices)
+            if default is None:
+                yield from walk(value, f"{place}.")
 
-def _yaml_keys(node: Node, section: str, lines: list[str]) -> Iterator[Key]:
-    for key_node, value in node.value:
-        key, is_section = key_node.value, _is_section(value)
-        if key in _NOT_LISTED:
-            continue
-        is_one_line = value.start_mark.line == value.end_mark.line  # a block's comment is beside its key
-        end = value.end_mark if is_one_line else key_node.end_mark
-        line = lines[end.line]
-        comment = line[end.column :].partition("#")[2].strip()
-        default = None if is_section else _text(value)
-        choices = ("true", "false") if default in ("true", "false") else ()
-        yield Key(f"{section}.{key}", default, comment, choices)
-        if is_section:
-            yield from _yaml_keys(value, f"{section}.{key}", lines)
-
-
-def _is_section(node: Node) -> bool:
-    return isinstance(node, MappingNode) and not node.flow_style
-
-
-def _text(node: Node) -> str:
-    """Return a value with its numbers as they are written in the file: 1e-3."""
-    if isinstance(node, ScalarNode) and node.tag.endswith(":null"):
-        return "null"
-    return _typed(BaseConstructor().construct_document(node))
-
-
-def _words(node: Node, key: str) -> Iterator[str]:
-    if not _is_section(node):
-        yield f"{key}={_text(node)}"
-    for name, value in _items(node) if _is_section(node) else ():
-        yield from _words(value, f"{key}.{name}")
+    return list(walk(_content(text), ""))
 
 
 def _typed(value: Any) -> str:
