@@ -14,6 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from common.files import write_atomically
 from common.machine import changed_environment
 from conf.masking import mask_secrets
 from training.reporting.environment import git_state
@@ -60,15 +63,8 @@ class WandbRun:
         self._run_dir = Path(run_dir).absolute()
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._init_timeout_s, self._finish_timeout_s = init_timeout_s, finish_timeout_s
-        self._arguments = mask_secrets(
-            {
-                "project": project or None,
-                "group": group or run_config.get("model", {}).get("name"),
-                "name": name or run_name,
-                "tags": list(tags),
-                "config": run_config,
-            }
-        )
+        shown = {"name": name or run_name, "group": group or run_config.get("model", {}).get("name")}
+        self._arguments = mask_secrets({**shown, "project": project or None, "tags": [*tags], "config": run_config})
         self._logged = -1  # the last step of earlier parts
         try:
             Path.home()
@@ -97,9 +93,7 @@ class WandbRun:
         import wandb
 
         with _service_ended_on_error():
-            both = list(counts), list(edges)
-            histogram = wandb.Histogram(np_histogram=both)  # pyright: ignore[reportArgumentType]  # takes lists, too
-            self._run.log({name: histogram}, step=step)
+            self._run.log({name: wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))}, step=step)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
         """Store the summary and close the run, which an exit code other than 0 marks as failed."""
@@ -222,8 +216,6 @@ def _last_record(path: Path, before: float) -> tuple[int, int]:
 def _run_id(run_dir: Path) -> str:
     """Return the id in ``run_dir/wandb_id.txt``, which is generated at the first start."""
     path = run_dir / ID_FILE
-    if path.exists() and (known := path.read_text().strip()):
-        return known
-    new = secrets.token_hex(4)
-    path.write_text(new + "\n")
-    return new
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(4) + "\n")
+    return path.read_text().strip()

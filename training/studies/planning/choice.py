@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from conf.instantiate import in_section, to_dict, with_values
 from conf.schema import Root
 from launchers import World
 from parallel.layout import Layout
-from parallel.plan import Plan
 from parallel.strategies import strategy_info
 from planner.costs import MeasuredCosts
 from planner.here import Subject, free_memory, measure
 from planner.memory import Allocation
-from planner.search import Candidate, Devices, Found, Pool, divisors, search
+from planner.search import Candidate, Devices, Found, Pool, search
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer
 from training.optimizer.kinds import mean_states
@@ -199,22 +197,16 @@ def _fixed(cfg: Root) -> dict[str, Any]:
     info = strategy_info(cfg.parallel.name)
     if info.gpu_only:
         raise PlanError(f"parallel.chunks=auto does not predict parallel={cfg.parallel.name}: give the number")
-    plan, fixed = _first_plan(cfg), {"recompute": "full" if cfg.train.activation_checkpointing else "none"}
+    fixed = {"strategy": cfg.parallel.name, "recompute": "full" if cfg.train.activation_checkpointing else "none"}
     if info.several_devices:  # its stages compute in turn
-        return {**fixed, "strategy": plan.strategy, "dp": 1, "pp": 1}
-    keys = ["strategy", *Layout.DEGREES, *Layout.OPTIONS, "shard", "reshard", "axes"]
-    keys += ["schedule", "stages_per_rank", "balance"] if plan.pipelined else []
-    return fixed | {key: getattr(plan, key) for key in keys}
-
-
-def _first_plan(cfg: Root) -> Plan:
-    """Return the plan with the fewest micro-batches that can run."""
-    uniform = {"parallel.balance": "uniform"} if cfg.parallel.balance in BALANCES else {}
-    *fewer, most = divisors(cfg.train.global_batch_size)
-    for chunks in fewer:
-        with suppress(PlanError):
-            return prepare(with_values(cfg, {**uniform, "parallel.chunks": chunks})).plan
-    return prepare(with_values(cfg, {**uniform, "parallel.chunks": most})).plan
+        return {**fixed, "dp": 1, "pp": 1}
+    simplest = {"chunks": 1, "schedule": "gpipe", "stages_per_rank": None, "balance": "uniform"}
+    plan, layout = prepare(with_values(cfg, in_section("parallel", simplest))).plan, Layout.of(cfg.parallel)
+    fixed |= {key: getattr(plan, key) for key in (*Layout.DEGREES, *Layout.OPTIONS, "shard", "reshard", "axes")}
+    if plan.pipelined:
+        fixed |= {"schedule": layout.schedule, "stages_per_rank": layout.per_rank}
+        fixed["balance"] = "uniform" if layout.balance in BALANCES else layout.balance
+    return fixed
 
 
 def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:
