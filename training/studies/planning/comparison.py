@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -111,8 +110,8 @@ def compare(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] 
 def to_try(found: Found) -> list[Candidate]:
     """Return the best layout of each strategy, and the one that trains if no layout is typed: single with chunks=1."""
     best = [*best_of_each(found).values()]
-    untyped = (one for one in found.best if one.layout.strategy == "single" and one.layout.chunks == 1)
-    return [*best, *(one for one in islice(untyped, 1) if one not in best)]
+    untyped = [one for one in found.best if one.layout.strategy == "single" and one.layout.chunks == 1]
+    return [*best, *(one for one in untyped[:1] if one not in best)]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -134,14 +133,12 @@ def sentence(rows: Sequence[Row]) -> str:
     """Say which layout is best, and by how much."""
     best, *others = rows
     off = sum(abs(row.off) for row in rows) / len(rows)
-    small = min(rows, key=lambda row: row.trial.peak)
-    rival = (
-        f", {others[0].trial.seconds / best.trial.seconds:.2f} times as fast as {others[0].best.name}" if others else ""
-    )
-    least = (
-        "" if small is best else f"; {small.best.name} needs least memory, {small.trial.peak / 2**30:.2f} GiB a rank"
-    )
-    return f"{best.best.name} is the fastest here{rival}{least}. Predictions were {off:.0%} off on average."
+    small, text = min(rows, key=lambda row: row.trial.peak), f"{best.best.name} is the fastest here"
+    if others:
+        text += f", {others[0].trial.seconds / best.trial.seconds:.2f} times as fast as {others[0].best.name}"
+    if small is not best:
+        text += f"; {small.best.name} needs least memory, {small.trial.peak / 2**30:.2f} GiB a rank"
+    return f"{text}. Predictions were {off:.0%} off on average."
 
 
 def write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: Sequence[str], run_dir: Path) -> None:

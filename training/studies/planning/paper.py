@@ -209,10 +209,10 @@ def _row(candidate: Candidate, setup: Setup, parts: Sequence[str], peak: float |
     speed = f"{batch * (setup.data.seq_len or 1) / total:,.0f}"
     memory = [f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.devices.memory)]
     row = [f"{total:.3g}", *shown, *memory, speed]
-    if peak is None:
-        return row
-    flops = 3 * batch * sum(work.flops + work.attention - work.masked for work in setup.work[0])
-    return [*row, f"{flops / total / (candidate.layout.processes * peak):.0%}"]
+    if peak is not None:
+        flops = 3 * batch * sum(work.flops + work.attention - work.masked for work in setup.work[0])
+        row.append(f"{flops / total / (candidate.layout.processes * peak):.0%}")
+    return row
 
 
 def best_of_each(found: Found) -> dict[str, Candidate]:
@@ -235,17 +235,13 @@ def command(words: Sequence[str], candidate: Candidate, more: Sequence[str] = ()
 
 def _draw(found: Found, cfg: Root, run_dir: Path) -> Iterator[str]:
     """Draw the timeline of the best pipeline, if it is small enough to be readable."""
-    for candidate in found.best:
-        if (
-            1 < candidate.layout.pp <= _DRAWN_RANKS
-            and candidate.layout.chunks * candidate.layout.per_rank <= _DRAWN_CHUNKS
-        ):
-            from training.reporting.timeline import draw
+    short = [one for one in found.best if one.layout.chunks * one.layout.per_rank <= _DRAWN_CHUNKS]
+    for candidate in [one for one in short if 1 < one.layout.pp <= _DRAWN_RANKS][:1]:
+        from training.reporting.timeline import draw
 
-            figure = draw(timeline_of(candidate), f"{cfg.model.name}, predicted for {cfg.cluster.name}", candidate.name)
-            figure.savefig(run_dir / _PICTURE)
-            yield f"the best pipeline's timeline, as predicted: {run_dir / _PICTURE}"
-            return
+        figure = draw(timeline_of(candidate), f"{cfg.model.name}, predicted for {cfg.cluster.name}", candidate.name)
+        figure.savefig(run_dir / _PICTURE)
+        yield f"the best pipeline's timeline, as predicted: {run_dir / _PICTURE}"
 
 
 def timeline_of(candidate: Candidate) -> Intervals:
