@@ -93,9 +93,10 @@ def test_more_ranks_than_gpus(monkeypatch):
     pretend_gpus(monkeypatch, 3)
     shared = plan(Layout("pipe_ddp", dp=2, pp=2, chunks=2), device="cuda")
     assert shared.shares_gpus and not plan(Layout("ddp", dp=2, chunks=2), device="cuda").shares_gpus
-    assert "4 processes share 3 GPUs: tensors between them go through main memory" in describe_plan(
-        shared, "toy", "", None
-    )
+    data = SimpleNamespace(description="", unigram_entropy=None, seq_len=None)
+    cfg = SimpleNamespace(mode="train", model=SimpleNamespace(name="toy"), train=SimpleNamespace(eval_every=None))
+    described = describe_plan(SimpleNamespace(plan=shared, cfg=cfg, data=data, shares=None))
+    assert "4 processes share 3 GPUs: tensors between them go through main memory" in described
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both import torch
@@ -58,48 +58,26 @@ def columns(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
 
 
-def describe_sample(text: str) -> str:
-    """Return a text that the trained model has written, set off from the results."""
-    return "a sample of its text:\n" + indent(text.strip(), "  ")
+def describe_plan(setup: Any) -> str:
+    """Describe the model, the data and the layout: stages with their layers and parameters, and the split of a batch.
 
-
-def describe_data(description: str, unigram_entropy: float | None, extents: Mapping[str, str]) -> str:
-    """Return the description of the data, the unigram entropy of a text in nats, and the extents of evaluations."""
-    lines = [description]
-    if unigram_entropy is not None:
-        lines.append(f"unigram entropy {unigram_entropy:.3f} nats: the loss that counting its tokens reaches")
-    if extents:
-        parts = ", ".join(f"{split} {extent}" for split, extent in extents.items())
-        lines.append(f"evaluations: {parts}, spread evenly (train.eval_batches)")
-    return "\n      ".join(lines)
-
-
-def describe_plan(
-    plan: Plan,
-    model: str,
-    data: str,
-    tokens_per_sample: int | None,
-    shares: tuple[list[float], str] | None = None,
-) -> str:
-    """Describe the layout: processes, stages with their layers and parameters, and the split of a batch.
-
-    Args:
-        plan: The layout.
-        model: The model's name.
-        data: See ``describe_data``.
-        tokens_per_sample: None for data that are not text.
-        shares: Each stage's measured fraction of the cost, and which cost this is, such as "of the time". If None, the
-            stages' fractions of all parameters are shown, copies of tied ones included.
+    If the cost of the stages was measured, their fractions of it are shown, otherwise those of all parameters, copies
+    of tied ones included.
+    ``setup`` is the ``training.run.setup.Setup`` of the run.
     """
     from parallel.axes import axes_of
 
+    cfg, plan, data, tokens = setup.cfg, setup.plan, setup.data, setup.data.seq_len
     where = f"{plan.processes} process{'es' * (plan.processes > 1)} on {plan.device_type}"
     frozen = f" (and {plan.frozen:,} frozen)" * bool(plan.frozen)
-    lines = [
-        f"{model}: {plan.parameters:,} parameters{frozen}   {plan.strategy}: {where}, {plan.precision}",
-        f"data: {data}",
-    ]
-    shape = f" x {tokens_per_sample} tokens" if tokens_per_sample else ""
+    lines = [f"{cfg.model.name}: {plan.parameters:,} parameters{frozen}   {plan.strategy}: {where}, {plan.precision}"]
+    lines.append(f"data: {data.description}")
+    if (entropy := data.unigram_entropy) is not None:
+        lines.append(f"      unigram entropy {entropy:.3f} nats: the loss that counting its tokens reaches")
+    if (cfg.train.eval_every is not None or cfg.mode == "eval") and setup.extents:
+        parts = ", ".join(f"{split} {extent}" for split, extent in setup.extents.items())
+        lines.append(f"      evaluations: {parts}, spread evenly (train.eval_batches)")
+    shape = f" x {tokens} tokens" if tokens else ""
     lines.append(
         f"global batch {plan.global_batch_size}{shape} = {plan.dp} replica{'s' * (plan.dp > 1)} x {plan.chunks} "
         f"micro-batch{'es' * (plan.chunks > 1)} of {plan.microbatch_size}"
@@ -113,13 +91,13 @@ def describe_plan(
     if plan.pipelined:
         lines.append(f"schedule {plan.schedule}, ideal bubble {plan.ideal_bubble:.1%}")
         layers = [len(stage.layers) for stage in plan.stages]
-        if shares is None and max(layers) - min(layers) <= 1:
+        if setup.shares is None and max(layers) - min(layers) <= 1:
             lines.append(
                 "equally many layers in each stage, the same on every machine; parallel.balance=time measures them and "
                 "evens out the stages"
             )
     held = sum(stage.weights for stage in plan.stages)
-    parts, unit = shares or ([stage.weights / held for stage in plan.stages], "of what the stages hold")
+    parts, unit = setup.shares or ([stage.weights / held for stage in plan.stages], "of what the stages hold")
     for stage in plan.stages:
         size = f"{_where(plan, stage.index):<22} {stage.parameters:>13,}"
         share = f"  {parts[stage.index]:.1%} {unit}" if len(plan.stages) > 1 else ""

@@ -207,12 +207,10 @@ def _measure(world: World, run: PlannedRun) -> list[float]:
 
 def describe(setup: Setup) -> str:
     """Return the plan of a run for the console."""
-    from training.reporting.console import describe_data, describe_plan
+    from training.reporting.console import describe_plan
 
-    evaluated = setup.cfg.train.eval_every is not None or setup.cfg.mode == "eval"
-    data = describe_data(setup.data.description, setup.data.unigram_entropy, setup.extents if evaluated else {})
     recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
-    plan = describe_plan(setup.plan, setup.cfg.model.name, data, setup.data.seq_len, setup.shares)
+    plan = describe_plan(setup)
     warning = unseen(setup.cfg.model, setup.chain) if reads_weights(setup.cfg, setup.chain) else None
     tokens = getattr(setup.data.vocabulary, "warning", None)
     warnings = [f"warning: {text}" for text in (warning, tokens, across_nodes(setup)) if text is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from textwrap import indent
 
 from common.errors import TrainingError, UserError
 from conf.instantiate import with_values
@@ -15,7 +16,6 @@ from launchers import stopping
 from models.generate import Draws, generate
 from parallel.devices import autocast
 from training.command.app import Command
-from training.reporting.console import describe_sample
 from training.reporting.metrics import SUMMARY, read_object
 from training.run.restore import restore
 
@@ -92,7 +92,7 @@ def closing_sample(cfg: Root, run_dir: Path, entropy: float | None) -> str:
     if cfg.data.get("vocabulary") == "words" and not cfg.sample.prompt:
         values["sample.prompt"] = "the"  # words have no token that marks the beginning of a text
     try:
-        return describe_sample(sample(with_values(cfg, values))) + "\n"
+        return f"a sample of its text:\n{indent(sample(with_values(cfg, values)).strip(), '  ')}\n"
     except Exception as error:  # the run itself has succeeded, and the user's model may be unable to continue texts
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         logger.warning("no sample of the model's text: %s", reason)

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,6 @@ class Finding:
         return f"{self.probe:18} {layer}{self.text}".rstrip()
 
 
-@dataclass(eq=False)
 class Layer:
     """A layer in training or in evaluation, with its inputs.
 
@@ -71,28 +70,26 @@ class Layer:
         samples: The samples.
         found: The facts of the chain in this mode.
         training: Whether the mode is training.
+        facts: The facts of the layer.
         drawn: Those of Python's and numpy's generators that it has drawn from.
         sizes: The batches to compute in one go.
         seen: Its results for the first samples.
         seconds: The time that it takes for a sample.
     """
 
-    stage: Stage
-    inputs: tuple[Tensor, ...]
-    samples: Batch
-    found: Examination
-    training: bool
-    drawn: set[str] = field(default_factory=set)
-    sizes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Run it on the first samples."""
-        (self.name,) = self.stage.layers.names
-        self.module, self.mode = self.stage.layers[self.name], "training" if self.training else "evaluation"
+    def __init__(
+        self, stage: Stage, inputs: tuple[Tensor, ...], samples: Batch, found: Examination, training: bool
+    ) -> None:
+        """Run the layer on the first samples."""
+        self.stage, self.inputs, self.samples, self.found, self.training = stage, inputs, samples, found, training
+        (self.name,) = stage.layers.names
+        self.module, self.mode = stage.layers[self.name], "training" if training else "evaluation"
         self.kind = f"{self.name} ({type(self.module).__name__})"
-        self.loss = f"loss {type(self.module if loss_of(self.module) is not None else self.stage.chain.loss).__name__}"
+        self.loss = f"loss {type(self.module if loss_of(self.module) is not None else stage.chain.loss).__name__}"
         unknown = Facts(self.name, "", ())  # of a layer after one that the examination cannot compute
-        self.facts = next((facts for facts in self.found.layers if facts.name == self.name), unknown)
+        self.facts = next((facts for facts in found.layers if facts.name == self.name), unknown)
+        self.drawn: set[str] = set()
+        self.sizes: tuple[int, ...] = ()
         began = time.process_time()
         self.seen = self.run()
         self.seconds = (time.process_time() - began) / _SAMPLES
@@ -170,8 +167,7 @@ def _generators(state: int, drawn: set[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        now = _states()
-        drawn.update(name for name in began if now[name] != began[name])
+        drawn.update(name for name, now in _states().items() if now != began[name])
         random.setstate(kept[0])
         np.random.set_state(kept[1])
 
@@ -340,9 +336,7 @@ def _layers(setup: Setup, own: int, kept: Sequence[float]) -> tuple[list[Layer],
         except Exception as error:  # a user's code
             text = f"{_SAMPLES} samples cannot be computed in {setup.plan.precision}: {_first_line(error)}"
             if "double" in text.lower():
-                text += (
-                    ". If the layer computes in float32 whatever its weights are, verify it with train.precision=fp32"
-                )
+                text += ". If the layer always computes in float32, verify it with train.precision=fp32"
             too_large.append(Finding("sizes", f"{name} ({type(chain.skeleton([name])[name]).__name__})", text))
             break
         each = kept[i] + 4 * sum(t.nbytes for t in layer.seen["given"].values()) / _SAMPLES
