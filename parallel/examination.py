@@ -49,7 +49,10 @@ class Facts:
             ``nn.MultiheadAttention``, ``torch.rand``), or has dropout by sample that cannot tell the samples apart,
             because the first dimension of its input is not that of the batch.
         random: Whether it draws random numbers.
-        passes: Whether it passes on a number computed from all samples, such as an auxiliary loss.
+        passes: Whether it passes on a number computed from all samples, such as an auxiliary loss. For the loss:
+            whether that of some samples, with made-up outputs, is not the sum of the losses of both halves. This is not
+            asked if the loss is known to be a sum over samples, draws, gathers, or fails, or if its outputs are unknown
+            or large.
         gathers: Whether it calls ``models.losses.gather``.
         writes: Whether it changes its inputs in place.
         aliases: Whether an input that it changes has the memory of another.
@@ -93,15 +96,11 @@ class Examination:
         names: Those of the layers, and ``LOSS``.
         layers: Their facts, up to the first layer that cannot be computed.
         losses: Those of the last layer's own loss, if it has one, and of the chain's.
-        differs_by_halves: Whether the loss of some samples, with made-up outputs, is not the sum of the losses of both
-            halves. It is not asked if it is known to be a sum over samples, gathers, or fails, or if its outputs are
-            unknown or large.
     """
 
     names: Sequence[str]
     layers: list[Facts] = field(default_factory=list)
     losses: list[Facts] = field(default_factory=list)
-    differs_by_halves: bool = False
 
     def which(self, fact: str) -> list[str]:
         """Return the names of the layers of which a fact is true; ``LOSS`` stands for the loss."""
@@ -114,6 +113,12 @@ class Examination:
         found = [*self.layers, *self.losses]
         known = {facts.name for facts in found} - {facts.name for facts in found if not facts.watched}
         return {*self.names} - known | {*self.which(fact)}
+
+    def for_plan(self) -> dict[str, Any]:
+        """Return the fields ``facts`` and ``sample_dims`` of a plan."""
+        facts = {fact: sorted(self.may(fact)) for fact in ("writes", "fills", "random")}
+        facts |= {fact: self.which(fact) for fact in ("draws", "passes")}
+        return {"facts": facts, "sample_dims": self.sample_dims}
 
     @property
     def given(self) -> Sequence[tuple[Tensor, ...]]:
@@ -192,9 +197,10 @@ class _Examiner:
         if loss_of(module) is not None:
             calls = {name: (lambda own, x, batch: own.loss(*x, batch.targets, None), module, before)} | calls
         found.losses += [self._observe(name, module, call, x, loss=True) for name, (call, module, x) in calls.items()]
-        call, module, _ = calls[found.losses[0].name]
-        if some is not None and not is_by_sample(loss_of(module) or chain.loss) and not found.which("gathers"):
-            found.differs_by_halves = self._differs_by_halves(found, call, module, some)
+        facts = found.losses[0]
+        known = facts.draws or found.which("gathers") or is_by_sample(loss_of(module) or chain.loss)
+        if some is not None and not known:
+            facts.passes = self._differs_by_halves(found, *calls[facts.name][:2], some)
         return found
 
     def _observe(self, name: str, module: nn.Module, call: Call, given: Given, loss: bool = False) -> Facts:

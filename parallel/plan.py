@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,9 @@ class Plan(Layout):
         comm_hook: How replicas send gradients: none, bf16, fp16, hierarchical or hierarchical_bf16.
         bucket_mb: The size of the buckets in which replicas average gradients, in MiB.
         sync_batchnorm: Whether BatchNorm normalizes over the micro-batches of all replicas together.
+        facts: The layers of which some facts of ``parallel.examination`` are true; ``LOSS`` stands for the loss. Of
+            "writes", "fills" and "random" also those of which they are unknown.
+        sample_dims: The dimensions of samples of each tensor that the loss gets from the model; empty if unknown.
     """
 
     device_type: str
@@ -53,12 +56,14 @@ class Plan(Layout):
     stages: tuple[StagePlan, ...]
     parameters: int
     global_batch_size: int
+    facts: Mapping[str, Sequence[str]]
     gpus: int | None = None
     frozen: int = 0
     recompute: bool = False
     comm_hook: str = "none"
     bucket_mb: float = 25.0
     sync_batchnorm: bool = False
+    sample_dims: Sequence[Sequence[int]] = ()
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Plan:

@@ -12,10 +12,11 @@ from dataclasses import asdict, replace
 from torch import nn
 
 from common.errors import PlanError
-from models.chain import Chain, Layers
+from models.chain import LOSS, Chain, Layers
 from parallel.axes import known_axes
 from parallel.axes.replicas import HIERARCHICAL
 from parallel.devices import Hardware
+from parallel.examination import Examination
 from parallel.layout import Layout
 from parallel.mesh import REPLICAS, Mesh
 from parallel.partition import partition_layers
@@ -101,6 +102,7 @@ def make_plan(
         stages=_stages(skeleton, stages),
         parameters=parameters,
         global_batch_size=global_batch_size,
+        **Examination([*chain.names, LOSS]).for_plan(),
         gpus=hardware.count if started_here and hardware.device_type == "cuda" else None,
         frozen=frozen,
         recompute=recompute,

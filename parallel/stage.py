@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from inspect import unwrap
@@ -17,7 +17,7 @@ from models.chain import LOSS, Chain, Tensors, converted
 from models.losses import Sums, is_by_sample, loss_of, replicas
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
 from parallel.axes import Axis, Shards
-from parallel.examination import Examination, some_samples
+from parallel.examination import some_samples
 
 # The attribute of an error with a description of the layer that raised it.
 RAISED_IN = "raised_in_layer"
@@ -37,9 +37,8 @@ class Stage(nn.Module):
         layer_hook: A function that all stages of this process call in place of each layer and of the loss, or None.
             ``layer_hook(stage, name, where, layer, *tensors)`` returns the result of ``layer(*tensors)``; ``where`` is
             that of ``compute_layer``.
-        sample_dims: For each tensor that the loss gets from the model, its dimensions of samples, as
-            ``parallel.examination.examine`` finds them; None if nobody has asked. If they are empty, a stage
-            that is the whole chain leaves samples without weight out of its inputs.
+        sample_dims: The dimensions of samples of each tensor that the loss gets from the model. If they are unknown, a
+            stage that is the whole chain leaves samples without weight out of its inputs.
     """
 
     layer_hook: ClassVar[Callable | None] = None
@@ -54,19 +53,20 @@ class Stage(nn.Module):
         dtype: torch.dtype = torch.float32,
         between_layers: torch.dtype | None = None,
         recompute: bool = False,
-        found: Examination | None = None,
+        facts: Mapping[str, Sequence[str]] | None = None,
+        sample_dims: Sequence[Sequence[int]] = (),
         axes: Sequence[Axis] = (),
     ) -> None:
         """Build the layers ``names`` with their initial weights.
 
         Floating-point tensors that a layer passes to the next are converted to ``between_layers`` if it is given. With
-        ``recompute`` a layer's activations are recomputed in the backward instead of kept. A layer that changes its
-        inputs in place, according to ``found``, may get copies of them. Each of ``axes`` reduces the layers to this
-        rank's part.
+        ``recompute`` a layer's activations are recomputed in the backward instead of kept. The layers of
+        ``facts["writes"]`` change their inputs in place, and may get copies of them; ``facts["fills"]`` are recomputed
+        to their end. Each of ``axes`` reduces the layers to this rank's part.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
-        self._writing, self._filling = (found.may("writes"), found.may("fills")) if found is not None else ((), ())
+        self._writing, self._filling = (facts["writes"], facts["fills"]) if facts is not None else ((), ())
         self._between_layers = between_layers
         tied_in_stage = chain.tied_within(names)
 
@@ -85,7 +85,7 @@ class Stage(nn.Module):
             self.layers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # no overload has it
         first, self._last = chain.names[0], chain.names[-1]
         self.begins_chain, self.ends_chain = names[0] == first, names[-1] == self._last
-        self.sample_dims: Sequence[Sequence[int]] | None = None
+        self.sample_dims = sample_dims
         last = self.layers.get_submodule(self.layers.names[-1])
         loss = chain.loss if loss_of(last) is None else getattr(type(last), "loss", None)
         self.leaves_out = not self.ends_chain or is_by_sample(loss)

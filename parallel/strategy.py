@@ -26,7 +26,7 @@ from parallel.axes import axes_of
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
 from parallel.dtensor import local
-from parallel.examination import REENTRANT, Examination, examine
+from parallel.examination import REENTRANT
 from parallel.gathering import gathering
 from parallel.gradients import Gradients, sum_dtype
 from parallel.mesh import REPLICAS, Mesh
@@ -152,7 +152,7 @@ class Strategy(ABC):
     ) -> None:
         """Build this rank's stages and place them on its ``devices`` in turn. ``mesh`` must be connected.
 
-        ``sample`` is one micro-batch, for its shapes. It may be None if neither a pipeline nor a compiler needs them.
+        ``sample`` is one micro-batch, for its shapes. It may be None if there is no pipeline.
         """
         self.plan, self.chain, self.mesh, self.options = plan, chain, mesh, options
         self.device, self.devices = devices[0], list(dict.fromkeys(devices))
@@ -170,10 +170,6 @@ class Strategy(ABC):
         # kept cast comes last, after the sharded gradients of its layer may have been reduced.
         keep_casts = plan.shards == 1 or plan.pipelined
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
-        # Only there does a layer's input have to stay as it is.
-        found = None
-        if plan.recompute or options.compile or plan.shards > 1:
-            found = examine(chain, sample) if sample is not None else Examination([*chain.names, LOSS])
         planned = plan.stages_of(mesh.position)
         self.indices = [stage.index for stage in planned]
         self.stages = [
@@ -185,17 +181,18 @@ class Strategy(ABC):
                 dtype=self._dtype,
                 between_layers=between_layers(plan.precision),
                 recompute=plan.recompute,
-                found=found,
+                # Only there does a layer's input have to stay as it is.
+                facts=plan.facts if plan.recompute or options.compile or plan.shards > 1 else None,
+                sample_dims=plan.sample_dims,
                 axes=self.axes,
             )
             for i, stage in enumerate(planned)
         ]
         self.modules = [self._wrapped(stage) for stage in self.stages]
         if options.compile:
-            assert found is not None
-            random = found.may("random")
             for stage in self.stages:
-                stage.compile(random=not random.isdisjoint([*stage.layers.names, *[LOSS] * stage.ends_chain]))
+                names = {*stage.layers.names, *[LOSS] * stage.ends_chain}
+                stage.compile(random=not names.isdisjoint(plan.facts["random"]))
         self.gradients = Gradients(plan, self.stages, mesh, options.timeout_s, self.placement, self.axes)
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, plan.sync_batchnorm)
 
@@ -241,9 +238,6 @@ class Strategy(ABC):
         Returns [loss sum, count, metric sums...] in ``sum_dtype``; zeros if this rank does not compute the loss. Add up
         the vectors of all batches and pass the sum to ``all_sum``.
         """
-        last = self.stages[-1]
-        if not last.leaves_out and last.sample_dims is None and batch.weights is not None and not batch.weights.all():
-            last.sample_dims = examine(self.chain, batch.chunks(self.plan.chunks)[0]).sample_dims
         self._first = (number - 1) * self.plan.global_batch_size
         with self._step():
             self.forward(self._placed(batch))

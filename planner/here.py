@@ -28,6 +28,7 @@ from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
 from models.module_pickling import dumps
 from parallel.devices import keep_freed_memory, local_device, peak_memory_bytes, share_cores, synchronize
+from parallel.examination import examine
 from parallel.host_group import init_process_group
 from parallel.layout import Layout
 from parallel.planning import make_plan
@@ -323,6 +324,7 @@ def _step(
         world_size=layout.processes,
     )  # fmt: skip
     mesh = plan.mesh(0) if alone else plan.mesh(ranks.rank).connect(parallel.timeout_s)
+    plan = replace(plan, **examine(chain, sample).for_plan())
     strategy = build_strategy(plan, chain, mesh, Options(subject.seed), sample, ranks.rank)
     optimizer, batch = subject.optimizer(strategy), sample.map(lambda tensor: tensor.expand(chunks, -1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ from small_models import chain_and_batches
 from data.dataset import Batch
 from models.chain import Chain
 from parallel import layout
+from parallel.examination import examine
 from parallel.plan import Plan
 from parallel.planning import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
@@ -132,6 +133,7 @@ def build(layout: Layout, recipe: Recipe) -> tuple[Plan, Strategy]:
     rank = dist.get_rank() if world > 1 else 0
     mesh = plan.mesh(rank).connect(timeout_s=60)
     sample = batch_at(0).chunks(plan.dp * plan.chunks)[0]
+    plan = replace(plan, **examine(chain, sample).for_plan())
     return plan, build_strategy(plan, chain, mesh, Options(seed=7, timeout_s=60), sample, rank)
 
 

@@ -141,7 +141,7 @@ def test_a_recomputation_does_not_end_before_the_last_operator_has_filled_what_i
     batch, found = Batch(drawn(4, 64), drawn(4, 64)), []
     for recompute in (False, True):
         x = batch.inputs.clone().requires_grad_()
-        made = stage(chain, recompute=recompute, found=examine(chain, batch))
+        made = stage(chain, recompute=recompute, facts=examine(chain, batch).for_plan()["facts"])
         made(x, samples=(0, 4), targets=batch.targets).backward()
         found.append(x.grad)
     assert torch.equal(*found)

@@ -1,5 +1,6 @@
 """Losses that compare samples, ignore weights or draw: each number is that of a plain loop, in every layout."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from common.errors import PlanError
 from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy, Sums, gather
+from parallel.examination import examine
 from parallel.stage import Stage
 from parallel.strategy import Options, build_strategy
 
@@ -106,8 +108,9 @@ def strategy_of(chain: Chain, layout: Layout):
     plan = planned(layout, chain, 16, precision="fp64", where={"world_size": world})
     mesh = plan.mesh(dist.get_rank() if world > 1 else 0).connect(60)
     batch = Batch(PAIRS, PAIRS[1]).chunks(plan.dp)[mesh.replica]
-    options = Options(seed=7, timeout_s=60)
-    return build_strategy(plan, chain, mesh, options, batch.chunks(plan.chunks)[0], 0), batch
+    sample, options = batch.chunks(plan.chunks)[0], Options(seed=7, timeout_s=60)
+    plan = replace(plan, **examine(chain, sample).for_plan())
+    return build_strategy(plan, chain, mesh, options, sample, 0), batch
 
 
 def evaluation(strategy, batch: Batch, number: int = 1) -> list[float]:

@@ -135,6 +135,7 @@ def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: 
         check_shapes, check_divided_data,
     ):  # fmt: skip
         check(setup)
+    setup.plan = replace(setup.plan, **setup.examination.for_plan())
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
         _balance(setup, world_size, hardware)
     return setup

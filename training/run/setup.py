@@ -138,15 +138,15 @@ class Setup:
     @cached_property
     def by_microbatch(self) -> tuple[str | None, list[str]]:
         """The micro-batch size, if numbers depend on it (otherwise None), and a line for each reason why they do."""
-        plan, size, lines, found = self.plan, None, [], self.examination
+        plan, size, lines = self.plan, None, []
         info = strategy_info(plan.strategy)
         copies = len(plan.devices) if info.several_devices and not info.stages else 1
         each, pieces = plan.microbatch_size // copies, plan.dp * plan.chunks * copies
-        if drawing := found.which("draws"):
+        if drawing := plan.facts["draws"]:
             size = f"{each}"
             draw = f"{self._named(drawing)} {'draws by itself' if len(drawing) == 1 else 'draw by themselves'}"
             lines.append(f"numbers depend on the micro-batch ({size} sample{'s' * (each > 1)}): {draw}")
-        if whole := [*found.which("passes"), *[LOSS] * (LOSS not in drawing and found.differs_by_halves)]:
+        if whole := plan.facts["passes"]:
             size = f"{each}"
             alike = f"the numbers of parallel=single parallel.chunks={pieces}"
             if pieces > 1:

@@ -156,6 +156,12 @@ def test_the_plan_says_over_what_batchnorm_normalizes(words):
     assert (said or "")[3:5] in setup.by_microbatch[0]
 
 
+def having(setup, chain):
+    """The setup with another model, examined."""
+    setup = replace(setup, chain=chain)
+    return replace(setup, plan=replace(setup.plan, **setup.examination.for_plan()))
+
+
 class Passes(torch.nn.Linear):
     """Passes on a number beside its output: what ``number`` gives of its input."""
 
@@ -204,7 +210,7 @@ WHOLE = {
 @pytest.mark.parametrize("build, loss, said", WHOLE.values(), ids=WHOLE)
 def test_the_plan_says_which_layers_and_losses_take_the_micro_batch_as_a_whole(build, loss, said):
     setup = prepare(config("train.global_batch_size=16", "device=cpu", "parallel=ddp", "parallel.dp=2"))
-    mine = replace(setup, chain=Chain([LayerSpec("only", build)], loss=loss))
+    mine = having(setup, Chain([LayerSpec("only", build)], loss=loss))
     line = f"{said} over micro-batches of 8: the numbers of parallel=single parallel.chunks=2"
     assert mine.by_microbatch == (("8", [line]) if said else (None, []))
     assert said is None or line in describe(mine)
@@ -230,6 +236,6 @@ def test_the_plan_names_layers_and_losses_that_draw_by_themselves():
         (plain, Noisy(), "the loss Noisy draws by itself"),
         ([*layers[:2], *plain], Noisy(), "layers h.0, h.1 and the loss Noisy draw by themselves"),
     ):
-        mine = replace(setup, chain=Chain(drawing, loss=loss))
+        mine = having(setup, Chain(drawing, loss=loss))
         assert mine.by_microbatch == ("4", [f"numbers depend on the micro-batch (4 samples): {said}"])
         assert said in describe(mine)

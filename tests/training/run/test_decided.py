@@ -12,6 +12,7 @@ from conf.instantiate import to_dict, with_values
 from launchers import World
 from parallel.plan import Plan
 from training.run import prepare as preparing
+from training.run import setup as setups
 from training.studies.short_run import run_on_rank
 
 SHORT = ("train.steps=2", "train.epochs=null")
@@ -27,14 +28,20 @@ def test_a_configuration_cannot_be_changed_but_gives_another_one():
     assert {**to_dict(cfg), "train": 0, "model": 0} == {**to_dict(other), "train": 0, "model": 0}
 
 
-@pytest.mark.parametrize("words", [[], ["parallel=pipelined", "parallel.balance=size"], ["parallel=ddp"]])
-def test_a_run_is_planned_once_and_a_rank_runs_the_plan_that_it_gets(words, monkeypatch, tmp_path):
-    made = Mock(wraps=preparing.make_plan)
+@pytest.mark.parametrize(
+    "words",
+    [["train.activation_checkpointing=true"], ["parallel=pipelined", "parallel.balance=size"], ["parallel=ddp"]],
+)
+def test_a_run_is_planned_and_examined_once_and_a_rank_runs_the_plan_that_it_gets(words, monkeypatch, tmp_path):
+    made, examined = Mock(wraps=preparing.make_plan), Mock(wraps=setups.examine)
     monkeypatch.setattr(preparing, "make_plan", made)
+    monkeypatch.setattr(setups, "examine", examined)
     setup = preparing.prepare(config(*SHORT, *words))
-    assert made.call_count == 1
+    assert made.call_count == examined.call_count == 1
+    assert setup.plan.facts == dict.fromkeys(["writes", "fills", "random", "draws", "passes"], [])
+    assert setup.plan.sample_dims == [[0]]
     if setup.plan.processes == 1:
         received = Plan.from_json(json.loads(json.dumps(asdict(setup.plan))))
         run_on_rank(World.alone(), preparing.PlannedRun(setup.cfg, received), tmp_path)
         assert [record["step"] for record in records(tmp_path) if "loss" in record] == [1, 2]
-        assert made.call_count == 1
+        assert made.call_count == examined.call_count == 1
