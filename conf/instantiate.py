@@ -242,10 +242,8 @@ def target_of(role: str, section: Any) -> Any:
 
 def _role(path: str) -> Role:
     """Return the role of the object at a path of a configuration."""
-    if path.startswith("parallel.axes."):
-        return ROLES["parallel.axes"]
-    name = path.partition(".")[0]
-    return ROLES["logger" if name == "loggers" else name]
+    path = path.replace("loggers.", "logger.", 1)
+    return next(role for key, role in ROLES.items() if f"{path}.".startswith(f"{key}."))
 
 
 def check_section(role: str, section: Any) -> None:
@@ -343,6 +341,10 @@ def checked_arguments(name: str, arguments: Mapping[str, Any], path: str = "") -
     }
 
 
+# The conversions of the sections that have a dataclass.
+_NODES = {int: nodes.IntegerNode, float: nodes.FloatNode, bool: nodes.BooleanNode, str: nodes.StringNode}
+
+
 def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
     kind, optional = parameter.annotation, parameter.default is None
     if get_origin(kind) in (Union, UnionType):
@@ -358,20 +360,14 @@ def _as_annotated(value: Any, parameter: inspect.Parameter, key: str) -> Any:
             raise TrainingError(f"{key}: Invalid value {value!r}, expected one of [{words}]")
     elif get_origin(kind) in (list, tuple, Sequence) and not isinstance(value, (list, tuple)):
         raise TrainingError(f"{key} is a list: write {key}=[…]")
-    elif kind in (int, float, bool, str) and type(value) is not kind:
-        return _as_number_or_text(value, kind, key)
+    elif (node := _NODES.get(kind)) is not None and type(value) is not kind:
+        try:
+            return node(value, is_optional=False)._value()
+        except ValidationError:
+            wanted = node.__name__.removesuffix("Node")
+            problem = f"Value {value!r} of type {type(value).__name__!r} could not be converted to {wanted}"
+            raise TrainingError(f"{key}: {problem}") from None
     return value
-
-
-def _as_number_or_text(value: Any, kind: type, key: str) -> Any:
-    # The same conversion as for the sections that have a dataclass.
-    node = {int: nodes.IntegerNode, float: nodes.FloatNode, bool: nodes.BooleanNode, str: nodes.StringNode}[kind]
-    try:
-        return node(value, is_optional=False)._value()
-    except ValidationError:
-        wanted = node.__name__.removesuffix("Node")
-        problem = f"Value {value!r} of type {type(value).__name__!r} could not be converted to {wanted}"
-        raise TrainingError(f"{key}: {problem}") from None
 
 
 def resolve(target: Any) -> Any:

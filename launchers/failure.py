@@ -58,17 +58,19 @@ class EndedTogether(LaunchError):
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that ended before its work was done.
+    """How a worker has ended.
 
     Attributes:
         rank: Its global rank.
         exitcode: Its exit code; -N if signal N ended it.
         report: The report from `write_report`; empty if there is none.
+        finished: Whether its work was done.
     """
 
     rank: int
     exitcode: int
     report: dict
+    finished: bool = False
 
     @property
     def lost_a_peer(self) -> bool:

@@ -172,7 +172,7 @@ class _Workers:
         ranks = range(job.processes)
         self._processes = [process(target=work, args=(Console(), job, rank, entry, args)) for rank in ranks]
         self._asked_to_stop = False
-        self.exitcodes: dict[int, int] = {}
+        self._ended: dict[int, Death] = {}
 
     def watch(self) -> tuple[WorkerFailed | None, bool]:
         """Start the workers and wait until all have finished or one has failed.
@@ -186,18 +186,17 @@ class _Workers:
         """
         self._start()
         # A worker that has ended without finishing has failed or was asked to stop, whatever its exit code.
-        while not (early := self._ended_early()):
-            if len(self.exitcodes) == self._job.processes:
+        while not (deaths := self._failed()):
+            if len(self._ended) == self._job.processes:
                 return None, False
             self._poll()
             if self._stop.wanted and not self._asked_to_stop:
                 self._asked_to_stop = True
                 for process in self._processes:
                     process.terminate()
-        deaths = [self._death(rank) for rank in early]
         if stopped := [death.report["stopped"] for death in deaths if death.report.get("stopped") is not None]:
             deadline = time.monotonic() + _LEAVE_S
-            while len(self.exitcodes) < self._job.processes and time.monotonic() < deadline:
+            while len(self._ended) < self._job.processes and time.monotonic() < deadline:
                 self._poll()
             raise Stopped(stopped[0])
         signum = next((-death.exitcode for death in deaths if -death.exitcode in SIGNALS), None)
@@ -207,7 +206,7 @@ class _Workers:
         stall = None
         if all(death.aborted for death in deaths):
             stall = self._stall()
-            deaths = [self._death(rank) for rank in self._ended_early()]
+            deaths = self._failed()
         may_restart = not self._stop.wanted and not any(death.report.get("repeats") for death in deaths)
         return stall or root_cause(deaths, self._job.log_dir), may_restart
 
@@ -243,7 +242,7 @@ class _Workers:
             return None
         deadline = time.monotonic() + _GIVE_UP_LATE_S
         while True:
-            running = [rank for rank in range(self._job.processes) if rank not in self.exitcodes]
+            running = [rank for rank in range(self._job.processes) if rank not in self._ended]
             notes = read_notes(local_store(self._job.store_path), running).items()
             silent = {rank: at for rank, at in notes if at.silent_s > 0.9 * self._timeout_s and not at.left}
             if len(silent) < 2 or time.monotonic() > deadline:
@@ -253,18 +252,16 @@ class _Workers:
         text = describe_stall(silent, [f"rank {rank}" for rank in ranks], self._timeout_s)
         return WorkerFailed(min(silent), "stall", text) if silent else None
 
-    def _ended_early(self) -> list[int]:
-        return [rank for rank in self.exitcodes if read_report(self._job.report_path(rank)) != {}]
-
-    def _death(self, rank: int) -> Death:
-        return Death(rank, self.exitcodes[rank], read_report(self._job.report_path(rank)) or {})
+    def _failed(self) -> list[Death]:
+        return [death for death in self._ended.values() if not death.finished]
 
     def _poll(self) -> None:
         self._stop.check()
-        wait([process.sentinel for rank, process in enumerate(self._processes) if rank not in self.exitcodes], _POLL_S)
+        wait([process.sentinel for rank, process in enumerate(self._processes) if rank not in self._ended], _POLL_S)
         for rank, process in enumerate(self._processes):
-            if rank not in self.exitcodes and (code := process.exitcode) is not None:
-                self.exitcodes[rank] = code
+            if rank not in self._ended and (code := process.exitcode) is not None:
+                report = read_report(self._job.report_path(rank))
+                self._ended[rank] = Death(rank, code, report or {}, finished=report == {})
 
 
 @contextmanager

@@ -218,8 +218,13 @@ def step_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     numbers of job and step, unless MASTER_PORT is set. If mpirun has started several processes, only the first four are
     set. Otherwise ``environ`` is returned unchanged.
     """
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return environ
     if not _is_step(environ):
-        return _mpi_environment(environ)
+        for names in _MPI_NAMES:
+            if int(environ.get(names["WORLD_SIZE"]) or 1) > 1:
+                return {**environ, **{name: environ[its] for name, its in names.items() if its in environ}}
+        return environ
     tasks = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     step = int(environ["SLURM_JOB_ID"]) + _STEP * int(environ["SLURM_STEP_ID"])
     return {
@@ -242,15 +247,6 @@ def _is_step(environ: Mapping[str, str]) -> bool:
         return False
     # mpirun's daemons are the tasks of such a step, too.
     return not any(names["LOCAL_RANK"] in environ for names in _MPI_NAMES)
-
-
-def _mpi_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
-    if environ.get("RANK") or environ.get("WORLD_SIZE"):
-        return environ
-    for names in _MPI_NAMES:
-        if int(environ.get(names["WORLD_SIZE"]) or 1) > 1:
-            return {**environ, **{name: environ[its] for name, its in names.items() if its in environ}}
-    return environ
 
 
 def first_node(nodes: str) -> str:

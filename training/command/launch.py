@@ -23,7 +23,6 @@ from training.command.ranks import lead
 from training.studies.planning import is_automatic
 
 if TYPE_CHECKING:
-    from parallel.plan import Plan
     from training.run.setup import Setup
 
 _AGAIN = "start it again with the same command"
@@ -66,9 +65,12 @@ def launch(command: Command) -> float | None:
 
             run(setup, run_dir)
         else:
-            cfg, plan = setup.cfg, setup.plan
+            from training.run.prepare import PlannedRun
+            from training.studies.short_run import run_on_rank
+
+            args, cfg = (PlannedRun(setup.cfg, setup.plan), run_dir), setup.cfg
             del setup  # workers build their own
-            _start_workers(cfg, plan, run_dir)
+            run_workers(run_on_rank, args, processes, run_dir / "logs", _restarts(cfg), True, cfg.parallel.timeout_s)
     except Stopped as stopped:
         from training.checkpoint.files import step_folders
 
@@ -151,14 +153,6 @@ def to_text(composed: Composed) -> str:
 
 
 # -- the ways to run -------------------------------------------------------------------------------------------------
-
-
-def _start_workers(cfg: Root, plan: Plan, run_dir: Path) -> None:
-    from training.run.prepare import PlannedRun
-    from training.studies.short_run import run_on_rank
-
-    args = PlannedRun(cfg, plan), run_dir
-    run_workers(run_on_rank, args, plan.processes, run_dir / "logs", _restarts(cfg), True, cfg.parallel.timeout_s)
 
 
 def is_queued(cfg: Root, world: World | None) -> bool:
