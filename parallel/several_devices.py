@@ -56,18 +56,14 @@ class DataParallel(LocalStrategy):
                 "train.compile=true keeps the model on one GPU, but parallel=data_parallel copies it to all GPUs in "
                 "every forward; use parallel=ddp, or train.compile=false"
             )
-        return _OnCopies(self.stages[0], self.plan.devices, self.plan.precision)
+        devices = [torch.device(name).index for name in self.plan.devices]
+        return _OnCopies(_Copy(self.stages[0], devices, self.plan.precision), devices)
 
 
-class _OnCopies(nn.Module):
-    def __init__(self, stage: Stage, devices: Sequence[str], precision: str) -> None:
-        super().__init__()
-        indices = [torch.device(d).index for d in devices]
-        self._copies = nn.DataParallel(_Copy(stage, indices, precision), indices)
-
+class _OnCopies(nn.DataParallel):
     def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None) -> Tensor:
         weights = None if weights is None else weights.to(targets.device)  # which DataParallel scatters
-        return self._copies(*tensors, samples=tuple(samples), targets=targets, weights=weights).sum()
+        return super().forward(*tensors, samples=tuple(samples), targets=targets, weights=weights).sum()
 
 
 class _Copy(nn.Module):

@@ -363,8 +363,7 @@ class Strategy(ABC):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over every parameter that this rank updates, copies of tied ones included."""
-        for stage in self.stages:
-            yield from stage.layers.parameters()
+        return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """List (global name, parameter) of what this rank updates. A copy of a tied one has its canonical name."""

@@ -100,8 +100,6 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
             f"{named} lacks {', '.join(lacking)}; a file of conf/cluster/device has all but nodes and devices: "
             "name it as conf/cluster/a100x64.yaml does"
         )
-    if type(given.get("guess", False)) is not bool:
-        raise PlanError(f"{named}: guess={reprlib.repr(given['guess'])} must be true or false")
     del given["name"]
     flat = {key: value for key, value in given.items() if key in _RANGES}
     for key in ("peak", "inside", "between"):
@@ -119,8 +117,6 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
         if type(number) not in ((int,) if whole else (int, float)) or not least <= number <= most:
             kind = "whole number" if whole else "number"
             raise PlanError(f"{named}: {key}={reprlib.repr(number)} must be a {kind} from {least:,g} to {most:,g}")
-    if given["reserved"] >= given["memory"]:
-        raise PlanError(f"{named}: reserved={given['reserved']:g} must be less than memory={given['memory']:g}")
     if (size := given["nodes"] * given["devices"]) > _MOST:
         raise PlanError(f"{named}: nodes x devices={size:,} must be at most {_MOST:,}")
     links = {link: Link(**given[link]) for link in ("inside", "between")}

@@ -171,7 +171,8 @@ def layouts(
         if not typed and min(per_node, devices) % (ranks // own):
             continue
         for pp in numbers("pp", divisors(devices // ranks), range(1, devices // ranks + 1)):
-            possible = [n for n in divisors(batch) if n * ranks * pp <= devices and divides(n * ranks * pp, per_node)]
+            possible = [n for n in divisors(batch) if n * ranks * pp <= devices]
+            possible = [n for n in possible if n * ranks * pp % nodes_for(n * ranks * pp, per_node) == 0]
             for dp in numbers("dp", sorted({*possible[:1], *possible[-1:]}), possible):
                 for chunks in numbers("chunks", cuts := divisors(batch // dp), cuts):
                     layout = PlannedLayout(
@@ -213,11 +214,6 @@ def allowed(layers: Works, layout: PlannedLayout) -> bool:
     filled = layout.chunks >= layout.pp or (layout.pp <= _SHORT and layout.schedule != "1f1b")  # else ranks mostly wait
     enough = layout.pp * layout.per_rank <= len(layers) and filled
     return several and enough and has_equal_rounds(layout.schedule, layout.pp, layout.chunks)
-
-
-def divides(processes: int, per_node: int) -> bool:
-    """Return whether the processes can be divided equally among the nodes that they need."""
-    return processes % nodes_for(processes, per_node) == 0
 
 
 def divisors(number: int) -> list[int]:

@@ -190,8 +190,7 @@ class TensorParallel(Axis):
         super().__init__(name, plan, chain, mesh)
         self.splits: dict[str, Split] = {}
         self.needs_sum: set[str] = set()
-        # Whether a region is being computed; its input, and what its first products compute with in place of that.
-        self._inside = False
+        # The input of the region being computed, and what its first products compute with in place of that.
         self._region_input: Tensor | None = None
         self._entered_input: Tensor | None = None
         # Whether all that enters this region has a gradient; which modules that are called inside get what it computed.
@@ -224,13 +223,12 @@ class TensorParallel(Axis):
             self._region_input = given
             self._entered_input = _Collective.apply(x, *_ENTER[sequence_parallel], self.ranks)
             self._input_needs_grad &= given.requires_grad
-        self._inside = True
         assert self._entered_input is not None  # it was just set
         return self._entered_input
 
     def end_region(self) -> None:
         """End a region."""
-        self._inside, self._region_input, self._entered_input, self._input_needs_grad = False, None, None, True
+        self._region_input, self._entered_input, self._input_needs_grad = None, None, True
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -335,7 +333,7 @@ class TensorParallel(Axis):
 
     def _gets_part(self, module: nn.Module) -> bool:
         """Return whether a module is called inside a region and gets what was computed there."""
-        return self._inside and self._input_from_region.get(module, True)
+        return self._entered_input is not None and self._input_from_region.get(module, True)
 
     def _follow(self, module: nn.Module, given: tuple) -> None:
         """Find out, once, where the input of a module that is called inside a region comes from.
@@ -344,12 +342,12 @@ class TensorParallel(Axis):
         gradients to follow, it is assumed to get a part.
         """
         known = module in self._input_from_region or torch.compiler.is_compiling() or not given
-        if self._inside and not known and self._input_needs_grad and isinstance(given[0], Tensor):
+        if self._entered_input is not None and not known and self._input_needs_grad and isinstance(given[0], Tensor):
             self._input_from_region[module] = given[0].requires_grad and _follows_enter(given[0])
 
     def _rows(self, name: str, module: nn.Linear, sequence_parallel: bool, x: Tensor) -> Tensor:
         """Compute a linear layer from this rank's inputs, and end the region."""
-        if not self._inside:
+        if self._entered_input is None:
             raise PlanError(
                 f"parallel.tp={self.ranks.size}: the region of {name}, which has Rows(), has ended with other Rows() "
                 "before it. Dropout and parameters in between would be those of a whole tensor: compute the Columns() "

@@ -375,7 +375,7 @@ def test_the_masks_of_the_ranks_are_parts_of_the_whole_one(case):
     parts = []
     for index in range(2):
         layers = cutting(SimpleNamespace(axis=lambda name, i=index: Ranks([0, 1], i)), sequence=True)
-        layers._inside = not divided
+        layers._entered_input = None if divided else torch.ones(())
         layer[0].part = partial(layers._part_of, layer[0], False, divided)
         with computing(Samples(2, seed=1, step=1)):
             parts.append(layer(torch.ones(part)))

@@ -458,18 +458,13 @@ def test_a_cluster_file_of_one_s_own_needs_its_device_and_its_size_and_has_its_n
 
 
 WRONG = {
-    "missing": ({"memory": None}, r"memory=None must be a number from 1e\+06 to 1e\+15"),
-    "negative": ({"memory": -1}, "memory=-1 must be a number from"),
-    "a word": ({"product": "much"}, "product='much' must be a number from 0.0001 to 1"),
+    "negative": ({"memory": -1}, r"memory=-1 must be a number from 1e\+06 to 1e\+15"),
     "a number as text": ({"memory": "8e9"}, "memory='8e9' must be a number"),
     "true": ({"devices": True}, "devices=True must be a whole number from 1 to 1,000"),
     "nan": ({"step": math.nan}, "step=nan must be a number from 0 to 3,600"),
-    "infinite": ({"memory": math.inf}, "memory=inf must be a number"),
     "more than a float": ({"memory": 10**400}, r"memory=1000\d+\.\.\.0+ must be a number"),
     "tiny": ({"between": {"bandwidth": 1e-300, "latency": 0}}, "between.bandwidth=1e-300 must be a number from 1,000"),
     "half a node": ({"nodes": 1.5}, "nodes=1.5 must be a whole number"),
-    "no count": ({"nodes": 4.0}, "nodes=4.0 must be a whole number"),
-    "no end of nodes": ({"nodes": 10**12}, "nodes=1000000000000 must be a whole number from 1 to 100,000"),
     "nodes and devices": ({"nodes": 100_000, "devices": 100}, "nodes x devices=10,000,000 must be at most 1,000,000"),
     "a link": ({"inside": {"bandwidth": 1e9}}, "inside must have bandwidth and latency"),
     "a peak": ({"peak": {"bf16": 0}}, "peak.bf16=0 must be a number"),
@@ -481,7 +476,6 @@ WRONG = {
         {"inside": {"bandwith": 1e9, "latency": 0}},
         "must have bandwidth and latency, and has bandwith",
     ),
-    "all of the memory": ({"reserved": 9e10}, r"reserved=9e\+10 must be less than memory=8.5e\+10"),
     "unknown": ({"colour": 1}, "does not know colour; its keys are name, nodes"),
 }
 
