@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import re
@@ -110,18 +109,6 @@ def folder_of(weights: str | os.PathLike) -> Path:
     """Return the folder of weights: the path itself, or the folder of a .safetensors file."""
     path = find_weights(weights)
     return path.parent if path.suffix == ".safetensors" and not path.is_dir() else path
-
-
-def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: If it is not JSON, not UTF-8, or nested too deeply for Python's parser.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def jsonable(value: Any) -> Any:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError
-from common.files import parse_json
 from common.machine import usable_cores
 from data.cache import MappedFile, cached_folder, key_of
 from data.dataset import DataSet, Source, by_part, check_at_least, given_path, once
@@ -158,7 +157,7 @@ class RowData(DataSet):
 
         # A folder in the cache shows that the rows were checked, and its name for what.
         name = f"checked-{key_of(rows.key, *fields, 'JSON of whole characters, lengths, roles, keys', *tokens.key)}"
-        return SeenRows(**parse_json((cached_folder(self.cache_dir, name, check) / _SEEN).read_bytes()))
+        return SeenRows(**json.loads((cached_folder(self.cache_dir, name, check) / _SEEN).read_bytes()))
 
     def _describe(self, seen: SeenRows) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))
@@ -403,7 +402,7 @@ class Rows(RowFiles):
         values = []
         for index, line in zip(indices, self.lines(indices), strict=True):
             try:
-                values.append(take(parse_json(_decoded(line))))
+                values.append(take(json.loads(_decoded(line))))
             except (ValueError, LookupError, TypeError) as error:
                 problem = f"{_problem(line, fields, option, str(error))}. Correct the line, or delete it"
                 if is_utf16(line):
@@ -465,7 +464,7 @@ def chat_hint(names: Sequence[str]) -> str:
 def _problem(line: bytes, fields: Sequence[str], key: str, reason: str) -> str:
     """Return a description of what is wrong with a row. ``reason`` is the error's, for a row that is a JSON object."""
     try:
-        row = parse_json(_decoded(line))
+        row = json.loads(_decoded(line))
     except ValueError as error:
         where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
         return f"not JSON ({where})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from common.files import parse_json
 from data.dataset import by_part
 from data.jsonl import CHATS, RowData, RowFiles, chat_hint, names
 
@@ -124,7 +124,7 @@ def _plain(value: Any, kind: Any) -> Any:
     if isinstance(value, bytes):
         value = value.decode()
     if getattr(kind, "extension_name", None) == "arrow.json" and value is not None:
-        return parse_json(value)
+        return json.loads(value)
     if isinstance(value, dict):
         # A struct has the keys of all rows, with null where a row had none.
         return {key: _plain(each, kind.field(key).type) for key, each in value.items() if each is not None}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from common.files import expand_home, parse_json
+from common.files import expand_home
 from data.templates import Chat, ChatTemplate, Span
 from data.vocabulary import Vocabulary
 
@@ -65,10 +65,10 @@ def chat_of(messages: Any, tools: Any = None) -> Chat:
             message["content"] = "".join(_text_of(part, number) for part in parts)
         thoughts = next((message[key] for key in THOUGHTS if key in message), None)
         read.append(message if thoughts is None else {THOUGHTS[1]: thoughts, **message, THOUGHTS[0]: thoughts})
-    tools = parse_json(tools) if isinstance(tools, str) and tools else tools
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
     if tools and not isinstance(tools, list):
         raise ValueError(f"comes with tools of type {type(tools).__name__}, not a list of JSON schemas")
-    return Chat(read, [parse_json(tool) if isinstance(tool, str) else tool for tool in tools or ()] or None)
+    return Chat(read, [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or ()] or None)
 
 
 def _has_types(parts: list) -> bool:
@@ -236,7 +236,7 @@ class RowTokens:
 def _said(text: str) -> str | Chat:
     """Return the chat of which a text is the JSON; any other text as it is."""
     try:
-        messages = parse_json(text)
+        messages = json.loads(text)
     except ValueError:
         return text
     try:

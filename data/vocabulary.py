@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.errors import DataError
-from common.files import download_hint, folder_of, parse_json
+from common.files import download_hint, folder_of
 from common.machine import usable_cores
 from common.packages import load_transformers
 from data.documents import Document, batches
@@ -305,7 +305,7 @@ class HuggingFaceVocabulary(Vocabulary):
         """Return the object in a JSON file beside the tokenizer; {} if there is no such file."""
         path = self.path.with_name(name)
         try:
-            return dict(parse_json(path.read_bytes())) if path.is_file() else {}
+            return dict(json.loads(path.read_bytes())) if path.is_file() else {}
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"{path} is not a JSON object ({error}); correct it, or copy the tokenizer again") from None
 
@@ -472,7 +472,7 @@ def tokens_after_gpt2(folder: Path) -> tuple[str, ...] | None:
     None if it has other tokens than GPT-2's. There are none after them if no tokenizer can be read.
     """
     try:
-        content = parse_json((folder / TOKENIZER).read_bytes())
+        content = json.loads((folder / TOKENIZER).read_bytes())
         known = content["model"]["vocab"]
         added = sorted((entry["id"], entry["content"]) for entry in content.get("added_tokens", ()))
     except (OSError, ValueError, KeyError, TypeError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ModelError
-from common.files import expand_home, folder_of, parse_json
+from common.files import expand_home, folder_of
 from common.packages import load_transformers
 from models import causal_lm_experts
 from models.causal_lm_files import Opened, from_file
@@ -85,7 +86,7 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
     """Return the vocabulary of a section ``model``: the file's, or the data's if that is larger and nothing is read."""
     if model["vocab_size"] is not None:
         return {}
-    content = parse_json(config_file(model["config"]).read_bytes())
+    content = json.loads(config_file(model["config"]).read_bytes())
     theirs = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
     if theirs is None:
         raise ModelError(f"{config_file(model['config'])} has no vocab_size; set model.vocab_size")
@@ -132,4 +133,4 @@ class Published(HuggingFace):
 
 def _plain(config: Any) -> dict[str, Any]:
     """Return all keys of a configuration as they are in a config.json."""
-    return parse_json(config.to_json_string(use_diff=False))
+    return json.loads(config.to_json_string(use_diff=False))

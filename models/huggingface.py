@@ -6,13 +6,14 @@ Hugging Face stores transposed. This module does not import torch, because confi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ModelError
-from common.files import folder_of, parse_json
+from common.files import folder_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,7 @@ class Family:
             ModelError: If it describes another kind of model, or has an unknown key, which may change numbers.
         """
         try:
-            return self.describe(parse_json(path.read_bytes()), str(path))
+            return self.describe(json.loads(path.read_bytes()), str(path))
         except ModelError:
             raise
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:

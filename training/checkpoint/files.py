@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import CheckpointError
-from common.files import check_regular, expand_home, flush_path, parse_json, write_atomically
+from common.files import check_regular, expand_home, flush_path, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,7 +203,7 @@ def read_manifest(path: Path) -> dict:
     """
     try:
         check_regular(path)
-        manifest = parse_json(path.read_bytes())
+        manifest = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

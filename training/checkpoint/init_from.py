@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import TrainingError
-from common.files import download_hint, find_weights, folder_of, parse_json
+from common.files import download_hint, find_weights, folder_of
 from conf.instantiate import with_values
 from conf.schema import Root
 from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens, tokens_after_gpt2
@@ -319,7 +319,7 @@ def _files(path: Path) -> list[Path]:
 
 def _parts(index: Path) -> list[Path]:
     try:
-        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         parts = [index.parent / Path(name).name for name in names]  # in the index's folder, also for a name with a path
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TrainingError(f"model.init_from: {index} cannot be read: {error!r}") from None

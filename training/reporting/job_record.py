@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from common.files import parse_json
 from training.reporting.metrics import write_json
 
 JOB = "job.json"
@@ -54,7 +54,7 @@ def update_job(folder: Path, status: Status, **changes: Any) -> None:
 def read_job(folder: Path) -> Job | None:
     """Return the record in ``folder``; None if there is none or it cannot be read."""
     try:
-        found = parse_json((folder / JOB).read_bytes())
+        found = json.loads((folder / JOB).read_bytes())
         return Job(**{**found, "overrides": tuple(found["overrides"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None

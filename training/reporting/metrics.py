@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.files import explain, jsonable, parse_json, write_atomically
+from common.files import explain, jsonable, write_atomically
 from conf.masking import mask_secrets
 
 METRICS = "metrics.jsonl"
@@ -186,6 +186,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _parse(text: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a text; None if the text is not a JSON object."""
     with suppress(ValueError):
-        found = parse_json(text)
+        found = json.loads(text)
         return found if isinstance(found, dict) else None
     return None
