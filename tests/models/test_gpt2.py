@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from common.errors import ModelError
 from conf.instantiate import to_config
 from models.gpt2 import gpt2
 from models.gpt2_sizes import GPT2
@@ -71,9 +70,9 @@ def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words(
     assert (logits[..., :50257] - wanted).abs().max() < 1e-5 * wanted.abs().max()
     rows = ours["embedding"].wte.weight
     assert torch.allclose(rows[50257:], rows[:50257].mean(dim=0)), "padding is the mean row"
-    assert torch.equal(weights["embedding.wte.weight"][50250:50300], rows[50250:50300]), "and so are a rank's rows"
+    assert torch.equal(weights["embedding.wte.weight"][50250:50300, :], rows[50250:50300]), "and so are a rank's rows"
     matrix = "h.0.attn.c_attn.weight"  # transposed in the file
-    assert torch.equal(weights[matrix][4:9], ours.get_parameter(matrix)[4:9])
+    assert torch.equal(weights[matrix][4:9, :], ours.get_parameter(matrix)[4:9])
     back, _ = chain.hugging_face.export(dict(ours.named_parameters()), 50257)
     theirs = reference.state_dict()
     assert theirs.keys() - back.keys() == {"lm_head.weight"}, "which is tied"
@@ -81,16 +80,6 @@ def test_a_vocabulary_padded_to_50304_gives_the_same_logits_for_the_50257_words(
 
 
 SAME = [{}, {"activation_function": "gelu_pytorch_tanh"}, {"reorder_and_upcast_attn": True}, {"n_inner": 128}]
-OTHER = [
-    ({"activation_function": "gelu"}, "has activation_function=gelu .here gelu_new or gelu_pytorch_tanh"),
-    ({"scale_attn_weights": False}, "has scale_attn_weights=False .here True"),
-    ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True, which is not known"),
-    ({"layer_norm_epsilon": 1e-3}, "has layer_norm_epsilon=0.001 .here 1e-05"),
-    ({"tie_word_embeddings": False}, "has tie_word_embeddings=False .here True"),
-    ({"n_inner": 64}, "has n_inner=64 .here 4 n_embd"),
-    ({"add_cross_attention": True}, "has add_cross_attention=True"),
-    ({"rotary": True}, "has rotary=True, which is not known here"),
-]
 
 
 @pytest.mark.parametrize("options", SAME, ids=str)
@@ -99,13 +88,6 @@ def test_what_config_json_may_say_gives_the_logits_of_transformers(tmp_path, opt
     reference, tokens = published(tmp_path, **options).double(), tokens_below(100)
     ours, _ = loaded(tmp_path, gpt2(size=None, **GPT2.read(tmp_path / "config.json")))
     torch.testing.assert_close(ours.double()(tokens), reference(tokens).logits, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("options, says", OTHER, ids=[str(options) for options, _ in OTHER])
-def test_what_would_change_numbers_is_an_error_that_names_it(tmp_path, options, says):
-    published(tmp_path, **options)
-    with pytest.raises(ModelError, match=says):
-        GPT2.read(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

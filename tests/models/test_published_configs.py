@@ -194,30 +194,47 @@ def test_how_a_model_generates_and_what_its_tokenizer_is_changes_no_number_of_it
     assert LLAMA.read(path({**SMOL, **OF_ANY_MODEL})) == LLAMA.read(path(SMOL))
 
 
-OTHERS = {
-    "Mistral": (LLAMA, {"architectures": ["MistralForCausalLM"]}, "is MistralForCausalLM; use model=transformers$"),
-    "Bloom": (GPT2, {"architectures": ["BloomForCausalLM"]}, "is BloomForCausalLM; use model=transformers$"),
-    "GPT-2 as Llama": (LLAMA, GPT2_SMALL, "is GPT2LMHeadModel; use model=gpt2$"),
-    "Llama as GPT-2": (GPT2, SMOL, "is LlamaForCausalLM; use model=llama$"),
-    "nothing": (LLAMA, {}, 'names no architecture; write "architectures": ."LlamaForCausalLM". .*model=transformers$'),
-    "none": (GPT2, {"architectures": []}, 'names no architecture; write "architectures": ."GPT2LMHeadModel". into it'),
-    "a word": (LLAMA, {"architectures": "Llama"}, "names no architecture"),
-    "another setting": (LLAMA, {**SMOL, "mlp_bias": True}, "has mlp_bias=True, .* numbers .* Use model=transformers$"),
-}
+CHANGED = {
+    "GPT-2": (GPT2, GPT2_SMALL, [
+        ({"activation_function": "gelu"}, "has activation_function=gelu .here gelu_new or gelu_pytorch_tanh"),
+        ({"scale_attn_weights": False}, "has scale_attn_weights=False .here True"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True, which is not known"),
+        ({"layer_norm_epsilon": 1e-3}, "has layer_norm_epsilon=0.001 .here 1e-05"),
+        ({"tie_word_embeddings": False}, "has tie_word_embeddings=False .here True"),
+        ({"n_inner": 64}, "has n_inner=64 .here 4 n_embd"),
+        ({"add_cross_attention": True}, "has add_cross_attention=True"),
+        ({"rotary": True}, "has rotary=True, which is not known here"),
+        ({"architectures": ["BloomForCausalLM"]}, "is BloomForCausalLM; use model=transformers$"),
+        ({"architectures": []}, 'names no architecture; write "architectures": ."GPT2LMHeadModel". into it'),
+        (SMOL, "is LlamaForCausalLM; use model=llama$"),
+    ]),
+    "Llama": (LLAMA, SMOL, [
+        ({"mlp_bias": True}, "has mlp_bias=True, .* numbers .* Use model=transformers$"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu .here silu"),
+        ({"sliding_window": 4096}, "sliding_window=4096 .here none"),  # of a kind that has no switch for it
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"intermediate_size": None}, "lacks intermediate_size"),
+        *(({"num_attention_heads": heads}, "json describes none of LlamaForCausalLM") for heads in (0, "9", [9])),
+        ({"architectures": ["MistralForCausalLM"]}, "is MistralForCausalLM; use model=transformers$"),
+        ({"architectures": None}, 'write "architectures": ."LlamaForCausalLM". .*model=transformers$'),
+        ({"architectures": "Llama"}, "names no architecture"),
+        (GPT2_SMALL, "is GPT2LMHeadModel; use model=gpt2$"),
+    ]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("family, content, says", OTHERS.values(), ids=OTHERS)
-def test_another_model_s_folder_is_refused_by_its_name_with_the_word_to_type(path, family, content, says):
-    with pytest.raises(ModelError, match=says):
-        family.read(path(content))
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_would_change_numbers_is_an_error_that_names_it_and_the_word_to_type(path, name):
+    family, content, changes = CHANGED[name]
+    for changed, says in changes:
+        with pytest.raises(ModelError, match=says):
+            family.read(path({**content, **changed}))
 
 
 @pytest.mark.parametrize("family", [GPT2, LLAMA], ids=lambda family: family.name)
 def test_the_word_to_type_is_that_of_the_family(family):
     assert {kind for kind, word in WORDS.items() if word == family.name} == family.kinds.keys()
-
-
-@pytest.mark.parametrize("heads", [0, "9", [9]])
-def test_heads_that_cannot_be_are_an_error_that_names_the_file(path, heads):
-    with pytest.raises(ModelError, match="config.json describes none of LlamaForCausalLM"):
-        LLAMA.read(path({**SMOL, "num_attention_heads": heads}))
