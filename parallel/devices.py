@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
 from common.errors import PlanError
 from common.machine import usable_cores
@@ -67,7 +66,7 @@ def local_device(device_type: str, local_rank: int) -> torch.device:
     """Return the device of this rank, which is the CPU or a GPU, and make it the current device.
 
     GPUs are assigned in turn. If there are fewer GPUs than ranks, ranks share them, unless a queue shows each rank only
-    a GPU of its own (see ``gpus_in_common``).
+    a GPU of its own (see ``parallel.host_group.choose_backend``).
     """
     if device_type == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -82,20 +81,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-
-
-def gpus_in_common(store: Store, rank: int, size: int, device: torch.device) -> list[list[int]]:
-    """Find out which ranks have the same GPU. All ranks call this together, before anything else uses ``store``.
-
-    Slices of GPUs (MIG), between which NCCL does not send, count as one.
-    """
-    # A GPU's uuid is unique, unlike the index under which a process sees it.
-    gpu = torch.cuda.get_device_properties(device)
-    store.set(f"gpu-{rank}", "MIG" if " MIG " in gpu.name else str(gpu.uuid))
-    ranks_of: dict[bytes, list[int]] = {}
-    for other in range(size):
-        ranks_of.setdefault(store.get(f"gpu-{other}"), []).append(other)
-    return [ranks for ranks in ranks_of.values() if len(ranks) > 1]
 
 
 def share_cores(processes: int, wanted: int | None) -> int:

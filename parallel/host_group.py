@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from parallel.devices import gpus_in_common, local_device
+from parallel.devices import local_device
 
 BACKEND, NCCL = "host", "nccl"
 
@@ -30,16 +30,24 @@ def init_process_group(device_type: str, rank: int, size: int, local_rank: int, 
 
 
 def choose_backend(device_type: str, rank: int, size: int, local_rank: int, store: Store) -> tuple[str, dict[str, Any]]:
-    """Return the backend by which ranks exchange tensors, and its arguments. Rank 0 prints which ranks share a GPU."""
+    """Return the backend by which ranks exchange tensors, and its arguments. Rank 0 prints which ranks share a GPU.
+
+    All ranks call this together, before anything else uses ``store``.
+    """
     if device_type != "cuda":
         return "gloo", {}
     device = local_device("cuda", local_rank)
-    shared = gpus_in_common(store, rank, size, device)
-    if not shared:
+    # A GPU's uuid is unique, unlike the index under which a process sees it. Slices of GPUs (MIG) count as one.
+    gpu = torch.cuda.get_device_properties(device)
+    store.set(f"gpu-{rank}", "MIG" if " MIG " in gpu.name else str(gpu.uuid))
+    ranks_of: dict[bytes, list[str]] = {}
+    for other in range(size):
+        ranks_of.setdefault(store.get(f"gpu-{other}"), []).append(str(other))
+    if len(ranks_of) == size:
         return NCCL, {"device_id": device}
     register()
     if rank == 0:
-        named = ", ".join(" and ".join(map(str, ranks)) for ranks in shared)
+        named = ", ".join(" and ".join(ranks) for ranks in ranks_of.values() if len(ranks) > 1)
         print(f"ranks that share a GPU or use slices of it: {named}; tensors go through main memory", flush=True)
     return BACKEND, {}
 
@@ -47,11 +55,7 @@ def choose_backend(device_type: str, rank: int, size: int, local_rank: int, stor
 def register() -> None:
     """Register ``HostGroup`` with torch, for ``init_process_group("host")`` and the groups that are made after it."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _new_group, devices=["cpu", "cuda"])
-
-
-def _new_group(store: Store, rank: int, size: int, timeout: timedelta) -> HostGroup:
-    return HostGroup(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+        dist.Backend.register_backend(BACKEND, HostGroup, devices=["cpu", "cuda"])
 
 
 class HostGroup(dist.ProcessGroup):
@@ -60,9 +64,9 @@ class HostGroup(dist.ProcessGroup):
     The methods have the names by which torch.distributed's functions call them. ``options`` are those of gloo.
     """
 
-    def __init__(self, gloo: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # torch's stub knows only the other __init__
-        self._gloo = gloo
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
     def getBackendName(self) -> str:
         """Return the name in torch's registry."""

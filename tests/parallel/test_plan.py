@@ -19,7 +19,7 @@ from conf.schema import Schedule
 from models.gpt2 import gpt2
 from models.sequential import chain_of
 from models.toy import toy
-from parallel.devices import Hardware, gpus_in_common
+from parallel.devices import Hardware
 from parallel.host_group import choose_backend
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES, ideal_bubble, in_flight
@@ -112,8 +112,7 @@ def test_nccl_is_for_ranks_with_whole_gpus_of_their_own(monkeypatch, gpus, backe
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[1])
-    gpus_in_common(store, 1, 0, torch.device("cuda"))  # what rank 1 tells
+    store.set("gpu-1", "MIG" if "MIG" in gpus[1].name else gpus[1].uuid)  # what rank 1 tells
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[0])
     assert choose_backend("cuda", 0, 2, 0, store)[0] == backend
 
