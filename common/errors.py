@@ -16,7 +16,7 @@ _NEED_LESS = (
 
 
 class UserError(Exception):
-    """An error whose message states the numbers and a fix.
+    """An error that a user can act on. The message states the numbers and a fix.
 
     Attributes:
         repeats: Whether the error would occur again if the run were started again.

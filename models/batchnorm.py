@@ -1,4 +1,4 @@
-"""BatchNorm whose running statistics get one update per optimizer step, however the batch is cut.
+"""BatchNorm that updates its running statistics once per optimizer step, however the batch is cut.
 
 torch's layer updates them at every forward: four micro-batches update them four times, two replicas hold two versions,
 and a recomputed forward counts twice. Here a forward only writes its statistics into a buffer. The strategy adds them

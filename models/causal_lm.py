@@ -147,7 +147,7 @@ class Decoder(Forward):
             # A plan cuts queries, keys and values in one projection only where they are side by side within each head,
             # or within each of CodeGen's `mp_num` parts.
             return Columns(unit=outputs // around.mp_num if hasattr(around, "mp_num") else 3 * width)
-        # Fewer outputs than another has are those of keys or values, of which several heads of queries use each.
+        # The projections to keys and values have fewer outputs, and several heads of queries use each of them.
         return Columns(unit=width, shared=outputs < max(others))
 
     # -- proof ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Made:
 
 
 def from_file(model: Any, opened: Mapping[str, Opened]) -> dict[str, Opened]:
-    """Return {name in the model: tensor} from {name in the file: tensor}, without those that it leaves unread."""
+    """Return {name in the model: tensor} from {name in the file: tensor}, without tensors that are never read."""
     from transformers import conversion_mapping
     from transformers import core_model_loading as loading
 

@@ -1,15 +1,15 @@
 """Runs each layer of a causal language model of transformers through the model's own ``forward``.
 
 ``Forward`` finds the layers of a model, and what it calls before and after them.
-A model on the meta device is run with stand-ins for what another layer of the chain holds::
+A model on the meta device runs with stand-ins for the modules that another layer of the chain holds::
 
     embedding           layers.0 ... layers.N-1           head
-    what is called      the list of layers                what is called
+    modules called      the list of layers                modules called
     before the layers                                     after the layers
 
-``Embedding`` leaves the model's ``forward`` at its first layer, ``Head`` enters it after the last one, and a layer is
-called with the arguments that ``forward`` would call it with: masks, rotary positions, windows.
-They depend on shapes only, so hidden states alone pass from layer to layer.
+``Embedding`` leaves the model's ``forward`` at its first layer, and ``Head`` enters it after the last one. A layer gets
+the arguments that ``forward`` would pass: masks, rotary positions, windows. These depend on shapes only, so the layers
+pass only hidden states to each other.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StandIn(nn.Module):
 
 @contextmanager
 def refused(kind: str, why: str) -> Iterator[None]:
-    """Raise ModelError for an error inside the block, which runs a model's own code in another way than it expects."""
+    """Raise ModelError for an error in the block, which runs a part of a model's own code."""
     try:
         yield
     except ModelError:
@@ -94,15 +94,15 @@ def refused(kind: str, why: str) -> Iterator[None]:
 
 
 class Forward:
-    """The ``forward`` of a causal language model, which each layer computes a part of.
+    """The ``forward`` of a causal language model. Each layer of the chain computes a part of it.
 
     Attributes:
         model: The model on the meta device.
         kind: The name of its class.
         layers: The name of its list of layers.
-        units: The modules beside the list of layers, and beside each module that it is in, by name.
-        before: The names of those that it calls before the layers.
-        twice: The names of those of them that it calls after the layers, too. They have no parameters.
+        units: The modules beside the list of layers, and beside each module that contains the list, by name.
+        before: The names of the units that ``forward`` calls before the layers.
+        twice: The names of the units that ``forward`` calls before and after the layers. They have no parameters.
         projection: The name of the projection onto the vocabulary.
         outputs: How many things a layer returns in a tuple; 0 if it returns a tensor.
         plain: Whether the projection's outputs are the logits; otherwise the model scales or caps them.
@@ -133,7 +133,7 @@ class Forward:
         return f"{self.model.base_model_prefix}.{named[0]}"
 
     def _find_units(self) -> dict[str, nn.Module]:
-        """Return the modules beside the list of layers, and beside each module that it is in, by name."""
+        """Return the modules beside the list of layers, and beside each module that contains the list, by name."""
         parts = self.layers.split(".")
         above = [".".join(parts[:count]) for count in range(len(parts))]
         units = {}
@@ -151,7 +151,7 @@ class Forward:
         return units
 
     def _find_order(self) -> tuple[list[str], list[str], int]:
-        """Return the units before the layers, those of them after the layers, and how many things a layer returns."""
+        """Return the values of ``before``, ``twice`` and ``outputs``."""
         called: list[str | None] = []  # None: a layer
         outputs: list[Any] = []
         hooks = [
@@ -193,7 +193,7 @@ class Forward:
         return self
 
     def shell(self, units: Mapping[str, nn.Module], stops: bool = False) -> Any:
-        """Return a copy of the model with these units, and stand-ins for the others and for the layers.
+        """Return a copy of the model with these units, and with stand-ins for all other units and the layers.
 
         With ``stops`` its ``forward`` ends at the first layer.
         """
@@ -242,7 +242,7 @@ class Forward:
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
 
     def set_numbers(self, path: str, module: nn.Module) -> None:
-        """Set a module's own tensors as the model initializes them. Its constructor sets the others."""
+        """Initialize a module's own tensors as the model does, or as its constructor does if the model does not."""
         own = {key: tensor for key, tensor in own_tensors(module).items() if tensor.numel() and not tensor.is_meta}
         with torch.no_grad():
             for tensor in own.values():
@@ -292,7 +292,7 @@ class Forward:
 
 
 class Part(nn.Module):
-    """Holds some modules of a model, and computes with a copy of it, ``shell``, that has stand-ins for the others."""
+    """Holds some modules of a model, and computes with ``shell``, a copy with stand-ins for all other modules."""
 
     whole: Forward
     shell: Any

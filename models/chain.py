@@ -64,7 +64,7 @@ def checked(name: str, layer: nn.Module, output: Tensors) -> tuple[Tensor, ...]:
 
 
 def nest(module: nn.Module, name: str, inner: nn.Module) -> None:
-    """Add a module under a name whose dots become nesting."""
+    """Add a module under a name. Dots in the name become nesting."""
     *parents, last = name.split(".")
     for part in parents:
         if part not in module._modules:
@@ -113,7 +113,7 @@ def shared_parameters(module: nn.Module, prefix: str = "") -> dict[str, str]:
 
 
 def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
-    """Check a model's sizes before it is made. Raises ValueError, whose message names the key."""
+    """Check a model's sizes before it is made. Raises ValueError, which names the key."""
     for key, value in sizes.items():
         if value < 1:
             raise ValueError(f"model.{key}={value} must be at least 1")
@@ -266,7 +266,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def without_weights(layer: nn.Module, usual: torch.dtype | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of ``layer`` on the current default device, with uninitialised memory.
+    """Return a copy of ``layer`` on the current default device, with uninitialized memory.
 
     Parameters, and buffers of the ``usual`` dtype, by default that of the parameters, get ``dtype``, by default the
     default dtype.
@@ -286,7 +286,7 @@ def _empty_like(tensor: Tensor, usual: torch.dtype, dtype: torch.dtype | None) -
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
-    """Initialise a module by its ``reset_parameters()``; without one it keeps the numbers of its constructor."""
+    """Initialize a module by its ``reset_parameters()``; without one it keeps the numbers of its constructor."""
     getattr(module, "reset_parameters", lambda: None)()
 
 
@@ -496,7 +496,7 @@ class Chain:
 
     @cached_property
     def unsaved(self) -> frozenset[str]:
-        """The names of the parameters that no checkpoint contains: those of ``base``, which are read or drawn again."""
+        """The names of the parameters of ``base``. Checkpoints do not contain them: they are read or drawn again."""
         layers = _NO_LAYERS if self.base is None else self.base.skeleton()
         return frozenset(name for name, _ in layers.named_parameters(remove_duplicate=False))
 

@@ -33,7 +33,7 @@ from models.losses import loss_of
 
 @dataclass(frozen=True)
 class Columns:
-    """Divides a module's outputs: its parameters, but not those of submodules, are cut along their first dimension.
+    """Divides a module's outputs: its own parameters are cut along their first dimension, not those of submodules.
 
     Attributes:
         groups: How many equal matrices lie side by side in it. Each is cut by itself.
@@ -153,7 +153,7 @@ def _parts(module: nn.Module, cut: CutOf) -> int:
 
 
 def _divides(tp: int, module: nn.Module, cut: CutOf) -> bool:
-    """Return whether ``tp`` ranks can share a module: equally, except for words, of which each needs one."""
+    """Return whether ``tp`` ranks can divide a module: into equal parts, or into words, at least one for each rank."""
     parts = _parts(module, cut)
     if isinstance(cut, Vocabulary):
         return parts >= tp

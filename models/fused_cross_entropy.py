@@ -49,7 +49,7 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
 
 
 def _by_vocabulary_part(logits: Tensor, targets: Tensor, needs_grad: bool, words: Any) -> Tensor:
-    """Compute what ``_by_blocks`` does where ranks share the words, and ``logits`` [n, v] are those of this rank's.
+    """Compute the result of ``_by_blocks`` from this rank's part of the vocabulary, ``logits`` [n, v].
 
     Three numbers of each row are exchanged, and no logits.
     """
@@ -76,7 +76,7 @@ def _statistics_by_blocks(logits: Tensor, columns: Tensor, rows: int) -> Tensor:
 
 
 def _gradient_by_blocks(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, rows: int) -> None:
-    """Replace ``logits`` by their gradient. ``largest`` and ``total`` are those of all ranks' words."""
+    """Replace ``logits`` by their gradient. ``largest`` and ``total`` belong to the whole vocabulary."""
     parts = (tensor.split(rows) for tensor in (logits, columns, largest + total.log()))
     for block, column, normaliser in zip(*parts, strict=True):
         gradient = (block.to(normaliser.dtype) - normaliser[:, None]).clamp_(min=_LEAST).exp_()
@@ -241,8 +241,7 @@ def fused_cross_entropy(
 
     ``x`` [n, c] is in the compute dtype, ``weight`` [v, c] the parameter, which gets the gradient, ``cast`` [v, c] the
     same numbers in the compute dtype (cast once per step by the caller), ``targets`` [n] int64, ``bias`` [v] or None.
-    Where ranks share the words, weight and bias are those of this rank's ``words``, and the gradient of ``x`` is this
-    rank's summand.
+    If ranks split the vocabulary, weight and bias belong to this rank's ``words``, and x gets a partial gradient.
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
     loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad, words)

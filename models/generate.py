@@ -52,7 +52,7 @@ def generate(
             tuple, the first tensor is used.
         prompts: Token ids.
         count: Number of tokens.
-        draws: Each prompt has a generator of its own.
+        draws: How tokens are drawn. Each prompt has its own generator.
         positions: The model sees at most this many of the newest tokens. None: all.
         vocab_size: Only tokens below it are drawn (the model's vocabulary may be padded).
         device: The device of the model.

@@ -48,7 +48,7 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
 def pack_given() -> bytes | None:
     """Return all given objects as bytes for another process of the same program; None if there is no program.
 
-    Classes and functions of a script or a notebook are sent as code, others by their names.
+    Classes and functions of a script or a notebook are sent as code, all others by their names.
 
     Raises:
         UserError: If an object cannot be sent.
@@ -68,6 +68,6 @@ def pack_given() -> bytes | None:
 
 
 def unpack_given(packed: bytes | None) -> None:
-    """Set the objects of this process to those that ``pack_given`` has packed."""
+    """Give this process the objects that ``pack_given`` has packed."""
     if packed is not None:
         set_given(pickle.loads(packed))

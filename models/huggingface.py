@@ -33,7 +33,7 @@ _FREE += """
     num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """.split()
-# The word after ``model=`` for the architectures that have a family; others are models of transformers.
+# The word after ``model=`` for each architecture with a family. Other architectures need ``model=transformers``.
 WORDS = {
     "GPT2LMHeadModel": "gpt2",
     **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), "llama"),
@@ -143,7 +143,7 @@ class HuggingFace:
         return theirs + name.removeprefix(begins)
 
     def read(self, opened: Mapping[str, Callable[[], Any]]) -> Mapping[str, Callable[[], Any]]:
-        """Return {name: tensor, opened when it is called} of a model of transformers, from those of its files."""
+        """Return {name in the model: function that opens a tensor} from {name in the files: the same}."""
         return opened
 
     def difference(self, path: Path) -> str | None:

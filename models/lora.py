@@ -24,7 +24,7 @@ class Factor(nn.Linear):
 
 
 class ZeroFactor(Factor):
-    """The second matrix, B, whose initial numbers are 0, so that the adapter changes nothing at first."""
+    """The second matrix, B. Its initial numbers are 0, so that the adapter changes nothing at first."""
 
     def reset_parameters(self) -> None:
         """Set all numbers to 0."""

@@ -23,7 +23,7 @@ IGNORED = -100  # torch's own ignore_index
 _RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped"}
 
 
-# Losses of these modules are sums over samples, and leave out those of weight 0.
+# Losses of these modules are sums over samples, without the samples of weight 0.
 _BY_SAMPLE = (__name__, "models.fused_cross_entropy")
 
 
@@ -190,7 +190,7 @@ def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def is_by_sample(loss: Any) -> bool:
-    """Return whether a loss, or a layer's method, is known to be a sum over samples without those of weight 0."""
+    """Return whether a loss, or a layer's method, is known to be a sum over samples without the samples of weight 0."""
     call = loss if loss is None or inspect.isroutine(loss) else type(loss).__call__
     return getattr(call, "__module__", None) in _BY_SAMPLE
 

@@ -84,7 +84,7 @@ def chain_of_module(build: Callable[[], nn.Module], loss: Any) -> Chain:
 
 
 def names_of_module(weights: dict[str, Tensor], tied: dict[str, str], layers: Sequence[str]) -> dict[str, Tensor]:
-    """Return a chain's weights as ``load_state_dict`` of the module takes them from which the chain was made.
+    """Return a chain's weights as ``load_state_dict`` takes them, of the module from which the chain was made.
 
     Args:
         weights: The weights, by the chain's names.
@@ -96,7 +96,7 @@ def names_of_module(weights: dict[str, Tensor], tied: dict[str, str], layers: Se
 
 
 def prefix_of(layers: Sequence[str]) -> str:
-    """Return the beginning of a chain's names that the names of the module do not have from which it was made."""
+    """Return the beginning that a chain's names have before the names of the module from which it was made."""
     return f"{MODULE}." if list(layers) == [MODULE] else ""
 
 
@@ -105,7 +105,7 @@ def _whole(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
-    """Return ``net`` if it computes its children in their order, otherwise a module whose only child it is."""
+    """Return ``net`` if it computes its children in their order, otherwise a module with ``net`` as its only child."""
     if not isinstance(net, nn.Module) or isinstance(net, _WRAPPERS) or hasattr(net, "_orig_mod"):
         given = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
         raise ModelError(
@@ -122,7 +122,7 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
 
 
 def _is_plain_sequential(net: nn.Module) -> bool:
-    """Return whether ``net`` does nothing but compute its children: it has no hook or parameter of its own, for one."""
+    """Return whether ``net`` only computes its children, without hooks or parameters beside theirs, for example."""
     own = vars(net)
     if isinstance(net, torch.jit.ScriptModule):
         return False

@@ -36,7 +36,7 @@ class Positions(UsesCache, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the buffer, whose memory may be uninitialised."""
+        """Fill the buffer. Its memory may be uninitialized."""
         length, width = self.pe.shape
         frequencies = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
         angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
