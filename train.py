@@ -39,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(composed: Composed, world: World | None) -> Any:
+def run(composed: Composed) -> Any:
     """Run what was composed: one run, or one job of a sweep, whose objective is returned."""
     if composed.job is None:
-        return execute(composed, world)
+        return execute(composed)
     from training.command.sweep_jobs import run_job
 
-    return run_job(composed, world)
+    return run_job(composed)
 
 
 if __name__ == "__main__":

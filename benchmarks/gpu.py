@@ -278,7 +278,7 @@ def planner(toy: bool) -> Iterator[dict]:
         images += [f"train.global_batch_size={chosen_batch}", f"data.samples={2 * chosen_batch}"]
         for name, words in {"gpt2": command_line(job), "resnet50": [*images, f"device={_device(toy)}"]}.items():
             layout = ["parallel=auto", "parallel.dp=1", "parallel.pp=1", "logger=none"]
-            cfg = plain(Composed(load_config(*words, *layout, "train.precision=bf16"), Path()))
+            cfg = plain(Composed(load_config(*words, *layout, "train.precision=bf16"), Path())).cfg
             found, _ = predict_here(cfg, (1,))
             for candidate in sorted(found.best, key=lambda candidate: candidate.layout.chunks):
                 chosen = candidate.layout

@@ -54,7 +54,7 @@ def tables(quick: bool) -> Iterator[Table]:
 
 def _pairs(name: str, quick: bool) -> tuple[list[Pair], Candidate]:
     """Predict all layouts of a model, let parallel=auto take one of them, and then run them all."""
-    cfg = plain(Composed(load_config(*MODELS[name], *SAME), Path()))
+    cfg = plain(Composed(load_config(*MODELS[name], *SAME), Path())).cfg
     found, _ = predict_here(cfg, PROCESSES)
     some = [
         candidate

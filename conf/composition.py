@@ -36,7 +36,7 @@ from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import unknown_key
 from conf.schema import Parallel, Root, register
 from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of, parse
-from launchers.world import launcher_start
+from launchers.world import World, launcher_start
 
 # Keys that a checkpoint does not keep.
 _WHERE = ("device", "parallel", "cluster", "launcher", "logger", "loggers", "callbacks", "import_from")
@@ -61,6 +61,7 @@ class Composed:
         files: The folder of the configuration's files; None if none are written.
         job: Hydra's section, if it is a job of a sweep; None for a run.
         start: When the run began, its id, and the time by Hydra's ``now``.
+        world: The ranks that exist already; None if this process starts those that the run needs.
     """
 
     cfg: Any
@@ -71,6 +72,7 @@ class Composed:
     files: Path | None = None
     job: Any = None
     start: Start = (0.0, "", 0.0)
+    world: World | None = None
 
     @classmethod
     def of(cls, cfg: DictConfig, hydra: Any, start: Start = (0.0, "", 0.0)) -> Composed:

@@ -130,7 +130,7 @@ def command_of(size: str) -> list[str]:
 def printed(words: Sequence[str], folder: Path, capsys) -> str:
     """What a command prints in this process."""
     try:
-        execute(typed(*words, "logger=none", folder=folder), None)
+        execute(typed(*words, "logger=none", folder=folder))
     finally:
         release(folder)
     return capsys.readouterr().out

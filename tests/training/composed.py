@@ -71,14 +71,21 @@ def plain(cfg):
     """A configuration that a program has made, as its run gets it."""
     from training.command.app import plain
 
-    return plain(Composed(cfg, Path()))
+    return plain(Composed(cfg, Path())).cfg
+
+
+def plain_typed(*words: str):
+    """The configuration of a command line, as its run gets it."""
+    from training.command.app import plain
+
+    return plain(typed(*words)).cfg
 
 
 def execute(cfg, folder: Path, world=None) -> None:
     """Run a configuration that a program has made, in its mode."""
     from training.command.app import execute
 
-    execute(Composed(cfg, Path(folder)), world)
+    execute(Composed(cfg, Path(folder), world=world))
 
 
 def run(folder: Path, *overrides: str) -> dict:

@@ -130,8 +130,8 @@ def train(
     """
     chain = _chain_of(model, loss)
 
-    def act(composed: Composed, world: World | None) -> Result:
-        execute(composed, world)
+    def act(composed: Composed) -> Result:
+        execute(composed)
         cfg, run_dir = composed.plain(), composed.run_dir
         evaluated = Path(cfg.checkpoint) if cfg.mode == "eval" else None
         return Result(run_dir, read_object(run_dir / SUMMARY), evaluated)
@@ -166,10 +166,10 @@ def verify(
     if config is not None:  # all of its values count as the user's choice
         words, typed = list(overrides), ["train.precision", "train.global_batch_size", "parallel"]
 
-    def act(composed: Composed, world: World | None) -> Report:
+    def act(composed: Composed) -> Report:
         from training.studies.verification.report import prove
 
-        return prove(plain(composed), composed.run_dir, typed)
+        return prove(plain(composed).cfg, composed.run_dir, typed)
 
     return _run_words(act, words, config, _chain_of(model, loss), data)
 
@@ -199,7 +199,7 @@ def _chain_of(model: Any, loss: Any) -> Any:
 def _run_words(
     act: Callable[..., Any], overrides: Sequence[str], config: Any, model: Any, data: DataSet | tuple | None
 ) -> Any:
-    """Compose the words of a call of ``train`` and return ``act(composed, world)``."""
+    """Compose the words of a call of ``train`` and return ``act(composed)``."""
     check_folder(os.path.dirname(os.path.abspath(getattr(sys.modules["__main__"], "__file__", "notebook"))))
     _check_words(overrides)
     if _SWEEPS & set(overrides):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from hydra.types import RunMode
@@ -17,7 +16,6 @@ from common.errors import TrainingError, exit_is_failure
 from conf.composition import Composed, Program, compose_and_run
 from conf.effects import check_effects
 from conf.instantiate import use_code_of
-from conf.schema import Root
 from launchers import World
 from training.checkpoint.configuration import saved_config
 from training.command.ranks import follow, leading
@@ -26,45 +24,12 @@ from training.reporting.run_directory import locked_directories, removed_if_unus
 _OPEN_FILES = 4096  # that a process may have open: a launcher has several for each worker
 
 
-@dataclass(frozen=True)
-class Command:
-    """A checked configuration and where it is to run.
-
-    Attributes:
-        cfg: The configuration, as plain data; ``auto`` is replaced in it by the chosen value.
-        composed: The composed configuration that it was made from.
-        world: The ranks that exist already; None if this process starts those that the run needs.
-        isolated: Run in separate processes even if one process is enough, so that a job of a sweep leaves no state in
-            this process for the next job.
-    """
-
-    cfg: Root
-    composed: Composed
-    world: World | None
-    isolated: bool = False
-
-    @property
-    def run_dir(self) -> Path:
-        """The run directory, which exists."""
-        return self.composed.run_dir
-
-    def check_alone(self) -> None:
-        """Check that no other processes were started. Raises TrainingError."""
-        if self.world is not None and self.world.size > 1:
-            raise TrainingError(
-                f"mode={self.cfg.mode} runs in one process, but {self.world.size} were started (WORLD_SIZE): start it "
-                "without torchrun"
-            )
-
-
-def run_words(
-    arguments: Sequence[str], act: Callable[[Composed, World | None], Any], program: Program | None = None
-) -> Any:
+def run_words(arguments: Sequence[str], act: Callable[[Composed], Any], program: Program | None = None) -> Any:
     """Compose the words of a command line, and return the result of acting on them.
 
     Args:
         arguments: The words.
-        act: Called with the configuration and the ranks that exist already; in a sweep, for each job.
+        act: Called with the configuration; in a sweep, for each job.
         program: How a Python program changes the composed configuration.
 
     Raises:
@@ -91,11 +56,11 @@ def _in_directory(config: DictConfig) -> AbstractContextManager:
 def _act(act: Callable, world: World | None, composed: Composed) -> Any:
     with removed_if_unused(composed.run_dir, composed.files):
         check_effects(composed.cfg, composed.typed, of_sweep=composed.job is not None)
-        return act(composed, world)
+        return act(replace(composed, world=world))
 
 
 @exit_is_failure()
-def execute(composed: Composed, world: World | None, isolated: bool = False) -> None:
+def execute(composed: Composed) -> None:
     """Run a composed configuration in its mode. Rank 0 of existing ranks leads them.
 
     Everything that can be checked is checked before any process starts. ``mode=NAME`` is the function ``run`` of
@@ -103,27 +68,35 @@ def execute(composed: Composed, world: World | None, isolated: bool = False) -> 
 
     Args:
         composed: The configuration.
-        world: The ranks that exist already; None if this process starts those that the run needs.
-        isolated: See ``Command``.
 
     Raises:
         UserError: An error that the user can act on.
         Stopped: The run was told to stop.
     """
     _allow_open_files()
-    cfg = plain(composed)
-    import_module(f"training.command.modes.{cfg.mode}").run(Command(cfg, composed, world, isolated))
+    composed = plain(composed)
+    import_module(f"training.command.modes.{composed.cfg.mode}").run(composed)
 
 
-def plain(composed: Composed) -> Any:
-    """Return the configuration as plain data, with how it was composed, and make the user's code importable."""
+def plain(composed: Composed) -> Composed:
+    """Convert the configuration to plain data, with how it was composed, and make the user's code importable."""
     cfg = composed.plain()
     use_code_of(cfg)
     if cfg.cluster is not None:
         from training.studies.planning.paper import check_cluster
 
         check_cluster(cfg)
-    return cfg
+    return replace(composed, cfg=cfg)
+
+
+def check_alone(composed: Composed) -> None:
+    """Check that no other processes were started. Raises TrainingError."""
+    world = composed.world
+    if world is not None and world.size > 1:
+        raise TrainingError(
+            f"mode={composed.cfg.mode} runs in one process, but {world.size} were started (WORLD_SIZE): start it "
+            "without torchrun"
+        )
 
 
 def _allow_open_files() -> None:

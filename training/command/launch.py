@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
 from common.machine import changed_environment
+from conf import COMMAND
 from conf.composition import Composed
 from conf.instantiate import environment, to_dict, with_values
 from conf.masking import mask_secrets
 from conf.schema import Root
 from conf.words import hydra_word
-from launchers import Interrupted, World, run_workers, start_fork_server, stopping
+from launchers import Interrupted, run_workers, start_fork_server, stopping
 from launchers.stopping import Stopped
-from training.command.app import Command
 from training.command.ranks import lead
 from training.studies.planning import is_automatic
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _AGAIN = "start it again with the same command"
 
 
-def launch(command: Command) -> float | None:
+def launch(composed: Composed) -> float | None:
     """Check and prepare a run, print its plan, and run it to its end, or queue it.
 
     Returns:
@@ -38,17 +37,18 @@ def launch(command: Command) -> float | None:
         UserError: An error that the user can act on.
         Stopped: The run was told to stop.
     """
-    cfg, run_dir, world = command.cfg, command.run_dir, command.world
-    preload(command, is_automatic(cfg) or _has_workers(command))
-    setup = prepared(cfg, run_dir, world, command.composed.words())
+    cfg, run_dir, world = composed.cfg, composed.run_dir, composed.world
+    isolated = composed.job is not None  # a job leaves nothing in this process for the next one
+    preload(composed, isolated or is_automatic(cfg) or _has_workers(cfg))
+    setup = prepared(composed)
 
     from training.run.checks.memory import check_memory_of
     from training.run.prepare import describe
 
-    if command.composed.choices is not None:
-        print(to_text(command.composed), end="\n\n", flush=True)
+    if composed.choices is not None:
+        print(to_text(composed), end="\n\n", flush=True)
     print(describe(setup), flush=True)
-    queued, processes, entropy = is_queued(cfg, world), setup.plan.processes, setup.data.unigram_entropy
+    queued, processes, entropy = is_queued(composed), setup.plan.processes, setup.data.unigram_entropy
     if not queued:
         check_memory_of(setup, world)
     try:
@@ -57,10 +57,10 @@ def launch(command: Command) -> float | None:
 
             run_as_job(setup, run_dir)
         elif world is not None:
-            lead(setup, command.composed, cfg, world)
+            lead(setup, composed)
         elif stopping.wanted():
             raise Stopped("stopped before the first step")
-        elif processes == 1 and not command.isolated and not _restarts(cfg):
+        elif processes == 1 and not isolated and not _restarts(cfg):
             from training.run.rank import run
 
             run(setup, run_dir)
@@ -97,11 +97,8 @@ def nothing_begun() -> Iterator[None]:
 
 
 @nothing_begun()
-def prepared(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Setup:
-    """Check a run and prepare it; a queued run is only checked. Its configuration has measured and chosen values.
-
-    ``words`` are the command line, for commands to copy.
-    """
+def prepared(composed: Composed) -> Setup:
+    """Check a run and prepare it; a queued run is only checked. Its configuration has measured and chosen values."""
     # Only now, because these import torch.
     from parallel.devices import import_compiler_late
     from training.checkpoint.load import after_restart
@@ -109,6 +106,7 @@ def prepared(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str]
     from training.reporting.run_directory import started_again
     from training.run.prepare import prepare
 
+    cfg, run_dir, world = composed.cfg, composed.run_dir, composed.world
     if not cfg.train.compile:
         import_compiler_late()
     if started_again() and cfg.mode == "train":
@@ -120,26 +118,24 @@ def prepared(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str]
     if is_automatic(cfg):
         from training.studies.planning.choice import choose
 
-        cfg = choose(cfg, run_dir, world, words)
-    if is_queued(cfg, world):
+        cfg = choose(cfg, run_dir, world, composed.words())
+    if is_queued(composed):
         return prepare_here(cfg)
     return prepare(cfg) if world is None else prepare(cfg, world.size, world.nodes)
 
 
-def preload(command: Command, workers: bool) -> None:
+def preload(composed: Composed, workers: bool) -> None:
     """If there will be workers, start the process that forks them, and let it import what they need."""
-    if workers and command.world is None and command.cfg.launcher.name == "local":
-        with changed_environment(environment(command.cfg)):
+    if workers and composed.world is None and composed.cfg.launcher.name == "local":
+        with changed_environment(environment(composed.cfg)):
             start_fork_server(["training.command.preload"])
 
 
-def _has_workers(command: Command) -> bool:
+def _has_workers(cfg: Root) -> bool:
     from parallel.strategies import strategy_info
 
-    parallel = command.cfg.parallel
-    info = strategy_info(parallel.name)
-    several = info.replicas or info.stage_per_rank or info.only_tensor or parallel.axes
-    return bool(several or command.isolated or _restarts(command.cfg))
+    info = strategy_info(cfg.parallel.name)
+    return bool(info.replicas or info.stage_per_rank or info.only_tensor or cfg.parallel.axes or _restarts(cfg))
 
 
 def to_text(composed: Composed) -> str:
@@ -147,7 +143,8 @@ def to_text(composed: Composed) -> str:
     from training.reporting.console import describe_configuration
 
     if composed.cfg.print_config:
-        return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(to_dict(composed.cfg)))).rstrip()
+        shown = {key: value for key, value in mask_secrets(to_dict(composed.cfg)).items() if key != COMMAND}
+        return OmegaConf.to_yaml(OmegaConf.create(shown)).rstrip()
     chosen, changes = composed.differences()
     return describe_configuration(chosen, mask_secrets(changes))
 
@@ -155,9 +152,9 @@ def to_text(composed: Composed) -> str:
 # -- the ways to run -------------------------------------------------------------------------------------------------
 
 
-def is_queued(cfg: Root, world: World | None) -> bool:
+def is_queued(composed: Composed) -> bool:
     """Return whether the run will be a queued job."""
-    return world is None and cfg.launcher.name == "slurm"
+    return composed.world is None and composed.cfg.launcher.name == "slurm"
 
 
 def _restarts(cfg: Root) -> int:

@@ -20,7 +20,6 @@ from conf import COMMAND
 from conf.composition import Composed, Program, compose, register_start
 from conf.instantiate import to_config, to_dict
 from conf.masking import hide, mask_secrets
-from conf.schema import Root
 from launchers import World, stopping
 from launchers.failure import EndedTogether
 from launchers.heartbeat import note
@@ -62,19 +61,19 @@ def ended(error: BaseException) -> tuple[int, str]:
     return code, message or printable(hide(repr(error)))
 
 
-def lead(setup: Setup, composed: Composed, cfg: Root, world: World) -> None:
+def lead(setup: Setup, composed: Composed) -> None:
     """On rank 0 under torchrun or srun: send the other ranks the plan and what they have to agree with, and run.
 
     Args:
         setup: The objects of the run.
-        composed: The composed configuration.
-        cfg: The same as plain data, without what was decided.
-        world: Which rank this process is.
+        composed: The configuration, as plain data, without what was decided.
     """
     from launchers.meeting import describe_peers
     from launchers.rank_0 import tell
     from training.run.rank import run
 
+    world = composed.world
+    assert world is not None
     meeting = world.meeting
     with _requeued(world):
         if stopping.wanted():
@@ -82,7 +81,7 @@ def lead(setup: Setup, composed: Composed, cfg: Root, world: World) -> None:
         if meeting is not None:
             print(describe_peers(meeting.peers), flush=True)
             plan, started_again = asdict(setup.plan), setup.cfg.train.resume == AUTO
-            shown = mask_secrets(to_dict(cfg))
+            shown = mask_secrets(to_dict(composed.cfg))
             tell(meeting, {"plan": plan, "cfg": shown, "start": composed.start, "resumes": started_again})
         run(setup, composed.run_dir, world)
 

@@ -28,7 +28,7 @@ from conf.instantiate import to_dict
 from conf.masking import mask_files, mask_secrets
 from conf.messages import explain
 from conf.words import expand_lists, hydra_word
-from launchers import Interrupted, World
+from launchers import Interrupted
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
 from training.checkpoint.load import after_restart
@@ -123,7 +123,7 @@ def _check_metrics(cfg: DictConfig, folder: Path) -> None:
     from training.run.prepare import model_and_data
 
     sections = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    check_names(*model_and_data(plain(Composed(sections, folder))))
+    check_names(*model_and_data(plain(Composed(sections, folder)).cfg))
 
 
 def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
@@ -174,15 +174,11 @@ def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]
             yield batch[start : start + size]
 
 
-def run_job(composed: Composed, world: World | None) -> Any:
+def run_job(composed: Composed) -> Any:
     """Run one job of a sweep in separate processes, and record in job.json how it ends.
 
     A job that fails raises nothing, so that the next jobs run. Only a third-party sweeper, such as optuna, gets an
     exception and decides. A job that is to be queued is only checked here: ``queue_checked`` queues it.
-
-    Args:
-        composed: The job's configuration.
-        world: Which of the existing ranks this process is; None if the job starts its ranks.
 
     Returns:
         The sweep's objective (see ``training.studies.sweep.table.objective``); None if the job has none. For a job that
@@ -192,7 +188,7 @@ def run_job(composed: Composed, world: World | None) -> Any:
         KeyboardInterrupt: The user has ended the sweep.
         TrainingError: The job failed under a third-party sweeper.
     """
-    folder, hydra, queued = composed.run_dir, composed.job, is_queued(composed.cfg, world)
+    folder, hydra, queued = composed.run_dir, composed.job, is_queued(composed)
     hold(folder)
     if multiprocessing.get_start_method(allow_none=True) == "loky":  # of hydra/launcher=joblib; torch does not know it
         multiprocessing.set_start_method(None, force=True)
@@ -204,8 +200,8 @@ def run_job(composed: Composed, world: World | None) -> Any:
 
     try:
         if queued:
-            return CheckedRun.of(prepared(plain(composed), folder, None, composed.words()), folder)
-        execute(composed, world, isolated=True)
+            return CheckedRun.of(prepared(plain(composed)), folder)
+        execute(composed)
         value = value_for_sweeper(composed.cfg, folder)
     except Stopped as stopped:
         end("interrupted")

@@ -252,6 +252,6 @@ def test_a_callback_of_hydra_is_told_of_the_start_and_the_end(words, kind, tmp_p
     where = [f"hydra.{key}.dir={tmp_path}/{key}" for key in ("run", "sweep")]
     callback = f"+hydra.callbacks.own._target_={__name__}.OfHydra"
     with suppress(SystemExit):  # a sweep's, as its job has no record
-        run_words([*words, *SHORT, "logger=none", *where, callback], lambda composed, world: OfHydra.told.append("run"))
+        run_words([*words, *SHORT, "logger=none", *where, callback], lambda composed: OfHydra.told.append("run"))
     told = [name for name in OfHydra.told if name.startswith(("run", "on_run", "on_multirun"))]
     assert told == [f"on_{kind}_start", "run", f"on_{kind}_end"]

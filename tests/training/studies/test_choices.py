@@ -11,6 +11,7 @@ from composed import compose, plain
 
 from common.errors import PlanError
 from conf import COMMAND
+from conf.composition import Composed
 from conf.instantiate import with_values
 from launchers import World
 from planner import here
@@ -149,7 +150,7 @@ def test_where_nothing_fits_the_nearest_is_named(monkeypatch):
 def test_a_job_of_a_cluster_gets_the_best_layout_of_its_nodes(tmp_path):
     words = ("launcher=slurm", "launcher.nodes=2", "launcher.tasks_per_node=2", "cluster=laptop", "parallel=auto")
     cfg = cfg_of(*words)
-    plan = prepared(cfg, tmp_path, None).plan
+    plan = prepared(Composed(cfg, tmp_path)).plan
     choice = json.loads((tmp_path / "choices.json").read_text())
     assert plan.processes == 4 and choice["name"] == plan.strategy and choice["dp"] * choice["pp"] == 4
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composed import typed
+from composed import plain_typed, typed
 from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -18,7 +18,7 @@ from models.losses import gather
 from models.toy import toy
 from parallel.layout import Layout
 from planner.layout import PlannedLayout
-from training.command.app import execute, plain
+from training.command.app import execute
 from training.studies.planning import choice
 from training.studies.planning.paper import predict_on_paper
 from training.studies.planning.typed import check_kept
@@ -59,13 +59,13 @@ REFUSED = {
 def test_what_is_impossible_is_refused_before_anything_is_measured(tmp_path, monkeypatch, words, says):
     monkeypatch.setattr(choice, "measure", lambda *_: pytest.fail("it was measured"))
     with pytest.raises(UserError, match=says):
-        execute(typed(*words, folder=tmp_path), None)
+        execute(typed(*words, folder=tmp_path))
 
 
 @cache
 def strategies(*words):
     words = ("cluster.nodes=2", "model=gpt2", "model.size=tiny", "train.global_batch_size=256", *words)
-    found, _ = predict_on_paper(plain(typed(*PAPER, *words)))
+    found, _ = predict_on_paper(plain_typed(*PAPER, *words))
     return {one.layout.strategy for one in found.best}
 
 
@@ -83,17 +83,17 @@ def test_strategies_that_do_not_take_what_is_typed_are_left_out(word, left_out):
 
 def test_a_schedule_that_cannot_run_compiled_layers_is_left_out_and_refused_if_it_is_typed():
     words = (*PAPER, "model=gpt2", "model.size=tiny", "train.compile=true", "parallel.pp=2")
-    found, _ = predict_on_paper(plain(typed(*words)))
+    found, _ = predict_on_paper(plain_typed(*words))
     assert {one.layout.schedule for one in found.best} == {"gpipe", "1f1b", "interleaved_1f1b"}
     with pytest.raises(UserError, match=r"a compiled layer has one backward, .*schedule=interleaved_zero_bubble"):
-        predict_on_paper(plain(typed(*words, "parallel.schedule=interleaved_zero_bubble")))
+        predict_on_paper(plain_typed(*words, "parallel.schedule=interleaved_zero_bubble"))
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_what_is_typed_of_shared_parameters_is_predicted_as_a_run_has_it(reshard):
     typed_of_them = (f"parallel.reshard={reshard}", "parallel.shard=4", "parallel.dp=16")
     words = (*PAPER, "model=gpt2", "model.size=tiny", "train.global_batch_size=256", *typed_of_them)
-    found, _ = predict_on_paper(plain(typed(*words)))
+    found, _ = predict_on_paper(plain_typed(*words))
     assert {one.layout.strategy for one in found.best} == {"fsdp", "hsdp", "pipe_fsdp"}
     assert {(one.layout.shards, one.layout.resharded) for one in found.best} == {(4, reshard)}
 
@@ -117,7 +117,7 @@ def found_behind(layer, monkeypatch) -> list[PlannedLayout]:
         return Chain([LayerSpec("scaled", layer), *chain.layers], loss=chain.loss)
 
     monkeypatch.setattr("models.toy.toy", behind)
-    found, _ = predict_on_paper(plain(typed(*PAPER, "model=toy")))
+    found, _ = predict_on_paper(plain_typed(*PAPER, "model=toy"))
     return [one.layout for one in found.best]
 
 
@@ -160,25 +160,25 @@ def test_groups_of_replicas_are_those_of_the_nodes_that_a_layout_needs():
     """Four replicas fill half of one node of eight, twelve two of them by halves."""
     words = ("model=toy", "parallel.comm_hook=hierarchical", "train.global_batch_size=12")
     for dp, nodes in ((4, 1), (12, 2)):
-        found, _ = predict_on_paper(plain(typed(*PAPER, *words, f"parallel.dp={dp}", "parallel.pp=1")))
+        found, _ = predict_on_paper(plain_typed(*PAPER, *words, f"parallel.dp={dp}", "parallel.pp=1"))
         assert {(one.layout.strategy, one.layout.nodes) for one in found.best} == {("ddp", nodes)}
 
 
 def test_ranks_that_do_not_divide_the_sequence_share_the_layers_alone():
     """Of eight devices in a node, two divide sequences of 18 positions, four and eight do not."""
     words = ("model=gpt2", "model.size=tiny", "train.global_batch_size=64", "data.seq_len=18")
-    found, _ = predict_on_paper(plain(typed(*PAPER, *words)))
+    found, _ = predict_on_paper(plain_typed(*PAPER, *words))
     assert {(one.layout.tp, one.layout.sequence) for one in found.best} == {(1, False), (2, True), (4, False)}
-    found, _ = predict_on_paper(plain(typed(*PAPER, *words, "parallel.sequence=true")))
+    found, _ = predict_on_paper(plain_typed(*PAPER, *words, "parallel.sequence=true"))
     assert {one.layout.tp for one in found.best} == {1, 2}
 
 
 def test_a_checkpoint_s_layout_is_kept_and_another_one_is_not_taken_without_a_word():
     saved = Layout("ddp", dp=2, schedule=None)
-    check_kept(saved, plain(typed(*TOY, "parallel.dp=2")))
+    check_kept(saved, plain_typed(*TOY, "parallel.dp=2"))
     with pytest.raises(UserError, match=r"parallel=ddp parallel.dp=2 .* and parallel.dp=4 is another"):
-        check_kept(saved, plain(typed(*TOY, "parallel.dp=4")))
-    divided = plain(typed(*TOY, "parallel.tp=2", "parallel.sequence=true"))
+        check_kept(saved, plain_typed(*TOY, "parallel.dp=4"))
+    divided = plain_typed(*TOY, "parallel.tp=2", "parallel.sequence=true")
     check_kept(Layout("tensor", tp=2, sequence=True), divided)
     with pytest.raises(UserError, match=r"parallel=tensor parallel.tp=2 .*, and parallel.sequence=true is another"):
         check_kept(Layout("tensor", tp=2), divided)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from conf.composition import Composed
 from launchers import stopping
-from training.command.app import Command
 from training.command.launch import nothing_begun, preload
 
 
-def run(command: Command) -> None:
+def run(composed: Composed) -> None:
     """Predict all layouts, and run the best of each strategy for some steps."""
     stopping.at_once()
-    preload(command, True)
+    preload(composed, True)
 
     from training.studies.planning.comparison import compare
 
     with nothing_begun():
-        print(compare(command.cfg, command.run_dir, command.world, command.composed.words()))
+        print(compare(composed.cfg, composed.run_dir, composed.world, composed.words()))

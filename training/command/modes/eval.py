@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from training.command.app import Command
+from conf.composition import Composed
 from training.command.launch import launch
 
 
-def run(command: Command) -> None:
+def run(composed: Composed) -> None:
     """Evaluate in the layout of the command, whatever layout has saved the checkpoint."""
-    launch(command)
+    launch(composed)

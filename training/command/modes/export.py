@@ -6,18 +6,19 @@ from pathlib import Path
 
 from common.errors import TrainingError
 from common.files import expand_home
+from conf.composition import Composed
 from conf.schema import Root
 from launchers import stopping
-from training.command.app import Command
+from training.command.app import check_alone
 from training.export.write import check_export, write
 from training.run.restore import restore
 
 
-def run(command: Command) -> None:
+def run(composed: Composed) -> None:
     """Export in one process: a checkpoint contains the whole model, whatever ``parallel`` and ``launcher`` are."""
-    command.check_alone()
+    check_alone(composed)
     stopping.at_once()
-    print(export(command.cfg, command.run_dir), flush=True)
+    print(export(composed.cfg, composed.run_dir), flush=True)
 
 
 def export(cfg: Root, run_dir: Path) -> str:

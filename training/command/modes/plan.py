@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from conf.composition import Composed
 from launchers import stopping
-from training.command.app import Command
 from training.command.launch import preload, prepared
 from training.studies.planning import is_automatic
 
 
-def run(command: Command) -> None:
+def run(composed: Composed) -> None:
     """Print the plan and the memory of every rank; with ``parallel=auto``, the best layouts. Nothing is trained."""
     stopping.at_once()
-    cfg = command.cfg
+    cfg = composed.cfg
     if cfg.parallel.name == "auto":
         from training.studies.planning.paper import on_paper, plan_on_paper
 
         if on_paper(cfg):
-            print(plan_on_paper(cfg, command.run_dir, command.composed.words()))
+            print(plan_on_paper(cfg, composed.run_dir, composed.words()))
             return
-    preload(command, is_automatic(cfg))
-    setup = prepared(cfg, command.run_dir, command.world, command.composed.words())
+    preload(composed, is_automatic(cfg))
+    setup = prepared(composed)
 
     from planner.memory import memory_of_ranks
     from training.optimizer.kinds import mean_states

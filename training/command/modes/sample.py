@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import indent
 
 from common.errors import TrainingError, UserError
+from conf.composition import Composed
 from conf.instantiate import with_values
 from conf.schema import Root
 from data.dataset import DataSet
@@ -15,7 +16,7 @@ from data.words import WordVocabulary, basic_english
 from launchers import stopping
 from models.generate import Draws, generate
 from parallel.devices import autocast
-from training.command.app import Command
+from training.command.app import check_alone
 from training.reporting.metrics import SUMMARY, read_object
 from training.run.restore import restore
 
@@ -24,11 +25,11 @@ logger = logging.getLogger(__name__)
 _BETWEEN = "\n" + 20 * "-" + "\n"  # separates the texts of several prompts
 
 
-def run(command: Command) -> None:
+def run(composed: Composed) -> None:
     """Sample in one process: a checkpoint contains the whole model, whatever ``parallel`` and ``launcher`` are."""
-    command.check_alone()
+    check_alone(composed)
     stopping.at_once()
-    print(sample(command.cfg), flush=True)
+    print(sample(composed.cfg), flush=True)
 
 
 def sample(cfg: Root) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from training.command.app import Command
+from conf.composition import Composed
 from training.command.launch import is_queued, launch
 from training.studies.planning import is_automatic
 
 
-def run(command: Command) -> None:
+def run(composed: Composed) -> None:
     """Train. At the end, print some text of a language model, and compare an automatic layout with its prediction."""
-    cfg, run_dir, automatic = command.cfg, command.run_dir, is_automatic(command.cfg)
-    entropy = launch(command)
-    if is_queued(cfg, command.world):
+    cfg, run_dir, automatic = composed.cfg, composed.run_dir, is_automatic(composed.cfg)
+    entropy = launch(composed)
+    if is_queued(composed):
         return
-    if not command.isolated:
+    if composed.job is None:
         from training.command.modes.sample import closing_sample  # it imports torch: workers start before
 
         print(closing_sample(cfg, run_dir, entropy), end="", flush=True)

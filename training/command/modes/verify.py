@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from common.errors import TrainingError
 from conf import COMMAND
-from training.command.app import Command
+from conf.composition import Composed
 
 
-def run(command: Command) -> None:
+def run(composed: Composed) -> None:
     """Compare every layout with one process, and write the certificate.
 
     Raises:
         TrainingError: A layout trains differently, nothing could be compared, or the command is a job of a sweep.
     """
-    composed, cfg = command.composed, command.cfg
+    cfg = composed.cfg
     if composed.job is not None or composed.choices is None:
         raise TrainingError(
             "mode=verify cannot be a job of a sweep or of train(): use python train.py mode=verify, or from Python "
@@ -21,7 +21,7 @@ def run(command: Command) -> None:
         )
     from training.studies.verification.report import prove
 
-    report = prove(cfg, command.run_dir, cfg[COMMAND]["typed"])
+    report = prove(cfg, composed.run_dir, cfg[COMMAND]["typed"])
     if not report.ok:
         said = "is not the same in every layout" if report.failed else "could not be compared"
         raise TrainingError(f"model={cfg.model.name} {said}; see above")
