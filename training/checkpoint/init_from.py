@@ -40,6 +40,8 @@ _BLOCK = 4096  # rows summed at a time: a float64 copy of a whole embedding woul
 def start(model: Any, chain: Chain, strategy: Strategy) -> None:
     """Load the weights that a new run starts from, for ``model.init_from``, ``model.extra_tokens`` or both.
 
+    These may be the base of adapters, which no checkpoint contains.
+
     Raises:
         TrainingError: The weights do not fit; see ``check_start``.
     """
@@ -74,12 +76,6 @@ def with_base(cfg: Root, chain: Chain) -> Any:
             f"seed={cfg.seed} gives {base}; set model.init_from and seed to the values that they were trained with"
         )
     return with_values(cfg, {"model.lora.base": base})
-
-
-def read_base(model: Any, chain: Chain, strategy: Strategy) -> None:
-    """Load the base of adapters from ``model.init_from``, if set: no checkpoint contains it. Errors: see ``start``."""
-    if chain.base is not None and model.init_from is not None:
-        start(model, chain, strategy)
 
 
 def digest_read(cfg: Root, chain: Chain) -> str | None:
@@ -127,17 +123,6 @@ def check_start(model: Any, chain: Chain) -> Weights:
         said = f"{'; '.join(problems[:_SHOWN])}{more}. Give the model the layers and sizes that the weights have"
         raise TrainingError(f"model.init_from={model.init_from} does not fit model={model.name}: {said}")
     return weights
-
-
-def check_copies(model: Any, weights: Weights) -> None:
-    """Check the tensors that are not loaded because they follow from others: tied and redundant ones.
-
-    Raises:
-        TrainingError: A tensor contradicts the others, so the weights belong to another model.
-    """
-    if problems := weights.contradictions():
-        said = "; ".join(problems[:_SHOWN])
-        raise TrainingError(f"model.init_from={model.init_from} is not what model={model.name} computes: {said}")
 
 
 def check_new_words(model: Any, chain: Chain, weights: Weights, words: int | None) -> None:
@@ -193,7 +178,7 @@ class Weights(dict):
         Raises:
             TrainingError: There is no such file, or it holds another model.
         """
-        files = _files(find_weights(model.init_from))
+        files, self._names = _files(find_weights(model.init_from)), (model.init_from, model.name)
         stored = {name: partial(StoredTensor, path, name) for path in files for name in _open(path).keys()}
         self._format = form = chain.hugging_face
         self._prefix = prefix_of(chain.names)
@@ -226,22 +211,25 @@ class Weights(dict):
 
     def stored(self, name: str) -> Boxes:
         """Return a parameter's tensor as it is in its file."""
-        return self._stored(super().__getitem__(name))
+        return self._opened[super().__getitem__(name)]()
 
-    def contradictions(self) -> list[str]:
-        """Return the problems of tensors that should follow from others, tied and redundant ones."""
+    def check_copies(self) -> None:
+        """Check the tensors that are not loaded because they follow from others: tied and redundant ones.
+
+        Raises:
+            TrainingError: A tensor contradicts the others, so the weights belong to another model.
+        """
         problems = [
             f"{copy} differs from {own}, the model has one tensor for both"
             for copy, own in self._copies.items()
-            if not _equal(self._stored(copy), self._stored(own))
+            if not _equal(self._opened[copy](), self._opened[own]())
         ]
         for key, follows in self._redundant.items():
-            if not follows(self._stored(key)[...]):
+            if not follows(self._opened[key]()[...]):
                 problems.append(f"{key} holds other numbers than the model computes")
-        return problems
-
-    def _stored(self, key: str) -> Boxes:
-        return self._opened[key]()
+        if problems:
+            said, (file, model) = "; ".join(problems[:_SHOWN]), self._names
+            raise TrainingError(f"model.init_from={file} is not what model={model} computes: {said}")
 
     def _key(self, name: str) -> str:
         if self._format is None:

@@ -44,10 +44,11 @@ class Optimizer:
 
     def __init__(self, config: Mapping[str, Any], strategy: Strategy) -> None:
         self.base_lr: float = config["lr"]
-        self.kind = _kind(config)
+        self.kind, others = config["_target_"], config.get("others")
+        if others:
+            self.kind += f" for the matrices of hidden layers and {others['_target_']} for the others"
         self._parts: list[_Part] = []
         parameters = [(name, p) for name, p in strategy.named_parameters() if p.requires_grad]
-        others = config.get("others")
         first = dict(parameters).keys() if others is None else hidden_matrices(strategy.chain)
         matrices = [(name, p) for name, p in parameters if name in first]
         rest = [(name, p) for name, p in parameters if name not in first]
@@ -232,11 +233,6 @@ def _equal(value: Any, other: Any) -> bool:
         return bool(value == other)
     except (RuntimeError, TypeError, ValueError):  # arrays
         return value is other
-
-
-def _kind(config: Mapping[str, Any]) -> str:
-    kind, others = config["_target_"], config.get("others")
-    return f"{kind} for the matrices of hidden layers and {others['_target_']} for the others" if others else kind
 
 
 def _placed_as(piece: Piece, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:

@@ -210,13 +210,13 @@ def describe(setup: Setup) -> str:
     """Return the plan of a run for the console."""
     from training.reporting.console import describe_plan
 
-    recipe = f"\n{line}" if (line := describe_recipe(setup.cfg)) else ""
     plan = describe_plan(setup)
     warning = unseen(setup.cfg.model, setup.chain) if reads_weights(setup.cfg, setup.chain) else None
     tokens = getattr(setup.data.vocabulary, "warning", None)
     warnings = [f"warning: {text}" for text in (warning, tokens, across_nodes(setup)) if text is not None]
     whole = [ONE_LAYER] if len(setup.chain.layers) == 1 else []
-    return "\n".join([plan, *whole, *setup.by_microbatch[1], *warnings]) + recipe
+    recipe = filter(None, [describe_recipe(setup.cfg)])
+    return "\n".join([plan, *whole, *setup.by_microbatch[1], *warnings, *recipe])
 
 
 def describe_recipe(cfg: Root) -> str:

@@ -32,7 +32,7 @@ from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import busy_seconds
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint, step_name
-from training.checkpoint.init_from import not_drawn, read_base, start
+from training.checkpoint.init_from import not_drawn, start
 from training.checkpoint.load import find_resumed, load, load_chosen, make_newest
 from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
@@ -43,6 +43,7 @@ from training.reporting.monitor import Monitor
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarise
 from training.run.changes import changes, earlier_batches, follows_total
+from training.run.checks.model import reads_weights
 from training.run.checks.ranks import check_nodes, check_ranks, check_run_directory, check_weights
 from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
@@ -180,12 +181,12 @@ def _strategy(setup: Setup, world: World) -> Iterator[Strategy]:
         if mesh.size > 1:
             _warn(mesh, check_ranks(mesh, setup, alike=world.origin == "local"))
             check_nodes(mesh, setup.plan, setup.cfg.parallel.shard, world.local_size)
-        options, model, chain = strategy_options(setup), setup.cfg.model, setup.chain
-        anew = setup.cfg.mode == "train" and setup.cfg.train.resume is None
-        if model.init_from is not None and (anew or chain.base is not None):
-            chain = not_drawn(model, chain)
-        strategy = build_strategy(setup.plan, chain, mesh, options, setup.sample, world.local_rank)
-        read_base(model, chain, strategy)
+        cfg, chain = setup.cfg, setup.chain
+        if reads_weights(cfg, chain):
+            chain = not_drawn(cfg.model, chain)
+        strategy = build_strategy(setup.plan, chain, mesh, strategy_options(setup), setup.sample, world.local_rank)
+        if chain.base is not None:
+            start(cfg.model, chain, strategy)
         try:
             yield strategy
         finally:

@@ -10,7 +10,7 @@ from parallel.devices import share_cores
 from parallel.planning import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.init_from import read_base, with_base
+from training.checkpoint.init_from import start, with_base
 from training.checkpoint.load import check_fits, load
 from training.run.prepare import in_one_process, model_and_data
 
@@ -43,5 +43,6 @@ def restore(cfg: Root, device: str) -> Restored:
     parallel = in_one_process(cfg).parallel
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
-    read_base(cfg.model, chain, strategy)
+    if chain.base is not None:
+        start(cfg.model, chain, strategy)
     return Restored(data, strategy, load(path, strategy).step)

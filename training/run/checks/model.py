@@ -24,7 +24,7 @@ from parallel.layout import Layout
 from training.callbacks import build as build_callbacks
 from training.callbacks.early_stop import EarlyStop
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.init_from import check_copies, check_new_words, check_start
+from training.checkpoint.init_from import check_new_words, check_start
 from training.checkpoint.load import check_fits
 from training.optimizer.checks import check_layout, check_others, check_rates
 from training.reporting.monitor import LOSS, SUMMARISED, Monitor, check_name, evaluated
@@ -114,7 +114,7 @@ def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
         check_fits(saved, chain, cfg)
     if reads_weights(cfg, chain):
         weights = check_start(cfg.model, chain)
-        check_copies(cfg.model, weights)
+        weights.check_copies()
         check_new_words(cfg.model, chain, weights, data.vocab_size)
         folder = folder_of(cfg.model.init_from)
         if isinstance(data.vocabulary, GPT2Vocabulary) and tokens_after_gpt2(folder) is None:
