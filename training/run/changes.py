@@ -16,7 +16,6 @@ _SAMPLES_KEY = "samples"
 _LEARNED = (
     "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
 )  # fmt: skip
-_TOTAL = "schedule.total"
 _MICROBATCH = "micro-batch"  # its size, if the numbers depend on it
 # Keys that change where the data are and how they are read, but not the data.
 _NOT_CONTENT = ("data.root", "data.cache_dir", "data.num_workers")
@@ -30,7 +29,7 @@ def recipe(setup: Setup, schedule: Any) -> dict[str, Any]:
     if setup.chain.base is None:  # an older checkpoint has no such keys
         tree["model"] = {name: value for name, value in tree["model"].items() if name != "lora"}
     if follows_total(schedule, setup.total_steps, setup.per_epoch):
-        tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
+        tree["schedule"] = {"total": setup.total_steps}
     size, _ = setup.by_microbatch
     if size is not None:
         tree[_MICROBATCH] = size
@@ -73,6 +72,4 @@ def changes(before: Any, now: dict[str, Any]) -> str | None:
     if not names:
         return None
     listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
-    jumps = _TOTAL in names and now.get(_TOTAL) is not None
-    rate = "; the scheduler follows the length of the run, so the learning rate jumps here" if jumps else ""
-    return f"this run continues with settings that differ from those before: {', '.join(listed)}{rate}"
+    return f"this run continues with settings that differ from those before: {', '.join(listed)}"

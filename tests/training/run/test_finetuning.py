@@ -202,7 +202,7 @@ def test_a_part_that_is_missing_is_named(folders, rows, tmp_path):
     folder = make_folder(tmp_path / "published", parts="60KB")
     part = sorted(folder.glob("*.safetensors"))[1]
     part.unlink()
-    with pytest.raises(UserError, match=f"lists {part.name}, which is not there"):
+    with pytest.raises(UserError, match=f"{part.name} cannot be read as safetensors"):
         prepare(config(*words(folder, rows)))
 
 
