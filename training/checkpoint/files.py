@@ -68,7 +68,7 @@ class Checkpoint:
         loss_scale: For float16: scale and good_steps after that step.
         progress: The state that the training loop needs to continue.
         best_step: The step of the best evaluation so far; None before the first evaluation.
-        config: The part of the run's configuration that a checkpoint keeps; None in older checkpoints.
+        config: The part of the run's configuration that a checkpoint keeps; None if it was saved without one.
         files: Size in bytes and sha256 of each file, by its name.
     """
 
@@ -88,8 +88,7 @@ class Checkpoint:
             self.folder = folder.resolve()
             self.step, self.optimizer = operator.index(manifest["step"]), manifest["optimizer"]
             self.layout, self.loss_scale = _layout(manifest["layout"]), manifest["loss_scale"]
-            self.progress, self.config = manifest.get("progress", {}), manifest.get("config")
-            self.tied = dict(manifest.get("tied", {}))
+            self.progress, self.config, self.tied = manifest["progress"], manifest.get("config"), dict(manifest["tied"])
             best = self.progress.get("best_step")
             self.best_step = None if best is None else operator.index(best)
             described = manifest["files"].items()

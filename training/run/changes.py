@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -55,18 +56,8 @@ def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
     return any(schedule.factor(step, total, per_epoch) != schedule.factor(step, 2 * total, per_epoch) for step in steps)
 
 
-def changes(before: Any, now: dict[str, Any]) -> str | None:
-    """Compare two recipes.
-
-    Args:
-        before: The recipe in the checkpoint; anything else than a mapping counts as unknown.
-        now: The recipe of this run.
-
-    Returns:
-        The settings that differ, with both values; None if none does, or if the recipe in the checkpoint is unknown.
-    """
-    if not isinstance(before, dict):
-        return None
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the settings that differ between the recipe in a checkpoint and that of this run; None if none does."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in _NOT_CONTENT]
     names = [name for name in names if not name.startswith("choice.")]  # only older checkpoints have these
     if not names:

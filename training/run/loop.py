@@ -160,16 +160,15 @@ class Loop:
         self.outcome.checkpoint = checkpoint.folder
         try:
             # The best step of an older checkpoint, which has no monitor, is that of the validation loss.
-            known = {"best": progress.get("best_val_loss"), "monitor": (LOSS, MINIMIZE), **progress}
+            known = {"best": progress["best_val_loss"], "monitor": (LOSS, MINIMIZE), **progress}
             for key in _RESUMED:
-                value = known.get(key)
+                value = known[key]
                 setattr(self.outcome, key, value if value is None or isinstance(value, int) else float(value))
             now = self.callbacks.run.evaluation
             comparable = known.get("evaluation", now) == now and tuple(known["monitor"]) == self.monitor
-            if "skipping" in progress:
-                self.skipping.load_state_dict(progress["skipping"])
-                self.outcome.skipped = self.skipping.skipped + done - step
-            called = dict(progress.get("callbacks", {}))
+            self.skipping.load_state_dict(progress["skipping"])
+            self.outcome.skipped = self.skipping.skipped + done - step
+            called = dict(progress["callbacks"])
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"progress in the manifest of {checkpoint.folder} is damaged: {error!r}") from error
         best = self.outcome.best_step

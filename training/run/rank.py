@@ -113,7 +113,7 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
         if resumed is not None:
             loop.restore(resumed, done, ended)
-            if (changed := changes(resumed.progress.get("recipe"), loop.recipe)) is not None:
+            if (changed := changes(resumed.progress["recipe"], loop.recipe)) is not None:
                 recorder.say(f"warning: {changed}")
         if world.rank == 0 and not ended:
             with suppress(OSError):
