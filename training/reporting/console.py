@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both import torch
@@ -19,7 +18,6 @@ _RESULTS = {
     "test_accuracy": "test accuracy",
     "test_perplexity": "test perplexity",
 }
-_WIDTH = 120
 _FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # how far a bubble is above the ideal, and how many times it, to print the reason
 
 
@@ -47,8 +45,7 @@ def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
 def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -> str:
     """Return the configuration of a run: the option of each group, and the other typed words."""
     lines = [" ".join(f"{group}={option}" for group, option in choices.items()), " ".join(changes)]
-    options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
-    return "\n".join(fill(line, _WIDTH, **options) for line in lines if line)
+    return "\n".join(filter(None, lines))
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,6 @@ run by seconds, and the run must be able to resume before that.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -54,17 +53,17 @@ def hold(folder: Path) -> None:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # another process has the lock: EAGAIN or, in POSIX, EACCES
+            holder = printable(os.pread(descriptor, 200, 0).decode(errors="replace"))
+            os.close(descriptor)
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"{folder} is in use by another run: {holder}. Two runs would write over each other: wait for "
+                    "that one, end it, or choose another directory (hydra.run.dir, of a sweep hydra.sweep.dir)"
+                ) from None
+            time.sleep(_POLL_S)
+            continue
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                holder = printable(os.pread(descriptor, 200, 0).decode(errors="replace"))
-                os.close(descriptor)
-                if time.monotonic() > deadline:
-                    raise TrainingError(
-                        f"{folder} is in use by another run: {holder}. Two runs would write over each other: wait for "
-                        "that one, end it, or choose another directory (hydra.run.dir, of a sweep hydra.sweep.dir)"
-                    ) from None
-                time.sleep(_POLL_S)
-                continue
             said = f"{folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it"
             print(f"warning: {said}", file=sys.stderr)
         if os.fstat(descriptor).st_nlink == 0:  # its holder has removed the file since it was opened
