@@ -17,23 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from parallel import timeline as kinds
 from parallel.plan import Plan
-from parallel.timeline import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECEIVE_ACTIVATION,
-    RECEIVE_GRADIENT,
-    RECEIVES,
-    WORK,
-    Interval,
-    Steps,
-    bubble_fraction,
-    steady_steps,
-    step_seconds,
-    work_span,
-)
+from parallel.timeline import RECEIVES, WORK, Interval, Steps, bubble_fraction, steady_steps, step_seconds, work_span
 from training.reporting import plot
 from training.reporting.metrics import write_or_warn
 
@@ -42,10 +28,10 @@ _MOST_STEPS = 5  # in the Chrome trace
 
 # The colours also differ in lightness, for print in grey and for colour-blind readers.
 _LOOKS = {
-    FORWARD: ("forward", plot.BLUE),
-    BACKWARD: ("backward", plot.ORANGE),
-    BACKWARD_INPUT: ("backward, inputs", plot.ORANGE),
-    BACKWARD_WEIGHT: ("backward, weights", "#8fd3bd"),
+    kinds.FORWARD: ("forward", plot.BLUE),
+    kinds.BACKWARD: ("backward", plot.ORANGE),
+    kinds.BACKWARD_INPUT: ("backward, inputs", plot.ORANGE),
+    kinds.BACKWARD_WEIGHT: ("backward, weights", "#8fd3bd"),
 }
 _IDLE, _WAITING, _SENT = "#f0f0f0", plot.PALE, "#404040"
 _OTHERS = (plot.GREEN, "#cc79a7", "#7f3c8d", "#56b4e9")  # kinds that are neither work nor receives
@@ -53,7 +39,8 @@ _SMALLEST = 5.0  # font size in points below which a number cannot be read
 _TOP, _BLOCK, _STRIP_TOP, _STRIP = -0.40, 0.62, 0.26, 0.10  # of a row of height 1, downwards from its middle
 
 # The tensor that a neighbour receives after each kind of work.
-_HANDS_ON = {FORWARD: RECEIVE_ACTIVATION, BACKWARD: RECEIVE_GRADIENT, BACKWARD_INPUT: RECEIVE_GRADIENT}
+_HANDS_ON = dict.fromkeys((kinds.BACKWARD, kinds.BACKWARD_INPUT), kinds.RECEIVE_GRADIENT)
+_HANDS_ON[kinds.FORWARD] = kinds.RECEIVE_ACTIVATION
 
 Colour = tuple[float, float, float]
 
@@ -147,7 +134,7 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
                     middle = (left + right) / 2, row + _TOP + _BLOCK / 2
                     axes.text(*middle, str(microbatch), color=ink, fontsize=size, ha="center", va="center_baseline")
             elif kind in RECEIVES:
-                sender = stage - 1 if kind == RECEIVE_ACTIVATION else stage + 1
+                sender = stage - 1 if kind == kinds.RECEIVE_ACTIVATION else stage + 1
                 ready = min(max(start, done.get((kind, sender, microbatch), start)), end)
                 bar(start, ready, row_of[stage] + _STRIP_TOP, _STRIP, color=_WAITING)
                 bar(ready, end, row_of[stage] + _STRIP_TOP, _STRIP, color=_SENT)
