@@ -120,21 +120,36 @@ def take(config: DictConfig) -> None:
     The directories of a sweep's jobs are checked job by job elsewhere.
 
     Raises:
-        TrainingError: It holds another run, or cannot be written; or a sweep was started by torchrun.
+        TrainingError: It holds another run, cannot be written, or has a link that leads out of it; or a sweep was
+            started by torchrun.
     """
-    if config.hydra.mode is RunMode.MULTIRUN:
-        world = World.detect()
-        if world is not None and world.size > 1:
-            raise TrainingError(
-                "a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun or srun"
-            )
-        return _take(Path(config.hydra.sweep.dir), "hydra.sweep.dir", depth=3)
-    if not config.hydra.run.dir:
-        raise TrainingError("hydra.run.dir is empty: name a directory, or leave it out for one below outputs/")
-    folder = Path(config.hydra.run.dir)
-    _take(folder, "hydra.run.dir", depth=2)
+    sweeps, world = config.hydra.mode is RunMode.MULTIRUN, World.detect()
+    if sweeps and world is not None and world.size > 1:
+        raise TrainingError(
+            "a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun or srun"
+        )
+    kind = "sweep" if sweeps else "run"
+    name, key = config.hydra[kind].dir, f"hydra.{kind}.dir"
+    if not name:
+        raise TrainingError(f"{key} is empty: name a directory, or leave it out for one below outputs/")
+    if name.startswith("~"):  # a folder of this name would be made, which `rm -r ~` does not mean
+        raise TrainingError(f"{key}={name}: ~ is not replaced here; write a whole path, such as $HOME/runs/a")
+    folder = Path(name)
+    try:
+        for depth in ("*", "*/*", "*/*/*") if sweeps else ("*", "*/*"):
+            for path in filter(Path.is_symlink, folder.glob(depth)):
+                if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+                    raise TrainingError(
+                        f"{path} is a link that leads out of {folder}, to {os.readlink(path)}; remove it, or choose "
+                        f"another {key}"
+                    )
+        hold(folder)
+    except OSError as error:
+        raise TrainingError(
+            f"the {kind} directory {folder} cannot be written: {explain(error, folder)}; choose another {key}"
+        ) from error
     # Only after locking: otherwise a run that began at the same moment would be overlooked.
-    if not started_again():
+    if not sweeps and not started_again():
         check_free(folder, config)
 
 
@@ -164,23 +179,3 @@ def _is_of(run_dir: Path, resume: Path) -> bool:
 def started_again() -> bool:
     """Return whether torchrun or a queue has restarted this rank: then the run directory is that of the same run."""
     return World.detect() is not None and restarts() > 0
-
-
-def _take(folder: Path, key: str, depth: int) -> None:
-    """Lock a directory, after checking that it can be written and that no link, down to a depth, leads out of it."""
-    if str(folder).startswith("~"):  # a folder of this name would be made, which `rm -r ~` does not mean
-        raise TrainingError(f"{key}={folder}: ~ is not replaced here; write a whole path, such as $HOME/runs/a")
-    try:
-        for level in range(1, depth + 1):
-            for path in filter(Path.is_symlink, folder.glob("/".join("*" * level))):
-                if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-                    raise TrainingError(
-                        f"{path} is a link that leads out of {folder}, to {os.readlink(path)}; remove it, or choose "
-                        f"another {key}"
-                    )
-        hold(folder)
-    except OSError as error:
-        kind = "run" if key == "hydra.run.dir" else "sweep"
-        raise TrainingError(
-            f"the {kind} directory {folder} cannot be written: {explain(error, folder)}; choose another {key}"
-        ) from error
