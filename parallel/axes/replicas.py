@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,21 +53,32 @@ class Replicas(Axis):
     def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
         """See ``Axis``."""
         super().__init__(name, plan, chain, mesh)
-        self._buckets: dict[nn.Module, Buckets] = {}
+        # bf16 and fp16 send gradients in that dtype; hierarchical_bf16 does so between groups.
+        dtype = _COMPRESSED.get(plan.comm_hook)
+        in_groups = plan.comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1
+        self._average: Average = _Hierarchical(mesh, dtype) if in_groups else partial(_average, mesh.dp_group, dtype)
+        self._buckets: dict[nn.Module, list[list[nn.Parameter]]] = {}  # of a split backward
+        self._pending: list[tuple[Future, Tensor, list[Tensor]]] = []
         self._apart: dict[nn.Parameter, Sequence[str]] = {}
 
     def wrap(self, stage: nn.Module, apart: Apart) -> nn.Module:
         """Wrap a stage in DDP, unless parameters are sharded, the backward is split, or nothing is trained.
 
-        Gradients are averaged in buckets of about ``plan.bucket_mb`` MiB, by ``averaging``: during the backward, or if
-        that is split, after the stage's last one.
+        Gradients are averaged in flat tensors of about ``plan.bucket_mb`` MiB: during the backward, or if that is
+        split, after the stage's last one.
         """
         plan, trained = self.plan, [p for p in stage.parameters() if p.requires_grad and p not in apart]
         self._apart |= apart
         if plan.shards > 1 or not trained:
             return stage
         if plan.splits_backward:
-            self._buckets[stage] = Buckets(trained, averaging(self.mesh, plan.comm_hook), plan.bucket_mb)
+            buckets, room = self._buckets.setdefault(stage, []), 0.0
+            for parameter in trained:
+                if room <= 0:
+                    buckets.append([])
+                    room = plan.bucket_mb * 2**20
+                buckets[-1].append(parameter)
+                room -= parameter.nbytes
             return stage
         ignored = [name for name, parameter in stage.named_parameters() if parameter in apart]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, ignored)
@@ -81,46 +92,13 @@ class Replicas(Axis):
         )
         stage.register_forward_hook(_reach_parameters)
         if plan.comm_hook != "none":
-            replicated.register_comm_hook(averaging(self.mesh, plan.comm_hook), _average_bucket)
+            replicated.register_comm_hook(self._average, _average_bucket)
         return replicated
 
+    @torch.no_grad()
     def start_reducing(self, module: nn.Module) -> None:
         """See ``Axis.start_reducing``. All replicas call this for their stages in the same order."""
-        if module in self._buckets:
-            self._buckets[module].start()
-
-    def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
-        """See ``Axis.finish_gradients``."""
-        for buckets in self._buckets.values():
-            buckets.wait()
-        for over in dict.fromkeys(map(tuple, self._apart.values())):
-            gradients = [p.grad for p, axes in self._apart.items() if tuple(axes) == over and p.grad is not None]
-            for gradient in gradients:
-                gradient /= self.mesh.dp
-            for ranks in (self.mesh.axis(axis) for axis in over):
-                if ranks.size > 1:
-                    all_reduce_sum(gradients, ranks.group)
-
-
-class Buckets:
-    """The gradients of some parameters, which are averaged in flat tensors of about ``bucket_mb`` MiB."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], average: Average, bucket_mb: float) -> None:
-        self._average = average
-        self._buckets: list[list[nn.Parameter]] = []
-        room = 0.0
-        for parameter in parameters:
-            if room <= 0:
-                self._buckets.append([])
-                room = bucket_mb * 2**20
-            self._buckets[-1].append(parameter)
-            room -= parameter.nbytes
-        self._pending: list[tuple[Future, Tensor, list[Tensor]]] = []
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Start to average the gradients of this step."""
-        for bucket in self._buckets:
+        for bucket in self._buckets.get(module, ()):
             gradients = []
             for parameter in bucket:
                 if parameter.grad is None:  # not used by this replica, but maybe by another
@@ -129,14 +107,20 @@ class Buckets:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             self._pending.append((self._average(flat), flat, gradients))
 
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Wait for what ``start`` has started."""
+    def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
+        """See ``Axis.finish_gradients``."""
         for future, flat, gradients in self._pending:
             future.wait()
             for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(mean.view(gradient.shape))
         self._pending.clear()
+        for over in dict.fromkeys(map(tuple, self._apart.values())):
+            gradients = [p.grad for p, axes in self._apart.items() if tuple(axes) == over and p.grad is not None]
+            for gradient in gradients:
+                gradient /= self.mesh.dp
+            for ranks in (self.mesh.axis(axis) for axis in over):
+                if ranks.size > 1:
+                    all_reduce_sum(gradients, ranks.group)
 
 
 def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):
@@ -168,20 +152,7 @@ def _average_bucket(average: Average, bucket):  # DDP refuses an annotation in q
     return average(bucket.buffer())
 
 
-def averaging(mesh: Mesh, comm_hook: str) -> Average:
-    """Return the function that averages over the replicas of a mesh.
-
-    bf16 and fp16 send gradients in that dtype. hierarchical averages within each group of replicas first, then between
-    groups; hierarchical_bf16 does the same, in bf16 between groups.
-    """
-    dtype = _COMPRESSED.get(comm_hook)
-    if comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1:
-        return _Hierarchical(mesh, dtype)
-    assert mesh.dp_group is not None  # there are replicas
-    return partial(_average, mesh.dp_group, dtype)
-
-
-def _average(group: dist.ProcessGroup, dtype: torch.dtype | None, gradients: Tensor) -> Future:
+def _average(group: dist.ProcessGroup | None, dtype: torch.dtype | None, gradients: Tensor) -> Future:
     """Divide the gradients, convert them to ``dtype`` if it is given, sum over the group, and convert back in place.
 
     torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
