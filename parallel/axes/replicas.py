@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,9 @@ class Replicas(Axis):
         # bf16 and fp16 send gradients in that dtype; hierarchical_bf16 does so between groups.
         dtype = _COMPRESSED.get(plan.comm_hook)
         in_groups = plan.comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1
-        self._average: Average = _Hierarchical(mesh, dtype) if in_groups else partial(_average, mesh.dp_group, dtype)
+        average = self._average_in_groups if in_groups else partial(_average, mesh.dp_group)
+        self._average: Average = partial(average, dtype)
+        self._stream: torch.cuda.Stream | None = None
         self._buckets: dict[nn.Module, list[list[nn.Parameter]]] = {}  # of a split backward
         self._pending: list[tuple[Future, Tensor, list[Tensor]]] = []
         self._apart: dict[nn.Parameter, Sequence[str]] = {}
@@ -122,6 +125,35 @@ class Replicas(Axis):
                 if ranks.size > 1:
                     all_reduce_sum(gradients, ranks.group)
 
+    def _average_in_groups(self, across: torch.dtype | None, gradients: Tensor) -> Future:
+        """Reduce-scatter among peers, all-reduce one part between their groups, all-gather among peers.
+
+        Each rank sends 1/peers of the bytes between groups, in the dtype ``across`` if it is given. The three
+        collectives of a bucket are called before those of the next bucket, since all ranks must call the collectives of
+        a process group in one order. On a GPU they run on a separate stream, so that the backward does not wait for
+        them.
+        """
+        peers, copies, stream = self.mesh.axis(PEERS), self.mesh.axis(COPIES), nullcontext()
+        if gradients.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(gradients.device)
+            self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+            stream = torch.cuda.stream(self._stream)  # waiting for the future waits for the work queued on it
+        with stream:
+            each = -(-gradients.numel() // peers.size)
+            whole = gradients.new_zeros(each * peers.size)
+            torch.div(gradients, self.mesh.dp, out=whole[: gradients.numel()])
+            part = gradients.new_empty(each)
+            reduce_scatter(part, whole, group=peers.group)
+            if copies.group is not None:
+                sent = part if across is None else part.to(across)
+                dist.all_reduce(sent, group=copies.group)
+                part = sent.to(part.dtype)
+            dist.all_gather_into_tensor(whole, part, group=peers.group)
+            gradients.copy_(whole[: gradients.numel()])
+            done = Future(devices=[gradients.device] if gradients.is_cuda else [])
+            done.set_result(gradients)
+            return done
+
 
 def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):
     """Make the stage's output depend on every parameter, because DDP waits for each of them in the backward.
@@ -167,43 +199,3 @@ def _average(group: dist.ProcessGroup | None, dtype: torch.dtype | None, gradien
         return mean if dtype is None else gradients.copy_(mean)
 
     return sent.then(widen)
-
-
-class _Hierarchical:
-    """Reduce-scatter among peers, all-reduce of one part between their groups, all-gather among peers.
-
-    Each rank sends 1/peers of the bytes between groups. The three collectives of a bucket are called before those of
-    the next bucket, since all ranks must call the collectives of a process group in one order. On a GPU they run on a
-    separate stream, so that the backward does not wait for them.
-    """
-
-    def __init__(self, mesh: Mesh, across: torch.dtype | None) -> None:
-        self._copies, self._peers, self._across = mesh.axis(COPIES), mesh.axis(PEERS), across
-        self._dp = mesh.dp
-        self._stream: torch.cuda.Stream | None = None
-
-    def __call__(self, gradients: Tensor) -> Future:
-        if not gradients.is_cuda:
-            return self._averaged(gradients)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(gradients.device)
-        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
-        with torch.cuda.stream(self._stream):
-            return self._averaged(gradients)  # waiting for the future waits for the work queued on this stream
-
-    def _averaged(self, gradients: Tensor) -> Future:
-        peers, copies = self._peers, self._copies
-        each = -(-gradients.numel() // peers.size)
-        whole = gradients.new_zeros(each * peers.size)
-        torch.div(gradients, self._dp, out=whole[: gradients.numel()])
-        part = gradients.new_empty(each)
-        reduce_scatter(part, whole, group=peers.group)
-        if copies.group is not None:
-            sent = part if self._across is None else part.to(self._across)
-            dist.all_reduce(sent, group=copies.group)
-            part = sent.to(part.dtype)
-        dist.all_gather_into_tensor(whole, part, group=peers.group)
-        gradients.copy_(whole[: gradients.numel()])
-        done = Future(devices=[gradients.device] if gradients.is_cuda else [])
-        done.set_result(gradients)
-        return done
