@@ -32,7 +32,7 @@ class Hardware:
 
     Attributes:
         device_type: cpu, cuda or mps.
-        count: The number of such devices of a machine. None for CPUs, whose cores any number of processes may share,
+        count: The number of such devices of a machine. None for CPUs, because any number of processes may share cores,
             and if it is not known.
         precision: The precision that ``auto`` selects; ``auto`` if it is not known.
     """
@@ -66,7 +66,7 @@ def local_device(device_type: str, local_rank: int) -> torch.device:
     """Return the device of this rank, which is the CPU or a GPU, and make it the current device.
 
     GPUs are assigned in turn. If there are fewer GPUs than ranks, ranks share them, unless a queue shows each rank only
-    a GPU of its own (see ``parallel.host_group.choose_backend``).
+    one GPU (see ``parallel.host_group.choose_backend``).
     """
     if device_type == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -100,7 +100,7 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
         return torch.cuda.max_memory_allocated(device)
     if kind == "mps":
         return torch.mps.current_allocated_memory()
-    # Preferred over getrusage, whose peak a worker inherits from the process that started it.
+    # Preferred over getrusage: there a worker inherits the peak of the process that started it.
     with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
         if found := re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE):
             return int(found[1]) * 1024

@@ -49,7 +49,7 @@ def even_split(layers: int, stages: int) -> list[int]:
 
 
 def block_partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Return the lengths of contiguous non-empty blocks of ``costs`` whose largest sum is smallest.
+    """Return the lengths of contiguous non-empty blocks of ``costs`` with the smallest possible largest sum.
 
     Exact, by dynamic programming in O(parts x n^2).
     """

@@ -25,7 +25,7 @@ class PipeStage(PipelineStage):
     """A stage that also passes on tensors without gradients, and records when it works.
 
     torch's stage is only given the tensors at its borders that have a gradient, because before torch 2.13 it expects a
-    gradient for every tensor that it sends. This class sends the others (token numbers, masks) after them.
+    gradient for every tensor that it sends. This class sends tensors without one (token numbers, masks) after them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Stages on ranks of their own, under a schedule of torch.distributed.pipelining.
+"""Stages on separate ranks, under a schedule of torch.distributed.pipelining.
 
 A schedule of that package calls ``loss_fn(output, target)`` on the last rank. Here the loss is computed in the forward
 of the last stage, which gets the targets as keyword arguments and adds up the sums of loss and metrics. The output that
@@ -7,7 +7,7 @@ placeholder that can be cut into micro-batches. The sums stay in the stage until
 (``Strategy._agree``) sends them to all ranks.
 
 The package has pitfalls that are avoided here:
-* Without static metadata, the first step runs each stage on uninitialised memory. The shapes and dtypes at stage
+* Without static metadata, the first step runs each stage on uninitialized memory. The shapes and dtypes at stage
   borders are therefore given, by ``stage_borders``.
 * It averages gradients over chunks by dividing them, including those from before. ``scale_grads`` is therefore off, the
   loss contains the factor, and gradients are cleared before an evaluation.

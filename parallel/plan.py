@@ -30,7 +30,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Layout):
-    """A layout whose keys all have values, and what follows from it for a model on some machines.
+    """A layout with a value for each key, and its consequences for a model on some machines.
 
     ``schedule`` is None if one process runs all stages.
 

@@ -15,7 +15,7 @@ from parallel.strategy import LocalStrategy
 
 
 class ModelParallel(LocalStrategy):
-    """Several stages, each on a device of its own, that compute one after the other: ``model_parallel``."""
+    """Several stages, each on its device, that compute one after the other: ``model_parallel``."""
 
     def wrap(self) -> nn.Module:
         """Chain the stages."""
@@ -46,7 +46,7 @@ class _OnSeveralDevices(nn.Module):
 class DataParallel(LocalStrategy):
     """torch's ``nn.DataParallel``, as a baseline for ``ddp``: ``data_parallel``.
 
-    Every forward copies the model to all devices. Each takes a part of the micro-batch, with BatchNorm of its own.
+    Every forward copies the model to all devices. Each takes a part of the micro-batch, with separate BatchNorm.
     """
 
     def wrap(self) -> nn.Module:
@@ -67,7 +67,7 @@ class _OnCopies(nn.DataParallel):
 
 
 class _Copy(nn.Module):
-    """The module that runs on each device, in a thread of its own, which does not inherit autocast."""
+    """The module that runs on each device, in a separate thread, which does not inherit autocast."""
 
     def __init__(self, stage: Stage, devices: Sequence[int], precision: str) -> None:
         super().__init__()

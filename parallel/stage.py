@@ -292,7 +292,7 @@ class Stage(nn.Module):
         if self._compiled_whole:
             self._compute = torch.compile(self._compute)
             return
-        # Dropout breaks a layer's graph. In a part with a checkpoint of its own, torch would then compile the forward
+        # Dropout breaks a layer's graph. In a part that has a checkpoint itself, torch would then compile the forward
         # but not the recomputation, so all of it runs uncompiled (private; torch 2.13).
         skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         set_code_exec_strategy(unwrap(checkpoint).__code__, skipped)
@@ -314,6 +314,6 @@ class Stage(nn.Module):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` contiguous, also in dimensions of size 1, whose strides torch reads as a hint at channels_last."""
+    """Return ``x`` contiguous, also in dimensions of size 1: torch reads their strides as a hint at channels_last."""
     x = x.contiguous()
     return x.view(x.shape) if 1 in x.shape else x

@@ -26,7 +26,7 @@ class StrategyInfo:
         class_path: Module and name of its class, which is imported when it is used.
         replicas: Whether there may be several replicas (``parallel.dp``), each with an equal part of the batch.
         stages: Whether the model may be cut into several stages (``parallel.pp``).
-        stage_per_rank: Whether stages run on ranks of their own, under a schedule.
+        stage_per_rank: Whether stages run on separate ranks, under a schedule.
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
             or, without stages, a copy of the model on each.
         gpu_only: Whether the devices must be GPUs.

@@ -306,7 +306,7 @@ class Strategy(ABC):
         """
         loss, count, *metrics = self.take_sums()
         if not self._counts_samples or not any(stage.ends_chain for stage in self.stages):
-            targets = 0  # others count them
+            targets = 0  # other ranks count them
         squares = self.gradients.squared_norm().to(loss)
         mine = [loss, count, loss.new_full((), targets), squares, loss.new_full((), stop), *metrics]
         loss, count, targets_of_all, squares, stops, *metrics = self.all_sum(torch.stack(mine))
@@ -440,7 +440,7 @@ class Strategy(ABC):
         return torch.stack((first, torch.full_like(first, count)), dim=1)
 
     def take_sums(self) -> Tensor:
-        """Return the stages' [loss sum, count, metric sums...] since the last call; zeros if others count them."""
+        """Return the stages' [loss sum, count, metric sums...] since the last call; zeros if other ranks count them."""
         total = torch.zeros(2 + len(self.chain.loss.metrics), dtype=sum_dtype(self.device), device=self.device)
         for stage in self.stages:
             if (sums := stage.take_sums()) is not None and self._counts_samples:
@@ -493,7 +493,7 @@ class LocalStrategy(Strategy):
 def build_strategy(
     plan: Plan, chain: Chain, mesh: Mesh, options: Options, sample: Batch | None, local_rank: int = 0
 ) -> Strategy:
-    """Build this rank's strategy, whose class is named in the registry.
+    """Build this rank's strategy. The registry has the name of its class.
 
     The arguments are those of ``Strategy``. ``local_rank`` is this rank's number on its machine, which selects its
     device.

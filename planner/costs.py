@@ -50,7 +50,7 @@ class PaperCosts:
         return 0.0
 
     def slowed(self, busy: float, samples: int) -> float:
-        """Return 1: each rank has a device of its own."""
+        """Return 1: no two ranks share a device."""
         return 1.0
 
     def attention(self, work: LayerWork, samples: int) -> float:
@@ -167,7 +167,7 @@ class MeasuredCosts:
         return self.here.step + (reduced * dp / self.here.processes * self.here.replicas.fixed if dp > 1 else 0.0)
 
     def _of_ring(self, size: float, ranks: int) -> float:
-        """Return the bytes whose collective over all processes takes as long as ``size`` bytes over ``ranks``."""
+        """Return for how many bytes a collective over all processes takes as long as one of ``size`` over ``ranks``."""
         most = self.here.processes
         return size * (ranks - 1) / ranks * most / (most - 1) if ranks > 1 else 0.0
 

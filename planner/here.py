@@ -1,7 +1,7 @@
 """Measures on this machine what a step consists of, in processes that compute at the same time, as in a run.
 
-Layers are measured one at a time. What a strategy adds is measured with a small model of elementwise products, whose
-computing takes almost no time. Every number is that of the slowest rank.
+Layers are measured one at a time. What a strategy adds is measured with a small model of elementwise products, which
+takes almost no time to compute. Every number is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def _step(
 
 
 class _Scale(nn.Module):
-    """An elementwise product whose factors are spread over several tensors."""
+    """An elementwise product. Its factors are spread over several tensors."""
 
     def __init__(self, numbers: int, tensors: int) -> None:
         super().__init__()

@@ -185,7 +185,7 @@ def layouts(
 def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) -> Iterator[PlannedLayout]:
     for name, info in STRATEGIES.items():
         typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
-        piped = info.stage_per_rank or not (typed or stages)  # else what is typed has no meaning
+        piped = info.stage_per_rank or not (typed or stages)  # else the typed keys have no meaning
         wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
         if not wanted or not all(axis.allows(info, layout) for axis in known_axes(layout)):
             continue

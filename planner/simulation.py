@@ -40,7 +40,7 @@ def order(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: st
 
 
 def _plain_order(stage: int, chunks: int, ahead: int) -> list[Action]:
-    """Return the work of a rank with one stage, whose forwards are up to ``ahead`` micro-batches ahead."""
+    """Return the work of a rank with one stage. Its forwards are up to ``ahead`` micro-batches ahead."""
     actions = [Action(stage, FORWARD, chunk) for chunk in range(min(ahead, chunks))]
     for chunk in range(chunks):
         actions.append(Action(stage, BACKWARD, chunk))

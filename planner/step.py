@@ -113,7 +113,7 @@ def seconds_of_layer(work: LayerWork, layout: PlannedLayout, costs: Costs) -> fl
 def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
     """Seconds of a rank's part of a layer per micro-batch.
 
-    ``again`` is false for the last layer, whose loss is not recomputed.
+    ``again`` is false for the last layer, because the loss is not recomputed.
     """
     forward, backward = costs.forward(part, layout.samples), costs.backward(part, layout.samples)
     more = {"none": 0.0, "full": forward, "selective": costs.attention(part, layout.samples)}

@@ -398,7 +398,7 @@ class TensorParallel(Axis):
 
 
 def _uneven(one: str, other: str) -> PlanError:
-    """Return the error for a parameter of which ranks compute with parts of a tensor here and with the whole there."""
+    """Return the error for a replicated parameter that is applied to a sharded tensor here and to a whole one there."""
     return PlanError(
         f"parallel.tp: {one} and {other} are one parameter of which no rank has a part. Ranks compute with it for "
         "different parts of the samples in the one and for the whole in the other, so their gradients cannot be added "
