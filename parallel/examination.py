@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -95,24 +95,27 @@ class Examination:
     Attributes:
         names: Those of the layers, and ``LOSS``.
         layers: Their facts, up to the first layer that cannot be computed.
-        losses: Those of the last layer's own loss, if it has one, and of the chain's.
+        loss: Those of the last layer's own loss, if it has one, or of the chain's; None if a layer before cannot be
+            computed.
     """
 
     names: Sequence[str]
     layers: list[Facts] = field(default_factory=list)
-    losses: list[Facts] = field(default_factory=list)
+    loss: Facts | None = None
 
     def which(self, fact: str) -> list[str]:
         """Return the names of the layers of which a fact is true; ``LOSS`` stands for the loss."""
-        # If the last layer computes the loss, the chain's is not called.
-        used = [*self.layers, *self.losses[:1]]
-        return list(dict.fromkeys(facts.name for facts in used if getattr(facts, fact)))
+        return list(dict.fromkeys(facts.name for facts in self._found if getattr(facts, fact)))
 
     def may(self, fact: str) -> set[str]:
         """Return the names of the layers of which a fact is true or unknown; ``LOSS`` stands for the loss."""
-        found = [*self.layers, *self.losses]
-        known = {facts.name for facts in found} - {facts.name for facts in found if not facts.watched}
+        seen = [*self.names[: len(self.layers)], *[LOSS] * (self.loss is not None)]
+        known = {*seen} - {facts.name for facts in self._found if not facts.watched}
         return {*self.names} - known | {*self.which(fact)}
+
+    @property
+    def _found(self) -> list[Facts]:
+        return self.layers if self.loss is None else [*self.layers, self.loss]
 
     def for_plan(self) -> dict[str, Any]:
         """Return the fields ``facts`` and ``sample_dims`` of a plan."""
@@ -121,14 +124,9 @@ class Examination:
         return {"facts": facts, "sample_dims": self.sample_dims}
 
     @property
-    def given(self) -> Sequence[tuple[Tensor, ...]]:
-        """What the loss gets from the model, for the micro-batch and for twice the samples; empty if unknown."""
-        return self.losses[0].given if self.losses else ()
-
-    @property
     def sample_dims(self) -> list[list[int]]:
-        """The dimensions of samples of each of these tensors, which double with the samples; empty if unknown."""
-        return _sample_dims(*self.given) if len(self.given) == 2 else []
+        """The dimensions of samples of each tensor that the loss gets from the model; empty if unknown."""
+        return [] if self.loss is None else _sample_dims(self.loss.given)
 
 
 def examine(
@@ -190,17 +188,17 @@ class _Examiner:
             if not facts.outputs:
                 return found
             before, given = given, [as_tuple(output) for output in facts.outputs]
-        several, loss = isinstance(found.layers[-1].outputs[0], tuple), copy_to_try(chain.loss)
-        calls: dict[str, tuple[Call, nn.Module, Given]] = {
-            LOSS: (lambda _, x, batch: loss(x if several else x[0], batch.targets, None), nn.Module(), given)
-        }
-        if loss_of(module) is not None:
-            calls = {name: (lambda own, x, batch: own.loss(*x, batch.targets, None), module, before)} | calls
-        found.losses += [self._observe(name, module, call, x, loss=True) for name, (call, module, x) in calls.items()]
-        facts = found.losses[0]
-        known = facts.draws or found.which("gathers") or is_by_sample(loss_of(module) or chain.loss)
-        if some is not None and not known:
-            facts.passes = self._differs_by_halves(found, *calls[facts.name][:2], some)
+        several, loss, own = isinstance(found.layers[-1].outputs[0], tuple), copy_to_try(chain.loss), loss_of(module)
+
+        def call(module: Any, x: tuple[Tensor, ...], batch: Batch) -> Sums:
+            if own is not None:
+                return module.loss(*x, batch.targets, None)
+            return loss(x if several else x[0], batch.targets, None)
+
+        name, module, given = (LOSS, nn.Module(), given) if own is None else (chain.names[-1], module, before)
+        facts = found.loss = self._observe(name, module, call, given, loss=True)
+        if some is not None and not (facts.draws or found.which("gathers") or is_by_sample(own or chain.loss)):
+            facts.passes = self._differs_by_halves(facts, call, module, some)
         return found
 
     def _observe(self, name: str, module: nn.Module, call: Call, given: Given, loss: bool = False) -> Facts:
@@ -227,57 +225,54 @@ class _Examiner:
     def _seen(
         self, name: str, module: nn.Module, call: Call, given: Given, batches: Sequence[Batch], watched: bool = True
     ) -> Facts:
-        """Call a layer or a loss with each of what it is given, and note what it does the first time and the second."""
-        facts, calls = Facts(name, type(module).__name__, given), _calls_of_batchnorm(name, module)
-        dims = _sample_dims(*given) if len(given) == 2 else []
-        replicas.called, runs = False, []
-        for tensors, batch in zip(given, batches, strict=False):
-            followed, error, notes = [x for x, of in zip(tensors, dims, strict=False) if of], None, []
-            effects = Effects(module, followed, self.ranges)
-            dropout = computing(Samples(len(batch), notes=notes))  # dropout by sample draws nothing, and is noted
-            try:
-                with torch.set_grad_enabled(self.training), ExitStack() as modes:
-                    for mode in (dropout, effects) if watched else ():
-                        modes.enter_context(mode)
-                    output = call(module, tensors, batch)
-            except Exception as failure:  # a user's code
-                error = failure
-            if not runs:
-                facts.error, facts.watched = error, watched and error is None
-                facts.reads_numbers = effects.data_dependent or _needs_numbers(error)
-                facts.stale = any(map(self._is_stale, effects.others))
-                written = effects.wrote(tensors)
-                facts.writes, facts.aliases = bool(written), len(written) > len(set(written))
-                facts.fills, facts.norms = effects.fills, dict(calls)
-            if error is not None:
-                break
-            others, changed = self.training and effects.wrote_others(), effects.changed()
-            if not runs and (others or changed is not None):
-                with computing(Samples(len(batch), notes=[])), Effects(module) as again:
-                    following = call(module, tuple(tensor.clone() for tensor in tensors), batch)
-                facts.changes = changed and again.changed()  # or has a cache been filled?
-                facts.spoils = others and _is_spoilt(following, [*tensors, *module.parameters()])
-            facts.outputs.append(output)
-            starts = {tensor.grad_fn for tensor in tensors}
-            own = (n for n in backward_nodes(tree_leaves(output), starts.__contains__) if n not in starts)
-            facts.reentrant |= any(node.name() == "CheckpointFunctionBackward" for node in own)
-            facts.draws |= effects.draws
-            facts.random |= effects.draws or bool(notes)
-            runs.append((effects, notes))
-        facts.gathers = replicas.called
-        if len(runs) == 2:
-            (_, once), (effects, twice) = runs
-            facts.draws |= [(path, (2 * shape[0], *shape[1:])) for path, shape in once] != twice
-            if not isinstance(facts.outputs[0], Sums) and not facts.gathers:
-                outputs = [as_tuple(output) for output in facts.outputs]
-                each = zip(outputs[1], _sample_dims(*outputs), strict=False)
+        """Call a layer or a loss and note what it does; then call it with twice the samples, and compare."""
+        facts, norms = Facts(name, type(module).__name__, given), _calls_of_batchnorm(name, module)
+        (tensors, batch), *twice = zip(given, batches, strict=False)
+        followed = [x for x, of in zip(tensors, _sample_dims(given), strict=False) if of]
+        effects = Effects(module, followed, self.ranges)
+        replicas.called, notes = False, []
+        try:
+            output = self._called(call, module, tensors, batch, notes, effects if watched else nullcontext())
+        except Exception as error:  # a user's code
+            facts.error = error
+        facts.watched = watched and facts.error is None
+        facts.reads_numbers = effects.data_dependent or _needs_numbers(facts.error)
+        facts.stale = any(map(self._is_stale, effects.others))
+        written = effects.wrote(tensors)
+        facts.writes, facts.aliases = bool(written), len(written) > len(set(written))
+        facts.fills, facts.norms, facts.gathers = effects.fills, dict(norms), replicas.called
+        facts.draws, facts.random = effects.draws, effects.draws or bool(notes)
+        if facts.error is not None:
+            return facts
+        others, changed = self.training and effects.wrote_others(), effects.changed()
+        if others or changed is not None:
+            again = Effects(module)
+            following = self._called(call, module, tuple(tensor.clone() for tensor in tensors), batch, [], again)
+            facts.changes = changed and again.changed()  # or has a cache been filled?
+            facts.spoils = others and _is_spoilt(following, [*tensors, *module.parameters()])
+        starts = {tensor.grad_fn for tensor in tensors}
+        own = (node for node in backward_nodes(tree_leaves(output), starts.__contains__) if node not in starts)
+        facts.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in own)
+        facts.outputs, notes_of_twice = [output], []
+        for more, batch in twice:
+            with suppress(Exception):  # a user's code
+                facts.outputs.append(self._called(call, module, more, batch, notes_of_twice, nullcontext()))
+        if len(facts.outputs) == 2:
+            facts.draws |= [(path, (2 * shape[0], *shape[1:])) for path, shape in notes] != notes_of_twice
+            if not isinstance(output, Sums) and not facts.gathers:
+                each = zip(as_tuple(output), _sample_dims(list(map(as_tuple, facts.outputs))), strict=False)
                 facts.passes = any(len(of) != 1 and effects.computes(tensor) for tensor, of in each)
         return facts
 
-    def _differs_by_halves(
-        self, found: Examination, call: Call, module: nn.Module, some: Callable[[int], Batch]
-    ) -> bool:
-        name, whole, dims = found.losses[0].name, len(self.batches[1]), found.sample_dims
+    def _called(
+        self, call: Call, module: nn.Module, tensors: tuple[Tensor, ...], batch: Batch, notes: list, mode: Any
+    ) -> Any:
+        """Call a layer or a loss in a mode of torch. Dropout by sample adds itself to ``notes``, and draws nothing."""
+        with torch.set_grad_enabled(self.training), computing(Samples(len(batch), notes=notes)), mode:
+            return call(module, tensors, batch)
+
+    def _differs_by_halves(self, loss: Facts, call: Call, module: nn.Module, some: Callable[[int], Batch]) -> bool:
+        whole, dims = len(self.batches[1]), _sample_dims(loss.given)
         few = min(_ASKED, whole)
 
         def sums(first: int, count: int) -> Tensor:
@@ -285,11 +280,11 @@ class _Examiner:
             return call(module, part, Batch(part, targets[first : first + count])).stack()
 
         with suppress(Exception), torch.no_grad():  # a user's code
-            outputs = some_samples(found.given[1], dims, 0, few, whole)
+            outputs = some_samples(loss.given[1], dims, 0, few, whole)
             if dims and sum(tensor.numel() for tensor in outputs) <= MOST_OUTPUTS:
                 outputs, (targets,) = made_up(outputs), as_tuple(converted(some(few).targets, torch.float32))
-                if name != LOSS:
-                    module = self.chain.build([name], 0, CPU)[name]
+                if loss.name != LOSS:
+                    module = self.chain.build([loss.name], 0, CPU)[loss.name]
                 both = sums(0, few // 2) + sums(few // 2, few // 2)
                 return not torch.allclose(both, sums(0, few), rtol=_SAME, equal_nan=True)
         return False
@@ -369,9 +364,9 @@ def _range(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     return min(int(tensor.min()) for tensor in tensors), max(int(tensor.max()) for tensor in tensors)
 
 
-def _sample_dims(once: Sequence[Tensor], twice: Sequence[Tensor]) -> list[list[int]]:
-    """Return the dimensions of each tensor that are others for twice the samples."""
-    pairs = zip(once, twice, strict=False)
+def _sample_dims(given: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Return the dimensions of each tensor that differ for twice the samples; empty if these are unknown."""
+    pairs = zip(*given, strict=False) if len(given) == 2 else ()
     return [[i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n] for a, b in pairs]
 
 

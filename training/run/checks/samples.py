@@ -140,7 +140,7 @@ def check_shapes(setup: Setup) -> None:
                     "with all of them (torch.cat)"
                 )
             check_layer(facts, plan, plan.recompute, setup.cfg.mode != "eval")
-        for facts in found.losses:
+        if (facts := found.loss) is not None:
             at, name = f"loss {type(loss).__name__}: ", getattr(loss, "__name__", type(loss).__name__)
             if facts.name != LOSS:
                 at = f"layer {facts.name!r} ({facts.kind}) computes the loss itself, beside the given one: "
