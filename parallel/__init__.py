@@ -11,6 +11,7 @@
     zero_bubble/                     schedules that split the backward
     stage.py                         the layers of a rank
     examination.py                   what layers and the loss do that depends on the layout, seen before a run
+    supported.py                     whether a layout supports a model, by its axes and by the examination
     shape_inference.py               the shapes and dtypes of what layers return, inferred without numbers
     watching.py                      the mode of torch by which an examination sees each operator
     gradients.py, batchnorm.py       the gradients of a rank's stages; BatchNorm's statistics

@@ -26,10 +26,6 @@ from models.seeds import Samples, computing, seeded
 from parallel.watching import Effects, Refused
 
 MOST_OUTPUTS = 10**7  # elements of the model's output above which a loss is not tried on made-up ones
-REENTRANT = (
-    "calls torch.utils.checkpoint with use_reentrant=True, which DistributedDataParallel does not support: set "
-    "use_reentrant=False, or use parallel=fsdp"
-)
 _ASKED = 8  # samples for which a loss is asked
 _SAME = 1e-3  # relative difference of losses that may be rounding
 

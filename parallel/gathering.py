@@ -28,7 +28,7 @@ def gathering(plan: Plan, axis: Ranks | None = None, compiled: bool = False) -> 
     are compiled.
     """
     before, replicas.gather = replicas.gather, None
-    if plan.chunks > 1 or (len(plan.stages) == 1 and len(plan.devices) > 1):
+    if divides_samples(plan):
         replicas.gather = partial(refuse_to_gather, plan)
     elif axis is not None and axis.size > 1:
         all_rows = partial(_Gather.apply, axis)
@@ -37,6 +37,11 @@ def gathering(plan: Plan, axis: Ranks | None = None, compiled: bool = False) -> 
         yield
     finally:
         replicas.gather, replicas.filled = before, None
+
+
+def divides_samples(layout: Layout) -> bool:
+    """Return whether a layout divides the samples of a replica."""
+    return layout.chunks > 1 or (layout.pp == 1 and len(layout.devices) > 1)
 
 
 def refuse_to_gather(layout: Layout, rows: Tensor | None = None) -> NoReturn:

@@ -23,6 +23,7 @@ from parallel.partition import partition_layers
 from parallel.plan import Plan, StagePlan
 from parallel.schedules import SCHEDULES, check_schedule
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
+from parallel.supported import check_supported
 
 _MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it by a segmentation fault
 
@@ -80,11 +81,8 @@ def make_plan(
     skeleton = chain.skeleton()
     group, reshard = check_groups(parallel, info, replace(wanted, shard=None).mesh(), nodes)
     costs = [sum(p.numel() for p in layer.parameters()) for _, layer in skeleton.items()]
-    for axis in known_axes(wanted):
-        axis.check(wanted, chain, skeleton)
     stages = partition_layers(chain.names, wanted.pp * wanted.per_rank, parallel.balance, costs)
-    for axis in known_axes(wanted):
-        axis.check_stages(wanted, chain, skeleton, stages)
+    check_supported(wanted, chain, skeleton, stages)
     parameters, frozen = _count([skeleton])
     layout = replace(
         wanted,
@@ -113,8 +111,7 @@ def make_plan(
 def rebalanced(plan: Plan, chain: Chain, counts: Sequence[int]) -> Plan:
     """Return the plan with other numbers of layers in its stages."""
     stages, skeleton = partition_layers(chain.names, len(plan.stages), counts, []), chain.skeleton()
-    for axis in known_axes(plan):
-        axis.check_stages(plan, chain, skeleton, stages)
+    check_supported(plan, chain, skeleton, stages)
     return replace(plan, balance=tuple(counts), stages=_stages(skeleton, stages))
 
 

@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.errors import TrainingError, add_note
+from common.errors import add_note
 from data.dataset import Batch
 from models.chain import LOSS, Chain
 from parallel.axes import axes_of
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
 from parallel.dtensor import local
-from parallel.examination import REENTRANT
 from parallel.gathering import gathering
 from parallel.gradients import Gradients, sum_dtype
 from parallel.mesh import REPLICAS, Mesh
@@ -266,8 +265,6 @@ class Strategy(ABC):
             with torch.set_grad_enabled(training), self._autocast, gathers:
                 yield
         except Exception as error:
-            if "reentrant backward" in str(error):  # DistributedDataParallel's
-                raise TrainingError(f"a layer {REENTRANT}") from None
             self._add_location(error, step)
             raise
         finally:

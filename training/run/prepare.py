@@ -41,6 +41,8 @@ from planner.memory import Rank
 from training.checkpoint.init_from import unseen, vocabulary_with, with_base
 from training.optimizer.kinds import mean_states
 from training.run.checks.configuration import check_components, check_train
+from training.run.checks.data import check_length_of_run, check_read, check_splits
+from training.run.checks.layers import check_examined
 from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
 from training.run.checks.model import (
     across_nodes,
@@ -57,7 +59,6 @@ from training.run.checks.model import (
     check_saved_weights,
     reads_weights,
 )
-from training.run.checks.samples import check_length_of_run, check_read, check_shapes, check_splits
 from training.run.setup import Setup
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
@@ -132,7 +133,7 @@ def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: 
     note(0, "checking the run")
     for check in (
         check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_microbatch_fits,
-        check_shapes, check_divided_data,
+        check_examined, check_divided_data,
     ):  # fmt: skip
         check(setup)
     setup.plan = replace(setup.plan, **setup.examination.for_plan())

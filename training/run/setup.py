@@ -22,7 +22,6 @@ from data.dataset import Batch, DataSet, InMemory, Source
 from data.loader import EvalBatches, TrainBatches
 from models.chain import LOSS, Chain
 from parallel.examination import Examination, examine
-from parallel.gathering import gathering
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
 from planner.work import Works, work_of
@@ -119,8 +118,7 @@ class Setup:
     @cached_property
     def examination(self) -> Examination:
         """The facts of the layers and of the loss in training."""
-        with gathering(self.plan):
-            return examine(self.chain, self.sample, self.known or [self.sample], some=self.some)
+        return examine(self.chain, self.sample, self.known or [self.sample], some=self.some)
 
     @property
     def extents(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from models.losses import ClassCrossEntropy
 from parallel.shape_inference import TensorSpec, trace
 from planner.counting import Measure
 from training import train
-from training.run.checks.samples import check_shapes
+from training.run.checks.layers import check_examined
 from training.run.setup import Setup
 
 SINGLE = {"strategy": "single", "dp": 1, "chunks": 1, "pipelined": False, "devices": (), "pp": 1, "parameters": 1}
@@ -123,18 +123,18 @@ def test_a_layer_that_changes_its_tensors_is_refused_where_the_batch_is_cut(laye
         ({"activation_checkpointing": True}, "train.activation_checkpointing=true"),
     ]:
         with pytest.raises(PlanError, match=f"'h.0' .* changes its '{tensor}' .* with {words} .*models.batchnorm"):
-            check_shapes(setup_of(layer, **changes))
-    check_shapes(setup_of(layer))
-    check_shapes(setup_of(layer, mode="eval", dp=2))
+            check_examined(setup_of(layer, **changes))
+    check_examined(setup_of(layer))
+    check_examined(setup_of(layer, mode="eval", dp=2))
 
 
 @pytest.mark.parametrize("layer", KEPT.values(), ids=KEPT)
 def test_what_holds_nothing_from_step_to_step_is_fine_under_every_layout(layer):
-    check_shapes(setup_of(layer, dp=2, chunks=4))
+    check_examined(setup_of(layer, dp=2, chunks=4))
 
 
 def test_indices_that_are_numbers_tell_the_shape():
-    check_shapes(setup_of(partial(Own, by_index), pipelined=True))
+    check_examined(setup_of(partial(Own, by_index), pipelined=True))
 
 
 @pytest.mark.parametrize("forward", [item, as_array, by_mask])
@@ -142,8 +142,8 @@ def test_a_layer_that_reads_numbers_is_named_where_shapes_must_be_known(forward)
     layer = partial(Own, forward)
     for changes in ({"pipelined": True}, {"compile": True}, {"mode": "plan"}):
         with pytest.raises(PlanError, match="layer 'h.0' .* reads numbers out of tensors.*torch.where"):
-            check_shapes(setup_of(layer, **changes))
-    check_shapes(setup_of(layer))
+            check_examined(setup_of(layer, **changes))
+    check_examined(setup_of(layer))
 
 
 class ReadsNumbers(ClassCrossEntropy):
@@ -176,13 +176,13 @@ def test_a_loss_may_read_numbers_in_every_layout_as_no_shape_depends_on_it(read)
         setup.chain.layers[-1] = LayerSpec("last", Head)
     else:
         setup.chain = replace(setup.chain, loss=ReadsNumbers(read))
-    check_shapes(setup)
+    check_examined(setup)
     assert trace(setup.chain, setup.sample, "fp32", "cpu")[-1].outputs == (TensorSpec((), torch.float32, True),)
 
 
 def test_a_layer_that_fails_is_still_named_with_its_error():
     with pytest.raises(TrainingError, match=r"layer 'h.0' \(Linear\): .*9"):
-        check_shapes(setup_of(partial(nn.Linear, 9, 9)))
+        check_examined(setup_of(partial(nn.Linear, 9, 9)))
 
 
 class Twins(nn.Module):
@@ -199,7 +199,7 @@ class Twins(nn.Module):
 def test_a_batchnorm_that_is_called_twice_is_refused_in_every_layout():
     for changes in ({}, {"dp": 2, "strategy": "ddp"}):
         with pytest.raises(ModelError, match=r"'h.0' \(Twins\): .* the BatchNorm 'h.0.norm' 2 times, .*one .*for each"):
-            check_shapes(setup_of(Twins, **changes))
+            check_examined(setup_of(Twins, **changes))
 
 
 class Holding(nn.Module):
@@ -256,7 +256,7 @@ class Scaled(nn.Module):
 def test_a_parameter_may_be_passed_on_to_the_next_layer():
     setup = setup_of(Passing)
     setup.chain.layers.insert(2, LayerSpec("scaled", Scaled))
-    check_shapes(setup)
+    check_examined(setup)
 
 
 REACHED = {
@@ -269,14 +269,14 @@ REACHED = {
 
 @pytest.mark.parametrize("hold", REACHED.values(), ids=REACHED)
 def test_a_parameter_may_be_used_by_way_of_its_module(hold):
-    check_shapes(setup_of(partial(Holding, hold)))
+    check_examined(setup_of(partial(Holding, hold)))
 
 
 @pytest.mark.parametrize("hold", HIDDEN.values(), ids=HIDDEN)
 def test_a_parameter_that_is_not_reached_by_modules_is_refused_in_every_layout(hold):
     for changes in ({}, {"dp": 2, "strategy": "ddp"}):
         with pytest.raises(ModelError, match=r"'h.0' \(Holding\): .*a parameter that is not an attribute"):
-            check_shapes(setup_of(partial(Holding, hold), **changes))
+            check_examined(setup_of(partial(Holding, hold), **changes))
 
 
 def in_rows():
@@ -288,7 +288,7 @@ def test_samples_in_float64_as_numpy_makes_them_pass_a_layer_that_takes_one_dtyp
     setup = setup_of(layer)
     setup.chain.layers.pop(0)
     setup.sample.inputs = setup.sample.inputs.double()
-    check_shapes(setup)
+    check_examined(setup)
 
 
 class ChangesOne(nn.Module):
@@ -305,9 +305,9 @@ def test_an_input_that_is_changed_in_place_has_no_other_in_its_memory_where_each
         setup.chain.layers.insert(2, LayerSpec("changes", ChangesOne))
         if changes:
             with pytest.raises(ModelError, match=r"'changes' \(ChangesOne\): it changes an input .*x.clone\(\)"):
-                check_shapes(setup)
+                check_examined(setup)
         else:
-            check_shapes(setup)
+            check_examined(setup)
 
 
 def spoilt(self, x):
@@ -323,10 +323,10 @@ def spoilt_inside(self, x):
 @pytest.mark.parametrize("forward", [spoilt, spoilt_inside])
 def test_what_a_backward_needs_is_not_changed_in_place_where_torch_recomputes(forward):
     with pytest.raises(ModelError, match="'h.0' .*in place that its backward needs.*activation_checkpointing=false"):
-        check_shapes(setup_of(partial(Own, forward), activation_checkpointing=True))
-    check_shapes(setup_of(partial(Own, forward)))  # torch's own error names the operator
+        check_examined(setup_of(partial(Own, forward), activation_checkpointing=True))
+    check_examined(setup_of(partial(Own, forward)))  # torch's own error names the operator
     for fine in (nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True), BatchNorm1d(8)):
-        check_shapes(setup_of(partial(copy.deepcopy, fine), activation_checkpointing=True))
+        check_examined(setup_of(partial(copy.deepcopy, fine), activation_checkpointing=True))
 
 
 @torch.library.custom_op("layers_checked::double", mutates_args=())
@@ -367,7 +367,7 @@ ONLY_WITH_NUMBERS = {
 @pytest.mark.parametrize("forward", ONLY_WITH_NUMBERS.values(), ids=ONLY_WITH_NUMBERS)
 def test_a_layer_that_runs_only_with_numbers_is_tried_with_them(forward):
     for changes in ({}, {"pipelined": True, "pp": 2}, {"mode": "plan"}):
-        check_shapes(setup_of(partial(Own, forward), **changes))
+        check_examined(setup_of(partial(Own, forward), **changes))
     setup, before = setup_of(partial(Own, forward)), torch.get_rng_state()
     traced = trace(setup.chain, setup.sample, "fp32", "cpu", Measure)
     assert traced[1].outputs == (TensorSpec((4, 8), torch.float32),)
@@ -395,11 +395,11 @@ def test_a_loss_that_runs_only_with_numbers_is_tried_with_them(weigh):
     for changes in ({}, {"pipelined": True, "pp": 2}, {"mode": "plan"}):
         setup = setup_of(nn.Tanh, **changes)
         setup.chain = replace(setup.chain, loss=Weighted(weigh))
-        check_shapes(setup)
+        check_examined(setup)
     setup = setup_of(nn.Tanh, device_type="cuda")
     setup.chain = replace(setup.chain, loss=Weighted(weigh))
     with pytest.raises(TrainingError, match="loss Weighted"):
-        check_shapes(setup)
+        check_examined(setup)
 
 
 def test_what_torch_says_of_a_layer_with_numbers_is_quoted():
@@ -407,13 +407,13 @@ def test_what_torch_says_of_a_layer_with_numbers_is_quoted():
         return torch.linalg.cholesky(torch.ops.layers_checked.double(x))
 
     with pytest.raises(TrainingError, match=r"layer 'h.0' \(Own\): .*square"):
-        check_shapes(setup_of(partial(Own, forward)))
+        check_examined(setup_of(partial(Own, forward)))
 
 
 def test_a_tensor_that_a_layer_makes_elsewhere_is_said_unless_that_is_where_the_run_is():
     with pytest.raises(TrainingError, match="layer 'h.0' .* its input's device.*register_buffer.*=x.device"):
-        check_shapes(setup_of(partial(Own, elsewhere), device_type="cuda"))
-    check_shapes(setup_of(partial(Own, elsewhere)))
+        check_examined(setup_of(partial(Own, elsewhere), device_type="cuda"))
+    check_examined(setup_of(partial(Own, elsewhere)))
 
 
 class Recomputing(nn.Module):
@@ -431,9 +431,9 @@ class Recomputing(nn.Module):
 @pytest.mark.slow
 def test_a_reentrant_checkpoint_is_refused_in_replicas_before_the_run_and_thus_by_the_planner():
     for reentrant, strategy in ((True, "fsdp"), (False, "ddp")):
-        check_shapes(setup_of(partial(Recomputing, reentrant), strategy=strategy, dp=2))
+        check_examined(setup_of(partial(Recomputing, reentrant), strategy=strategy, dp=2))
     with pytest.raises(PlanError, match=r"layer 'h.0' \(Recomputing\): it calls .*use_reentrant=True.*parallel=fsdp"):
-        check_shapes(setup_of(partial(Recomputing, True), strategy="ddp", dp=2))
+        check_examined(setup_of(partial(Recomputing, True), strategy="ddp", dp=2))
 
 
 def test_a_layer_with_a_checkpoint_of_its_own_trains_compiled_and_in_replicas_but_for_reentrant_ones(tmp_path):

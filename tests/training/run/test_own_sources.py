@@ -14,7 +14,7 @@ from data.dataset import DataSet, InMemory, Source
 from data.loader import EvalBatches, TrainBatches
 from models.losses import IGNORED, TokenCrossEntropy
 from training import train
-from training.run.checks.samples import check_read
+from training.run.checks.data import check_read
 
 WORDS = ["optim=sgd", "optim.lr=0.5", "train.epochs=null", "train.steps=3", "train.global_batch_size=8", "logger=none"]
 WORDS += ["train.precision=fp64", "device=cpu", "parallel.threads=1", "scheduler=constant"]

@@ -2,7 +2,9 @@
 
 configuration.py  the values of the sections, without building anything
 model.py          the model with its data, its plan and the checkpoint that it starts from
-samples.py        the data: the first samples, shapes, splits, the length of the run
+data.py           the data: splits, one sample, the length of the run
+layers.py         what the examination has found of the layers
+loss.py           the loss and its metrics: what it returns, and whether it takes the targets
 memory.py         whether the run fits into memory, before any process is started
 ranks.py          whether all ranks belong to one run and start with the same weights, after they have connected
 

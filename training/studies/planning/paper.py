@@ -25,7 +25,7 @@ from planner.step import Seconds, slowed, stage_seconds
 from training.optimizer.checks import check_others
 from training.optimizer.kinds import mean_states
 from training.reporting.console import call_of, columns
-from training.run.checks.samples import check_shapes
+from training.run.checks.layers import check_examined
 from training.run.prepare import checked_model_and_data, in_one_process
 from training.run.setup import Setup
 from training.studies.planning import AUTO
@@ -106,7 +106,7 @@ def predict_on_paper(cfg: Root) -> tuple[Found, Setup]:
     alone, batch = in_one_process(cfg).parallel, cfg.train.global_batch_size
     plan = make_plan(alone, chain, global_batch_size=batch, device="cpu", precision=precision)
     setup = Setup(cfg, chain, data, plan)
-    check_shapes(setup)
+    check_examined(setup)
     pool = Pool(cluster.devices, cluster.size, on_job(cfg))
     possible = possible_layouts(setup, [pool], fixed, cluster.devices)
     costs, states = PaperCosts(cluster, precision), mean_states(cfg.optim, chain)

@@ -15,16 +15,15 @@ from conf.schema import Root
 from data.dataset import DataSet
 from models.chain import Chain
 from parallel.axes import known_axes
-from parallel.gathering import refuse_to_gather
 from parallel.layout import Layout
 from parallel.partition import partition_layers
 from parallel.planning import check_groups, check_numbers
 from parallel.strategies import strategy_info
+from parallel.supported import check_facts, check_supported
 from planner.layout import PlannedLayout, cut
 from planner.search import FREE, Pool, layouts
 from training.optimizer.checks import check_apart
 from training.run.checks.model import check_one_backward
-from training.run.checks.samples import check_layer
 from training.run.prepare import BALANCES
 from training.run.setup import Setup
 
@@ -121,7 +120,6 @@ def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
     It returns an empty string for a layout that supports them.
     """
     cfg, chain, found = setup.cfg, setup.chain, setup.examination
-    gathers = bool(found.which("gathers"))
     skeleton, passed = chain.skeleton(), set()
     optimizer, parallel = to_dict(cfg.optim), to_dict(cfg.parallel)
     of_some = any(parallel[key] not in (None, "none") for key in _OF_SOME)
@@ -130,22 +128,14 @@ def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
         try:
             if layout.divides_model:
                 check_apart(optimizer, layout.strategy)
-            for axis in known_axes(layout):
-                key = axis, *(getattr(layout, key) for key in axis.keys)
-                if key not in passed:
-                    axis.check(layout, chain, skeleton)
-                    passed.add(key)
-                axis.check_stages(layout, chain, skeleton, cut(chain.names, layout))
+            check_supported(layout, chain, skeleton, cut(chain.names, layout), passed)
             if cfg.train.compile:
                 check_one_backward(layout)
             if of_some:
                 mesh = replace(layout, shard=None).mesh()
                 section = SimpleNamespace(**parallel | layout.keys())
                 check_groups(section, strategy_info(layout.strategy), mesh, layout.nodes)
-            if gathers and layout.chunks > 1:
-                refuse_to_gather(layout)
-            for facts in found.layers:
-                check_layer(facts, layout, layout.recompute == "full")
+            check_facts(found, layout, layout.recompute == "full")
         except UserError as error:
             return str(error)
         return ""

@@ -1,0 +1,111 @@
+"""Checks that a layout supports a model: what its axes ask, and what the examination has found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.errors import ModelError, PlanError
+from models.chain import Chain, Layers
+from parallel.axes import known_axes
+from parallel.examination import Examination, Facts
+from parallel.gathering import divides_samples, refuse_to_gather
+from parallel.layout import Layout
+
+_STALE = (
+    "its forward uses a parameter that is not an attribute of the module or of a module in it. A list, a dict, a "
+    "functools.partial, a lambda or another object holds it, and keeps the first one when a run makes others, to build "
+    "the layer and to divide it among ranks. Use self.weight, nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+)
+
+
+def check_supported(
+    layout: Layout,
+    chain: Chain,
+    skeleton: Layers,
+    stages: Sequence[Sequence[str]],
+    passed: set[tuple] | None = None,
+) -> None:
+    """Check that a model can be divided as a layout says.
+
+    Args:
+        layout: The layout.
+        chain: The model.
+        skeleton: Its layers, without memory.
+        stages: The names of the layers of each stage.
+        passed: The axes, each with its values, of layouts that were checked before. The layout's are added.
+
+    Raises:
+        PlanError: The layout does not support the model.
+        ModelError: The model has to change.
+    """
+    passed = set() if passed is None else passed
+    for axis in known_axes(layout):
+        key = axis, *(getattr(layout, name) for name in axis.keys)
+        if key not in passed:
+            axis.check(layout, chain, skeleton)
+            passed.add(key)
+        axis.check_stages(layout, chain, skeleton, stages)
+
+
+def check_facts(found: Examination, layout: Layout, recompute: bool, trains: bool = True) -> None:
+    """Check that layers and loss compute in a layout what they compute in one process.
+
+    A layer that changes its state in training must do so once per step, for the whole batch. This is what ``single``
+    does by default, and what users of torch expect.
+
+    Args:
+        found: What the examination has found.
+        layout: The layout.
+        recompute: Whether activations are recomputed in the backward.
+        trains: Whether the model is trained, not evaluated.
+
+    Raises:
+        PlanError: The layout does not support a layer or the loss.
+        ModelError: A layer has to change.
+    """
+    if divides_samples(layout) and found.which("gathers"):
+        refuse_to_gather(layout)
+    for facts in found.layers:
+        _check_layer(facts, layout, recompute, trains)
+
+
+def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) -> None:
+    at = f"layer {facts.name!r} ({facts.kind}): "
+    if facts.stale:
+        raise ModelError(f"{at}{_STALE}")
+    if twice := next((norm for norm, count in facts.norms.items() if count > 1), None):
+        raise ModelError(
+            f"{at}its forward calls the BatchNorm {twice!r} {facts.norms[twice]} times, and the running statistics "
+            "would be those of the last call: make one BatchNorm for each call, or call it once with all of them "
+            "(torch.cat)"
+        )
+    if facts.reentrant and layout.strategy in ("ddp", "pipe_ddp") and layout.dp > 1:
+        raise PlanError(
+            f"{at}it calls torch.utils.checkpoint with use_reentrant=True, which DistributedDataParallel does not "
+            "support: set use_reentrant=False, or use parallel=fsdp"
+        )
+    if facts.aliases and (layout.pp > 1 or layout.shards > 1 or recompute):
+        raise ModelError(
+            f"{at}it changes an input in place that has the memory of another of its inputs. Stages, sharded layers "
+            "and train.activation_checkpointing=true have a copy of each: return x.clone() from the layer before, or "
+            "leave the change in place out"
+        )
+    if facts.spoils and recompute:
+        raise ModelError(
+            f"{at}it changes a tensor in place that its backward needs, which torch does not notice in a "
+            "recomputation: compute a new one (x = x + 1 in place of x += 1). With "
+            "train.activation_checkpointing=false torch's error names the operator"
+        )
+    if facts.changes is None or not trains:
+        return
+    cut = {f"parallel.dp={layout.dp}": layout.dp > 1, f"parallel.chunks={layout.chunks}": layout.chunks > 1}
+    cut["train.activation_checkpointing=true"] = recompute
+    cut[f"parallel={layout.strategy}"] = bool(layout.devices) and layout.pp == 1
+    reasons = [words for words, holds in cut.items() if holds]
+    if reasons:
+        raise PlanError(
+            f"{at}it changes its {facts.changes!r} in every training forward, so with {' and '.join(reasons)} it would "
+            "depend on how the batch is cut. Use models.batchnorm (BatchNorm1d, 2d and 3d, which update once per step) "
+            "for BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
+            "parallel.chunks=1 train.activation_checkpointing=false"
+        )

@@ -1,0 +1,81 @@
+"""Checks the loss and its metrics: what it returns for a micro-batch, and whether it takes the targets of the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from common.errors import ModelError, TrainingError
+from data.dataset import Batch
+from models.chain import LOSS, Tensors, as_tuple
+from models.losses import IGNORED, Sums, check_sums, copy_to_try
+from parallel.examination import MOST_OUTPUTS, Facts, made_up
+
+if TYPE_CHECKING:
+    from training.run.setup import Setup
+
+
+def loss_name(loss: Any, facts: Facts) -> str:
+    """Return how messages call the loss: the given one, or that of a last layer that computes it itself."""
+    return f"{facts.kind}.loss" if facts.name != LOSS else getattr(loss, "__name__", type(loss).__name__)
+
+
+def check_loss(setup: Setup, facts: Facts) -> None:
+    """Check what the loss returns for a micro-batch. Raises its error, TrainingError or ModelError."""
+    loss, plan, name = setup.chain.loss, setup.plan, loss_name(setup.chain.loss, facts)
+    if facts.error is not None and not (facts.outputs and (facts.reads_numbers or plan.device_type == "cpu")):
+        raise facts.error
+    sums = facts.outputs[0]
+    if facts.name != LOSS and isinstance(sums, Sums) and len(sums.metrics) != len(loss.metrics):
+        raise ModelError(
+            f"layer {facts.name!r} ({facts.kind}) computes the loss itself, beside the given one: its loss() returns "
+            f"{len(sums.metrics)} metrics, and {type(loss).__name__} names {len(loss.metrics)} "
+            f"({', '.join(loss.metrics)}): give a loss with the metrics of the layer's"
+        )
+    check_sums(name, loss.metrics, sums)
+    if plan.parameters and not sums.loss.requires_grad:
+        raise TrainingError(
+            f"the loss {name} is not differentiable: leave out detach(), item(), argmax() and no_grad()"
+        )
+
+
+def check_targets(setup: Setup, batch: Batch, output: Tensors) -> None:
+    """Check that a target counts, and that the loss takes all that are known, with the ``output`` for a micro-batch.
+
+    Raises:
+        TrainingError: All targets are ignored, or the loss cannot take some.
+    """
+    samples = setup.known
+    if samples and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
+        raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
+    if sum(tensor.numel() for tensor in as_tuple(output)) > MOST_OUTPUTS:
+        return
+    for sample in samples or [batch]:  # one sample says nothing about others
+        of = "this data" if samples else "the first sample"
+        _check_labels(setup.chain.loss, output, len(batch), sample.targets, of)
+
+
+def _check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: str) -> None:
+    """Compute the loss of random outputs for ``size`` samples with the largest and the smallest of real targets."""
+    span = ""
+    if not targets.is_floating_point() and targets.numel() > 0:
+        each = targets.reshape(len(targets), -1)
+        counted = each != IGNORED
+        if not counted.any():
+            return
+        low, high = each.masked_fill(~counted, int(each.max())).amin(1), each.amax(1)
+        span = f" from {int(low.min())} to {int(high.max())}"
+        targets = targets[torch.stack([high.argmax(), low.argmin()]).repeat(size)[:size]]
+    else:
+        targets = targets[torch.arange(size) % len(targets)].float()  # as a step places them
+    try:
+        copy_to_try(loss)(made_up(output), targets, None)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        shapes = " and ".join(str(list(t.shape)) for t in as_tuple(output))
+        raise TrainingError(
+            f"the loss {type(loss).__name__} cannot take the targets of {whose}, "
+            f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}{span}, with the model's output {shapes}"
+            f": {error}"
+        ) from None
