@@ -87,20 +87,17 @@ def compare(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] 
         raise TrainingError("mode=compare starts its processes itself: launcher=local, without torchrun or srun")
     cfg = with_values(cfg, {"parallel.name": AUTO})
     found, _ = predict_here(cfg, () if torch.accelerator.is_available() else _PROCESSES)
-    rows, problems, since = [], [], time.monotonic()
-    tried = to_try(found)
+    rows, since, tried = [], time.monotonic(), to_try(found)
     for number, best in enumerate(tried, 1):
         trial = try_layout(cfg, best, _SECONDS)
         measured = f"failed: {trial.problem}" if trial.problem else f"measured {trial.seconds:.3g} s"
         predicted = f"predicted {best.seconds.total:.3g} s a step, {measured}"
         print(f"  {progress(number, len(tried), since)}  {best.name}: {predicted}", flush=True)
-        if trial.problem:
-            problems.append(f"{best.layout.strategy}: {trial.problem}")
-        else:
-            rows.append(Row(best, trial))
+        rows.append(Row(best, trial))
+    problems = [f"{row.best.layout.strategy}: {row.trial.problem}" for row in rows if row.trial.problem]
+    rows = sorted((row for row in rows if not row.trial.problem), key=lambda row: row.trial.seconds)
     if not rows:
         raise TrainingError("; ".join(problems))
-    rows.sort(key=lambda row: row.trial.seconds)
     text = "\n".join(["", table(rows), "", sentence(rows)])
     commands = [command(words, row.best) for row in rows]
     write(rows, f"{cfg.model.name}, {cfg.train.global_batch_size:,} samples a step", commands, problems, run_dir)

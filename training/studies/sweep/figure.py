@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import cycle
 
 import numpy as np
@@ -31,10 +32,8 @@ def score_figure(table: Table) -> Figure:
     figure, axes = _canvas(_HEIGHT if axis else max(_HEIGHT, 0.5 + 0.5 * len(table.scored)))
     if axis is None:
         _bars(axes, table)
-        axes.set_xlabel(table.objective.title)
     else:
         _curves(axes, table, axis)
-        axes.set(xlabel=axis, ylabel=table.objective.title)
     subjects = [{row.summary.get(key) for row in table.scored} - {None} for key in ("model", "parallel", "device")]
     title = ", ".join(str(subject.pop()) for subject in subjects if len(subject) == 1)  # what all jobs have in common
     axes.set_title(title)
@@ -69,10 +68,10 @@ def numeric_axis(table: Table) -> str | None:
     """
     counts: dict[str, int] = {}
     for key in table.keys:
-        numbers = {_number(row, key) for row in table.scored}
-        if key != "seed" and None not in numbers and len(numbers) > 1:
-            counts[key] = len(numbers)
-    return CHUNKS if CHUNKS in counts else max(counts, key=lambda key: counts[key], default=None)
+        with suppress(KeyError, ValueError):
+            counts[key] = len({float(row.values[key]) for row in table.scored})
+    several = [key for key, count in counts.items() if count > 1 and key != "seed"]
+    return CHUNKS if CHUNKS in several else max(several, key=lambda key: counts[key], default=None)
 
 
 def ideal_times(rows: list[Row]) -> list[float] | None:
@@ -82,8 +81,7 @@ def ideal_times(rows: list[Row]) -> list[float] | None:
     one stage, is the smallest time x (1 - ideal bubble): the curve touches the row that comes nearest to its own ideal,
     and no row lies below it. None if a row has no pipeline.
     """
-    known = [row.summary.get("ideal_bubble_fraction") for row in rows]
-    bubbles = [bubble for bubble in known if bubble is not None]
+    bubbles = [bubble for row in rows if (bubble := row.summary.get("ideal_bubble_fraction")) is not None]
     if len(bubbles) < len(rows):
         return None
     work = min(score_of(row) * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
@@ -113,6 +111,7 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
     for row in table.best:
         name = f"best: {row.label}, {table.show_score(row)}"
         axes.plot(place(row), score_of(row), "*", color=plot.GREEN, ms=17, mec="white", zorder=4, label=name)
+    axes.set(xlabel=axis, ylabel=table.objective.title)
     if table.objective.name == TIME:
         axes.set_ylim(bottom=0)
     ticks = sorted({place(row) for row in table.scored})
@@ -130,6 +129,7 @@ def _bars(axes: Axes, table: Table) -> None:
     bars = axes.barh(range(len(rows)), [score_of(row) for row in rows], xerr=_spread(table, rows), color=colours)
     axes.set_yticks(range(len(rows)), names)
     axes.bar_label(bars, [table.show_score(row) + " (best)" * (row in table.best) for row in rows], padding=5)
+    axes.set_xlabel(table.objective.title)
     axes.margins(x=0.35)
     axes.grid(visible=False, axis="y")
 
@@ -145,10 +145,3 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
     labels = axes.get_legend_handles_labels()[1]
     if 0 < len(labels) <= _LEGEND:
         figure.legend(loc="outside lower center", ncols=2 if max(map(len, labels)) < 36 else 1)
-
-
-def _number(row: Row, key: str) -> float | None:
-    try:
-        return float(row.values[key])
-    except (KeyError, ValueError):
-        return None
