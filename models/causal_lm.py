@@ -170,16 +170,16 @@ class Decoder(Forward):
         words = whole.config.get_text_config().vocab_size
         tokens = torch.randint(min(3, words - 1), words, (1, _TOKENS), generator=generator).repeat(_TEXTS, 1)
         tokens[1, _TOKENS // 2 :] = tokens[1, _TOKENS // 2 :].flip(0)  # the texts begin alike
+        calls: list[tuple] = []  # (arguments, keyword arguments, output) of each layer
         blocks = whole.get_submodule(self.layers)
-        wanted: list[Tensor] = []
-        hooks = [blocks[0].register_forward_pre_hook(lambda _m, args, kwargs: wanted.append(hidden_of(args, kwargs)),
-                                                     with_kwargs=True)]  # fmt: skip
-        hooks += [block.register_forward_hook(lambda _m, _i, out: wanted.append(first_of(out))) for block in blocks]
+        hooks = [block.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True) for block in blocks]
         output = whole(input_ids=tokens, labels=tokens, use_cache=False)
         for hook in hooks:
             hook.remove()
+        args, kwargs, _ = calls[0]
+        wanted = [hidden_of(args, kwargs), *[first_of(call[-1]) for call in calls], output.logits]
         computed = tokens
-        for layer, expected in zip(self.chain_layers(whole.get_submodule), [*wanted, output.logits], strict=True):
+        for layer, expected in zip(self.chain_layers(whole.get_submodule), wanted, strict=True):
             computed = layer.build().eval()(computed)
             if (off := _difference(computed, expected)) > _EXACT:
                 raise ModelError(
