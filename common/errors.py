@@ -111,8 +111,7 @@ def exit_is_failure() -> Iterator[None]:
         frames = traceback.extract_tb(leaving.__traceback__)
         at = [frame for frame in frames if not frame.filename.endswith("exit_hooks.py")][-1]  # wandb's own sys.exit
         raise TrainingError(
-            f"sys.exit() was called in {at.filename}, line {at.lineno}; the run is not finished. A callback ends a run "
-            "early by run.stop(reason)"
+            f"sys.exit() was called in {at.filename}, line {at.lineno}; a callback ends a run early by run.stop(reason)"
         ) from leaving
 
 

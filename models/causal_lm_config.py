@@ -27,8 +27,7 @@ def config_file(config: str | None) -> Path:
     """Return the path of config.json from what ``model.config`` says. Raises ModelError if there is none."""
     if config is None:
         raise ModelError(
-            "model=transformers needs to know which: set model.init_from= a folder with config.json and weights, or "
-            "model.config= a config.json to train it from scratch"
+            "model=transformers: set model.init_from= a folder with weights, or model.config= a file config.json"
         )
     path = expand_home(config)
     path = path if path.suffix == ".json" else folder_of(config) / "config.json"

@@ -126,10 +126,8 @@ class Forward:
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         named = planned or [name for name in outer if len(lists[name]) == depth]
         if base is self.model or len(named) != 1:
-            raise ModelError(
-                f"{self.kind} does not say which of its lists of modules are its {depth} layers: "
-                f"{', '.join(lists) or 'it has none'}"
-            )
+            named = ", ".join(lists) or "it has none"
+            raise ModelError(f"{self.kind} does not say which of its lists of modules are its {depth} layers: {named}")
         return f"{self.model.base_model_prefix}.{named[0]}"
 
     def _find_units(self) -> dict[str, nn.Module]:
@@ -142,10 +140,8 @@ class Forward:
             if own := dict(module.named_parameters(recurse=False)):
                 raise ModelError(f"{self.kind} has parameters outside of its modules: {', '.join(own)}")
             if dropped := getattr(module, "layerdrop", 0):
-                raise ModelError(
-                    f"{self.kind} leaves out layers at random (layerdrop={dropped}), and a chain computes all of them; "
-                    "set +model.settings.layerdrop=0"
-                )
+                said = f"{self.kind} leaves out layers at random (layerdrop={dropped})"
+                raise ModelError(f"{said}, and a chain computes all of them; set +model.settings.layerdrop=0")
             children = {f"{name}.{key}".lstrip("."): child for key, child in module.named_children()}
             units |= {path: child for path, child in children.items() if path not in (*above, self.layers)}
         return units
@@ -209,8 +205,7 @@ class Forward:
         (hidden,) = given
         if any(isinstance(size, torch.SymInt) for size in hidden.shape):
             raise ModelError(
-                f"the layers of {self.kind} get masks and positions that are made for each length of a text, and a "
-                "program is for all lengths; use export.format=safetensors, a folder that transformers reads"
+                f"the layers of {self.kind} get masks and positions for one length; use export.format=safetensors"
             )
         shape = len(hidden), hidden.shape[1] * layer.parts, hidden.shape[2]
         if type(hidden) in (Tensor, nn.Parameter):

@@ -37,8 +37,7 @@ from models.seeds import by_sample, derive_seed, seeded
 CPU = torch.device("cpu")
 ONE_LAYER = (
     "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
-    "an nn.Sequential or as a Chain (docs/own_model.md, 'A model'). An nn.Sequential with hooks or parameters of its "
-    "own is one layer, too"
+    "an nn.Sequential or as a Chain (docs/own_model.md, 'A model'), without hooks and parameters beside the layers"
 )
 LOSS = ""  # the name of the chain's loss among the names of layers; no layer has this name
 
@@ -149,10 +148,8 @@ class LayerSpec:
         if not isinstance(self.name, str) or not all(self.name.split(".")):
             raise ModelError(f"layer {self.name!r}: a name is a text such as 'h.0', without empty parts")
         if isinstance(self.build, nn.Module) or not callable(self.build):
-            raise ModelError(
-                f"layer {self.name!r}: build={type(self.build).__name__} must be a function that makes the layer, such "
-                "as functools.partial(nn.Linear, 4, 2); layers that exist become a chain by models.sequential.chain_of"
-            )
+            kind = type(self.build).__name__
+            raise ModelError(f"layer {self.name!r}: build={kind} must be a function, such as partial(nn.Linear, 4, 2)")
 
     def made(self) -> nn.Module:
         """Build the layer on the meta device, with dropout by sample, and in training mode but for parts in eval mode.
@@ -191,43 +188,37 @@ class LayerSpec:
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
     """Raise ModelError for what the copies that are trained, or checkpoints, would not have, and the like."""
     for name, layer in module.named_modules(prefix=prefix):
+        kind = type(layer).__name__
         if isinstance(layer, torch.jit.ScriptModule):
             raise ModelError(
-                f"layer {name!r} is compiled by TorchScript, and cannot be built again on other devices: give the "
-                "nn.Module that it was made from (train.compile=true compiles it)"
+                f"layer {name!r} is compiled by TorchScript, and cannot be built again: give the nn.Module instead"
             )
         if isinstance(layer, nn.SyncBatchNorm):
             raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
         if any(map(is_lazy, own_tensors(layer).values())):
-            raise ModelError(f"layer {name!r} ({type(layer).__name__}) is lazy: call the model once before")
+            raise ModelError(f"layer {name!r} ({kind}) is lazy: call the model once before")
         if type(layer).get_extra_state is not nn.Module.get_extra_state:
             raise ModelError(
-                f"layer {name!r} ({type(layer).__name__}) has get_extra_state(), and checkpoints hold parameters and "
-                "buffers only: keep this state as a buffer (register_buffer) instead"
+                f"layer {name!r} ({kind}) has get_extra_state(): keep this state as a buffer (register_buffer)"
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            which = f"embedding {name or type(layer).__name__}"
+            which = f"embedding {name or kind}"
             if layer.sparse:
                 raise ModelError(f"{which} has sparse gradients; leave sparse=True out")
             if layer.scale_grad_by_freq:
-                raise ModelError(
-                    f"{which} divides gradients by how often a word occurs in a micro-batch, which depends on the "
-                    "layout; leave scale_grad_by_freq=True out"
-                )
+                raise ModelError(f"{which} divides gradients by how often a word occurs; leave scale_grad_by_freq out")
     for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
         if type(tensor.data) is not Tensor:
-            raise ModelError(
-                f"{name} is a {type(tensor.data).__name__}, of which a run would make an ordinary tensor: give the "
-                "model before it is quantized or distributed"
-            )
+            kind = type(tensor.data).__name__
+            raise ModelError(f"{name} is a {kind}, no Tensor: give the model before it is quantized or distributed")
     at: dict[tuple[int, int], tuple[str, bool]] = {}  # the first parameter at each place in memory
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters(prefix):
         if parameter.is_floating_point() and kinds.setdefault(parameter.dtype, name) == name and len(kinds) > 1:
             first, second = (f"{at} is {str(dtype).removeprefix('torch.')}" for dtype, at in kinds.items())
             raise ModelError(
-                f"parameter {first} and {second}, but a run computes with parameters of one dtype: convert the model "
-                "(net.float()); train.precision=bf16 computes in both"
+                f"parameter {first} and {second}: convert the model to one dtype, as net.float() does; "
+                "train.precision=bf16 computes in both"
             )
         if parameter.numel() == 0:
             continue
@@ -235,9 +226,8 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
         other, other_trained = at.setdefault(place, (name, trained))
         if other != name and (trained or other_trained):
             raise ModelError(
-                f"the parameters {other} and {name} share their memory, but a run makes a copy of each. Make them one "
-                "parameter: to tie modules, assign a.weight = b.weight, not a.weight.data = b.weight.data; after "
-                "load_state_dict(assign=True), tie them again"
+                f"the parameters {other} and {name} share their memory, and a run copies each: to tie modules, assign "
+                "a.weight = b.weight, not a.weight.data = b.weight.data, and again after load_state_dict(assign=True)"
             )
         if parameter.is_complex():
             raise ModelError(
@@ -247,9 +237,8 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
         # torch has no public way to ask (private in 2.13).
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ModelError(
-                f"parameter {name} has a hook for its gradient, which the copy of it that is trained would not have. "
-                "Freeze the parameter (requires_grad_(False)), or change the gradient in the layer's forward: "
-                "torch.where(mask, weight, weight.detach()) trains a part of a weight"
+                f"parameter {name} has a hook for its gradient, and the run trains a copy without it. Freeze it, or "
+                "change the gradient in forward: torch.where(mask, weight, weight.detach()) trains a part of a weight"
             )
 
 
@@ -383,8 +372,7 @@ class Chain:
         last = self.names[-1]
         if loss_of(self.skeleton([last])[last]) is not None:
             raise TrainingError(
-                f"model.loss: the last layer of this model, {last}, computes the loss together with the logits; leave "
-                "model.loss out, or write a model whose last layer does not"
+                f"model.loss: the last layer, {last}, computes the loss together with the logits; leave model.loss out"
             )
         return replace(self, loss=loss)
 

@@ -57,9 +57,8 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
         source = copy.deepcopy(given).cpu()
     except (TypeError, RuntimeError) as error:
         raise ModelError(
-            f"this model cannot be copied: {error}. If torch.nn.utils has pruned it or added weight_norm or "
-            "spectral_norm, make that permanent first (prune.remove, remove_weight_norm), or use "
-            "torch.nn.utils.parametrizations"
+            f"this model cannot be copied: {error}. Make pruning and weight_norm of torch.nn.utils permanent first "
+            "(prune.remove, remove_weight_norm), or use torch.nn.utils.parametrizations"
         ) from error
     _use_our_batchnorm(source)
     if not any(module.training for module in net.modules()):
@@ -115,9 +114,7 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
     if _is_plain_sequential(net) and not whole and [*net._modules] != [MODULE]:
         return net
     if loss_of(net) is not None:
-        raise ModelError(
-            f"{type(net).__name__}.loss would be called in the place of the loss that is given: rename this method"
-        )
+        raise ModelError(f"{type(net).__name__}.loss would be called in place of the given loss: rename this method")
     return nn.Sequential(OrderedDict({MODULE: net}))
 
 
