@@ -2,10 +2,10 @@
 
 FSDP2 has pitfalls that are avoided here:
 * Wrapping replaces a module's parameters, and so does gathering them, which makes earlier references to them stale.
-  PipelineStages are therefore sharded while they are built, and parameters are looked up by name.
+  Stages are therefore sharded while they are built, and parameters are looked up by name.
 * Layers of a stage that share a weight cannot be sharded one by one. They are sharded together with the stage.
 * Whole parameters stay registered after an evaluation, which has no backward, and the sharded gradients would not be
-  cleared. ``end`` therefore frees them after every step of evaluation.
+  cleared. ``end_step`` therefore frees them after every step of evaluation.
 * A layer's gradients are reduced when its backward ends. A weight whose cast autocast has kept from an earlier
   micro-batch would get its gradient later. ``parallel.strategy`` therefore lets autocast keep no casts.
 * torch's pipelines reduce a stage's gradients once, after its last backward.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -28,9 +27,6 @@ from parallel.layout import Layout
 from parallel.mesh import COPIES, REPLICAS, SHARDS, Mesh
 from parallel.placement import Split
 from parallel.plan import Plan
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 
 class Shards(Axis):
@@ -60,7 +56,8 @@ class Shards(Axis):
         from torch.distributed import fsdp  # here, because it imports DTensor, which takes a second
         from torch.distributed.device_mesh import DeviceMesh
 
-        self._sharded_module, self._reshard, device = fsdp.FSDPModule, bool(plan.reshard), plan.device_type
+        self._fsdp, self._sharded_module = fsdp, fsdp.FSDPModule
+        self._reshard, device = bool(plan.reshard), plan.device_type
         # Code that would change such a view in place gets a copy (``Stage``).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         copies, shards = mesh.axis(COPIES), mesh.axis(SHARDS)
@@ -97,22 +94,22 @@ class Shards(Axis):
 
     def _shard(self, module: nn.Module) -> None:
         """Shard a module's parameters, except for those of submodules that are sharded already."""
-        from torch.distributed import fsdp
-
         if not any(True for _ in module.parameters()):
             return
         empty = {p for p in module.parameters() if p.numel() == 0}  # these have no rows to divide
         # With None the outermost module stays whole until its backward, which begins at once.
         reshard = None if self._reshard else False
-        sharded = fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
+        sharded = self._fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             sharded.set_reduce_scatter_unused_params(True)  # ranks may use different parameters
         if loss_of(module) is not None:  # a head that owns the loss is called by that name
-            fsdp.register_fsdp_forward_method(module, "loss")
+            self._fsdp.register_fsdp_forward_method(module, "loss")
 
     def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:
         """Set how the next micro-batch's gradients are reduced, and whether its backward frees whole parameters."""
-        for stage in self._sharded(stages):
+        for stage in stages:
+            if not isinstance(stage, self._sharded_module):  # it has no parameters
+                continue
             # Without ``reshard`` each backward is treated as the last one. Otherwise torch would prefetch in the order
             # of all micro-batches' forwards, and gather a layer whose backward is done.
             stage.set_is_last_backward(last or not self._reshard)
@@ -125,6 +122,3 @@ class Shards(Axis):
         for module in (module for stage in stages if not training for module in stage.modules()):
             if isinstance(module, self._sharded_module):
                 module.reshard()
-
-    def _sharded(self, stages: Iterable[nn.Module]) -> list[FSDPModule]:
-        return [stage for stage in stages if isinstance(stage, self._sharded_module)]  # not if it has no parameters

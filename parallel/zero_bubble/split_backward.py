@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -58,7 +59,9 @@ def backward_inputs(
     roots = [_node(output) for output, _ in pairs]
     wanted = [tensor for tensor in inputs if _has_gradient(tensor)]
     groups = _groups(roots, {_node(tensor) for tensor in wanted}, {_node(w): w for w in weights if w.requires_grad})
-    hooks = [node.register_prehook(_note(group, node)) for group in groups for node in group.boundary]
+    hooks = [
+        node.register_prehook(partial(group.entered.__setitem__, node)) for group in groups for node in group.boundary
+    ]
     try:
         answers = iter(
             torch.autograd.grad(
@@ -125,13 +128,6 @@ def _gradients_of(node: Node, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> 
             before = gradients.get(output.output_nr)  # that of the same output, returned twice
             gradients[output.output_nr] = gradient if before is None else before + gradient
     return tuple(gradients.get(i) for i in range(max(gradients, default=-1) + 1))
-
-
-def _note(group: DeferredWeights, node: Node):
-    def hook(entered: tuple[Tensor | None, ...]) -> None:
-        group.entered[node] = entered
-
-    return hook
 
 
 def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor]) -> list[DeferredWeights]:
