@@ -7,7 +7,7 @@ the page cache: the program is measured, not the disk. Each measurement is a pro
 the table has the median, and in brackets slowest and fastest.
 
 index, rows/s    from the opened file to the index in the cache folder, flushed to disk
-random, rows/s   rows.texts() of 64 rows each at random places: read, parsed, the text extracted
+random, rows/s   rows.read() of 64 rows each at random places: read, parsed, the text extracted
 grown, MiB       what only this process uses (anonymous or written pages) after the reads, and not before; the index and
                  the file are pages of the system's cache, which all share and the system reclaims when it needs them
 """
@@ -29,6 +29,8 @@ import numpy as np
 from benchmarks.table import Benchmark, Table
 from benchmarks.timing import Spread, in_new_process
 from data.jsonl import Rows
+from data.prompts import RowTokens
+from data.vocabulary import GPT2Vocabulary
 
 BATCH = 64
 ROWS_AT_ONCE = 100_000
@@ -79,11 +81,11 @@ def read(path: Path, cache: Path, reads: int, seed: int) -> dict[str, float]:
     """Read rows at random places through the existing index."""
     use_one_core()
     before = own_memory()
-    rows = Rows([path], cache)
+    rows, texts = Rows([path], cache), RowTokens(GPT2Vocabulary(), ["text"])
     batches = np.random.default_rng(seed).integers(0, len(rows), (reads // BATCH, BATCH))
     start = time.perf_counter()
     for indices in batches:
-        rows.texts(indices, ["text"])
+        rows.read(indices, texts)
     return {"random": batches.size / (time.perf_counter() - start), "grown": own_memory() - before}
 
 

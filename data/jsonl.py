@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,10 +26,9 @@ from data.dataset import DataSet, Source, by_part, check_at_least, given_path, o
 from data.documents import TO_UTF8, files_of, is_utf16, split_of
 from data.loader import VariableLength, bucket_widths
 from data.packed import SUFFIXES, unpacked
-from data.prompts import RowProblem, RowTokens, chat_of, is_chat
+from data.prompts import Row, RowProblem, RowTokens, is_chat
 from data.seen_rows import SeenRows
-from data.templates import Chat
-from data.vocabulary import HALF_CHARACTER, ExtraTokens, Vocabulary, choose_vocabulary
+from data.vocabulary import ExtraTokens, Vocabulary, choose_vocabulary
 
 # Must be increased when the same files give another index, so that old indices are ignored and not misread.
 _INDEX_FORMAT = 1
@@ -127,26 +125,22 @@ class RowData(DataSet):
 
     def _check(self, rows: RowFiles) -> SeenRows:
         tokens = self.row_tokens
-        fields, templated = list(itertools.chain(*tokens.parts)), tokens.template is not None
-        most = _CHECK_ALL // 10 if templated else _CHECK_ALL
+        most = _CHECK_ALL if tokens.template is None else _CHECK_ALL // 10
 
         def check(folder: Path) -> None:
             every, answered, seen = len(rows) <= most, False, SeenRows(len(rows))
             indices = np.arange(len(rows)) if every else np.linspace(0, len(rows) - 1, _CHECK_SOME, dtype=np.int64)
             encode_each = -(-rows.size * len(indices) // (len(rows) * _ENCODE_BYTES))
 
-            def render(given: list, *answers: list) -> list:
-                rendered = tokens.render(given, *answers)
+            def render(given: list) -> list:
+                rendered = tokens.render(given)
                 seen.add_messages(given if tokens.messages else [], tokens)
                 return rendered
 
             for some in np.array_split(np.arange(len(indices)), -(-len(indices) // _AT_A_TIME)):
-                if templated:
-                    answered |= any(spans for _, spans in encoded_rows(rows, indices[some], tokens, render))
-                else:
-                    rows.texts(indices[some], fields)
+                answered |= any(spans for _, spans in encoded_rows(rows, indices[some], tokens, render))
                 seen.add_lengths(encoded_rows(rows, indices[some[some % encode_each == 0]], tokens))
-            if templated and not answered:
+            if not answered:
                 roles = f" (there are {', '.join(seen.roles)})" * bool(seen.roles)
                 raise DataError(
                     f"{rows.files[0]}: nothing would count in the loss, because no row has a message with the role "
@@ -156,8 +150,9 @@ class RowData(DataSet):
             (folder / _SEEN).write_text(json.dumps(asdict(seen)))
 
         # A folder in the cache shows that the rows were checked, and its name for what.
-        name = f"checked-{key_of(rows.key, *fields, 'JSON of whole characters, lengths, roles, keys', *tokens.key)}"
-        return SeenRows(**json.loads((cached_folder(self.cache_dir, name, check) / _SEEN).read_bytes()))
+        checked = (*tokens.fields, "JSON of whole characters, lengths, roles, keys", *tokens.key)
+        folder = cached_folder(self.cache_dir, f"checked-{key_of(rows.key, *checked)}", check)
+        return SeenRows(**json.loads((folder / _SEEN).read_bytes()))
 
     def _describe(self, seen: SeenRows) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))
@@ -273,16 +268,14 @@ def encoded_rows(
         rows: The files.
         indices: The rows.
         row_tokens: The form of rows.
-        convert: RowTokens.encode or RowTokens.render.
+        convert: A function of the rows, in place of RowTokens.encode.
         how: ``most`` and ``threads``: see RowTokens.encode.
 
     Raises:
         DataError: If a row cannot be read or encoded. The message has the file, the row and the reason.
     """
-    chats = row_tokens.messages
-    parts: list[Any] = [rows.chats(indices, chats)] if chats else [rows.texts(indices, p) for p in row_tokens.parts]
     try:
-        return (convert or row_tokens.encode)(*parts, **how)
+        return (convert or row_tokens.encode)(rows.read(indices, row_tokens), **how)
     except RowProblem as problem:
         raise DataError(f"{rows.name(indices[problem.index])}: {problem}") from None
 
@@ -338,23 +331,14 @@ class RowFiles(ABC):
     def __len__(self) -> int:
         """The number of rows."""
 
-    def texts(self, indices: np.ndarray, fields: Sequence[str]) -> list[str]:
-        """Return the strings of some fields of rows, int [b], joined by newlines for each row.
+    @abstractmethod
+    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row]:
+        """Return what is encoded of some rows, int [b].
 
         Raises:
-            DataError: If a row has not all these strings. The message has the file, the row and the reason.
+            DataError: If a row has not all fields, or a value of another kind. The message has the file, the row and
+                the reason.
         """
-        return self._values(indices, fields, partial(_joined, fields), self.option)
-
-    def chats(self, indices: np.ndarray, field: str) -> list[Chat]:
-        """Return the chats in a field of rows, int [b], with the ``tools`` of each row; raise DataError."""
-        return self._values(indices, [field], lambda row: chat_of(row[field], row.get("tools")), CHATS)
-
-    @abstractmethod
-    def _values(
-        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], option: str
-    ) -> list[Any]:
-        """Return what ``take`` returns for each row. ``option`` is the one that names the fields."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -396,19 +380,18 @@ class Rows(RowFiles):
                     lines[i] = os.pread(file.fileno(), length, start)
         return lines
 
-    def _values(
-        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], option: str
-    ) -> list[Any]:
-        values = []
+    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row]:
+        """See RowFiles."""
+        rows = []
         for index, line in zip(indices, self.lines(indices), strict=True):
             try:
-                values.append(take(json.loads(_decoded(line))))
-            except (ValueError, LookupError, TypeError) as error:
-                problem = f"{_problem(line, fields, option, str(error))}. Correct the line, or delete it"
-                if is_utf16(line):
-                    problem = f"UTF-16, not UTF-8. {TO_UTF8}"
+                rows.append(_row(line, row_tokens))
+            except ValueError as error:
+                problem = (
+                    f"UTF-16, not UTF-8. {TO_UTF8}" if is_utf16(line) else f"{error}. Correct the line, or delete it"
+                )
                 raise DataError(f"{self.name(index)}: {problem}") from None
-        return values
+        return rows
 
     def name(self, index: int) -> str:
         """Return a row's file and line, for a message. The file is read up to the row."""
@@ -445,47 +428,32 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _decoded(line: bytes) -> str:
-    return line.decode("utf-8-sig")  # Windows' editors write a byte-order mark before the first row
-
-
-def _joined(fields: Sequence[str], row: dict) -> str:
-    """Return the strings at some keys, joined by newlines; raise TypeError or ValueError if one is none."""
-    text = "\n".join([row[field] for field in fields])
-    _ = text.isascii() or text.encode()  # JSON can write half a character
-    return text
-
-
 def chat_hint(names: Sequence[str]) -> str:
     """Return what to type for the first of these fields, which hold chats, as the end of a message; empty for none."""
     return f"; {names[0]!r} is a chat: type {CHATS}{names[0]}" if names else ""
 
 
-def _problem(line: bytes, fields: Sequence[str], key: str, reason: str) -> str:
-    """Return a description of what is wrong with a row. ``reason`` is the error's, for a row that is a JSON object."""
+def _row(line: bytes, row_tokens: RowTokens) -> Row:
+    """Return what is encoded of a line. Raises ValueError if it is not such a row; the message says what it is."""
+    fields, option = row_tokens.fields, CHATS if row_tokens.messages else Rows.option
     try:
-        row = json.loads(_decoded(line))
+        row = json.loads(line.decode("utf-8-sig"))  # Windows' editors write a byte-order mark before the first row
     except ValueError as error:
         where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
-        return f"not JSON ({where})"
+        raise ValueError(f"not JSON ({where})") from None
     if not isinstance(row, dict):
-        return f"not a JSON object with the field {fields[0]!r} but of type {type(row).__name__}"
-    chats = [name for name, value in row.items() if is_chat(value) and not (key == CHATS and name in fields)]
-    hint = chat_hint(chats)
-    missing = [field for field in fields if field not in row]
-    if missing:
-        present = ", ".join(map(repr, list(row)[:10])) or "none"
-        return f"the field {missing[0]!r} ({key}) is missing; there are: {present}{hint}"
-    if key == CHATS:
-        return f"the field {fields[0]!r} ({key}) {reason}{hint}"
-    for field in fields:
-        if not isinstance(row[field], str):
-            return f"the field {field!r} is not a string but of type {type(row[field]).__name__}{hint}"
-    field, half = next((field, half) for field in fields if (half := HALF_CHARACTER.search(row[field])))
-    return (
-        f"the field {field!r} holds {half[0]!r} at character {half.start() + 1}, half of a character (a lone "
-        "surrogate), which is not text and has no tokens"
-    )
+        raise ValueError(f"not a JSON object with the field {fields[0]!r} but of type {type(row).__name__}")
+    try:
+        return row_tokens.take(row)
+    except (KeyError, ValueError) as error:
+        problem = str(error)
+        if missing := [field for field in fields if field not in row]:
+            present = ", ".join(map(repr, list(row)[:10])) or "none"
+            problem = f"the field {missing[0]!r} ({option}) is missing; there are: {present}"
+        elif row_tokens.messages:
+            problem = f"the field {fields[0]!r} ({option}) {error}"
+        chats = [name for name, value in row.items() if is_chat(value) and name != row_tokens.messages]
+        raise ValueError(problem + chat_hint(chats)) from None
 
 
 class Jsonl(RowData):

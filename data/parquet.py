@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from common.errors import DataError
 from data.dataset import by_part
 from data.jsonl import CHATS, RowData, RowFiles, chat_hint, names
+from data.prompts import Row, RowTokens
 
 _CACHE_BYTES = 256 << 20
 _CHATS = re.compile(r"(large_)?list<\w+: struct<.*\b(role|from): ")  # the types of columns of chats
@@ -44,29 +45,30 @@ class ParquetRows(RowFiles):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def _values(
-        self, indices: np.ndarray, fields: Sequence[str], take: Callable[[dict], Any], option: str
-    ) -> list[Any]:
-        taken: list[Any] = [None] * len(indices)
+    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row]:
+        """See RowFiles."""
+        rows: list[Any] = [None] * len(indices)
+        fields, chats = row_tokens.fields, row_tokens.messages is not None
+        option = CHATS if chats else self.option
         for position, mine in by_part(self._starts, indices):
             number, group, _ = self._groups[position].tolist()
-            tools = ["tools"] if option == CHATS and "tools" in self._names[number] else []
+            tools = ["tools"] if chats and "tools" in self._names[number] else []
             columns = self._columns(number, group, [*fields, *tools], option)
             for i in mine.tolist():
                 values = {name: column[int(indices[i] - self._starts[position])] for name, column in columns.items()}
                 try:
-                    taken[i] = take({name: _plain(value.as_py(), value.type) for name, value in values.items()})
-                except (TypeError, ValueError) as error:  # of another type; not UTF-8
-                    problem, chats = str(error), []
-                    if option != CHATS:
+                    rows[i] = row_tokens.take({name: _plain(v.as_py(), v.type) for name, v in values.items()})
+                except ValueError as error:  # of another type; not UTF-8
+                    problem, hint = str(error), ""
+                    if not chats:
                         held = (str(value.type) if value.is_valid else "null" for value in values.values())
                         problem = f"is {', '.join(held)}, not text in UTF-8"
-                        chats = [name for name, value in values.items() if _CHATS.match(str(value.type))]
+                        hint = chat_hint([name for name, value in values.items() if _CHATS.match(str(value.type))])
                     raise DataError(
                         f"{self.name(int(indices[i]))}: {', '.join(fields)} {problem}. Correct it, or choose another "
-                        f"column by {option}{chat_hint(chats)}"
+                        f"column by {option}{hint}"
                     ) from None
-        return taken
+        return rows
 
     def name(self, index: int) -> str:
         """Return a row's file and number, for a message."""

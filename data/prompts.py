@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from math import inf
 from typing import Any
@@ -15,6 +15,8 @@ from common.files import expand_home
 from data.templates import Chat, ChatTemplate, Span
 from data.vocabulary import Vocabulary
 
+# A chat; a prompt and its answer; or a text.
+Row = Chat | Sequence[str]
 # ShareGPT's names of roles.
 _ROLES = {"human": "user", "gpt": "assistant"}
 # The keys under which a message has thoughts. Templates read the first one; gpt-oss's reads the second.
@@ -62,7 +64,7 @@ def chat_of(messages: Any, tools: Any = None) -> Chat:
         if message.get("content") is None and "tool_calls" not in message:
             raise ValueError(f"has no content in message {number}, of the role {message['role']!r}")
         if isinstance(parts := message.get("content"), list) and (message["role"] != "tool" or _has_types(parts)):
-            message["content"] = "".join(_text_of(part, number) for part in parts)
+            message["content"] = "".join(_part(part, number) for part in parts)
         thoughts = next((message[key] for key in THOUGHTS if key in message), None)
         read.append(message if thoughts is None else {THOUGHTS[1]: thoughts, **message, THOUGHTS[0]: thoughts})
     tools = json.loads(tools) if isinstance(tools, str) and tools else tools
@@ -75,7 +77,7 @@ def _has_types(parts: list) -> bool:
     return any(isinstance(part, dict) and "type" in part for part in parts)  # otherwise a tool's result is a list
 
 
-def _text_of(part: Any, number: int) -> str:
+def _part(part: Any, number: int) -> str:
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     shown = json.dumps(part, ensure_ascii=False, default=str)[:60]
@@ -89,7 +91,7 @@ class RowTokens:
     writes all special tokens itself, as in transformers.
 
     Attributes:
-        parts: The fields of the text, or the fields of the prompt and that of the answer, or the field of the chat.
+        fields: The fields that are read of each row.
         messages: The field of the chat; None if rows are no chats.
         key: Everything on which the tokens depend, except for the rows.
     """
@@ -98,8 +100,8 @@ class RowTokens:
         self,
         vocabulary: Vocabulary,
         fields: Sequence[str],
-        answer: str | None,
-        template: str | None,
+        answer: str | None = None,
+        template: str | None = None,
         messages: str | None = None,
     ):
         """Read the template.
@@ -133,19 +135,28 @@ class RowTokens:
         if self.template is not None and template != "tokenizer":
             vocabulary.template = self.template.text
         self._overlap_only = self.template is not None and self.template.check()
-        text = [list(fields), [answer]] if self.answers else [list(fields)]
-        self.parts = text if messages is None else [[messages]]
+        self._parts = [list(fields), [answer]] if answer is not None else [list(fields)]
+        self.fields = [field for part in self._parts for field in part] if messages is None else [messages]
         self.key = [*fields, answer or "", vocabulary.key, *(self.template.key if self.template is not None else ())]
         self.key += [] if messages is None else ["messages", messages]
 
+    def take(self, values: Mapping[str, Any]) -> Row:
+        """Return the row with these values of ``fields``, and with the tools of a chat.
+
+        Raises:
+            ValueError: If they are no chat, or not text. The message describes what they are.
+        """
+        if self.messages is not None:
+            return chat_of(values[self.messages], values.get("tools"))
+        return ["\n".join([_text_of(values, field) for field in part]) for part in self._parts]
+
     def encode(
-        self, rows: Sequence[Any], answers: Sequence[str] | None = None, most: int | None = None, threads: int = 1
+        self, rows: Sequence[Row], most: int | None = None, threads: int = 1
     ) -> list[tuple[list[int], np.ndarray]]:
         """Return each row's tokens and which of them count in the loss, bool.
 
         Args:
-            rows: The rows' texts, prompts or chats.
-            answers: The answers to prompts.
+            rows: The rows, as ``take`` returns them.
             most: The largest number of tokens for each row; None for all. Only so much of a long row is encoded.
             threads: The number of threads of the tokenizer.
 
@@ -153,25 +164,25 @@ class RowTokens:
             RowProblem: If the template cannot be rendered, leaves out a part of a row, or does not write it in the
                 order of the messages, or a row has no tokens.
         """
+        texts = self.render(rows)
         if self.template is None and not self.answers:
-            encoded = [[*tokens, self.vocabulary.end][:most] for tokens in self._tokens(rows, most, threads)]
-            return [(tokens, np.ones(len(tokens), bool)) for tokens in encoded]
-        texts = self.render(rows, answers)
+            encoded = self._tokens([text for text, _ in texts], most, threads)
+            cut = [[*tokens, self.vocabulary.end][:most] for tokens in encoded]
+            return [(tokens, np.ones(len(tokens), bool)) for tokens in cut]
         placed = self._tokens([text for text, _ in texts], most, threads, placed=True)
         if self.template is None:
             end = (self.vocabulary.end, (inf, inf))
             placed = [[*tokens, end][:most] for tokens in placed]
         elif (empty := next((i for i, tokens in enumerate(placed) if not tokens), None)) is not None:
-            raise self._problem(empty, "it writes nothing", rows[empty])
+            raise self._problem(empty, "it writes nothing", _chat(rows[empty]))
         return [
             ([token for token, _ in tokens], self._counted([place for _, place in tokens], spans))
             for tokens, (_, spans) in zip(placed, texts, strict=True)
         ]
 
-    def render(self, rows: Sequence[Any], answers: Sequence[str] | None = None) -> list[tuple[str, list[Span]]]:
-        """Return each row's text, and the places in it of what counts. For arguments and errors see ``encode``."""
-        parts = [rows] if answers is None else [rows, answers]
-        return [self._text(i, *row) for i, row in enumerate(zip(*parts, strict=True))]
+    def render(self, rows: Sequence[Row]) -> list[tuple[str, list[Span]]]:
+        """Return each row's text, and the places in it of what counts. Raises RowProblem, as ``encode``."""
+        return [self._text(i, row) for i, row in enumerate(rows)]
 
     def counts(self, chat: Chat, role: str) -> bool:
         """Return whether what a role says in a chat counts in the loss."""
@@ -190,8 +201,8 @@ class RowTokens:
 
         With a template, a text is what a user says, or the JSON of messages. Raises DataError, as ``encode``.
         """
-        given = texts if self.template is None else [_said(text) for text in texts]
-        return self._tokens([self._text(i, one, continued=True)[0] for i, one in enumerate(given)], None, 1)
+        rows: list[Row] = [[text] if self.template is None else _said(text) for text in texts]
+        return self._tokens([self._text(i, row, continued=True)[0] for i, row in enumerate(rows)], None, 1)
 
     def _tokens(self, texts: Sequence[str], most: int | None, threads: int, placed: bool = False) -> list[list]:
         rendered = self.template is not None
@@ -209,38 +220,56 @@ class RowTokens:
             counted |= (ends > start) & ((starts < end) | ((ends == end) & (not self._overlap_only)))
         return counted
 
-    def _text(
-        self, index: int, given: str | Chat, answer: str | None = None, continued: bool = False
-    ) -> tuple[str, list[Span]]:
+    def _text(self, index: int, row: Row, continued: bool = False) -> tuple[str, list[Span]]:
         """Return a row as text and the places of what counts; with ``continued``, only what is before the answer."""
         if self.template is None:
-            start = f"{given}\n" if self.answers else str(given)
-            return start + (answer or ""), [(len(start), inf)]
-        if isinstance(given, str):
-            answers = [{"role": "assistant", "content": answer}] if answer is not None else []
-            given = Chat([{"role": "user", "content": given}, *answers])
+            assert not isinstance(row, Chat)  # a chat has a template
+            prompt, *answer = row
+            start = f"{prompt}\n" if self.answers else prompt
+            return "".join([start, *answer]), [(len(start), inf)]
+        chat = _chat(row)
         try:
-            return self.template.render(given, continued)
+            return self.template.render(chat, continued)
         except DataError as error:
-            raise self._problem(index, str(error), given) from None
+            raise self._problem(index, str(error), chat) from None
 
-    def _problem(self, index: int, problem: str, row: str | Chat) -> RowProblem:
-        users = [] if isinstance(row, str) else [m.get("content") for m in row.messages if m["role"] == "user"]
-        prompt = row if isinstance(row, str) else str(users[0] if users else row.messages[0].get("content"))
-        where = f"the row whose prompt begins with {prompt[:60]!r}"
+    def _problem(self, index: int, problem: str, chat: Chat) -> RowProblem:
+        first = next((m for m in chat.messages if m["role"] == "user"), chat.messages[0])
+        where = f"the row whose prompt begins with {str(first.get('content'))[:60]!r}"
         return RowProblem(
             index, f"{self.named}: {problem}, in {where}; correct the row, or use another template, data.template=FILE"
         )
 
 
-def _said(text: str) -> str | Chat:
-    """Return the chat of which a text is the JSON; any other text as it is."""
+def _text_of(values: Mapping[str, Any], field: str) -> str:
+    text = values[field]
+    if not isinstance(text, str):
+        raise ValueError(f"the field {field!r} is not a string but of type {type(text).__name__}")
+    try:
+        _ = text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the field {field!r} holds {text[error.start]!r} at character {error.start + 1}, half of a character (a "
+            "lone surrogate), which is not text and has no tokens"
+        ) from None
+    return text
+
+
+def _chat(row: Row) -> Chat:
+    """Return a chat; of a prompt and its answer, what the user and the assistant say."""
+    if isinstance(row, Chat):
+        return row
+    return Chat([{"role": role, "content": text} for role, text in zip(("user", "assistant"), row, strict=False)])
+
+
+def _said(text: str) -> Row:
+    """Return the chat of which a text is the JSON; any other text as a prompt."""
     try:
         messages = json.loads(text)
     except ValueError:
-        return text
+        return [text]
     try:
-        return chat_of(messages) if is_chat(messages) else text
+        return chat_of(messages) if is_chat(messages) else [text]
     except ValueError as error:
         raise DataError(f"sample.prompt: the chat {error}") from None
 

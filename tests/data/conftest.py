@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from file_formats import idx
 
+from data.prompts import RowTokens
+from data.vocabulary import GPT2Vocabulary
+
 # Data that is not part of the repository.
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -79,3 +82,14 @@ def mnist_files(tmp_path) -> Path:
         (raw / f"{name}-images-idx3-ubyte").write_bytes(idx(images))
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(idx(np.arange(n, dtype=np.uint8) % 10))
     return raw
+
+
+@pytest.fixture
+def texts_of():
+    """``texts_of(rows, indices, fields)``: the texts of some rows."""
+
+    def read(rows, indices=None, fields=("text",)):
+        indices = np.arange(len(rows)) if indices is None else np.array(indices, dtype=np.int64)
+        return [text for (text,) in rows.read(indices, RowTokens(GPT2Vocabulary(), fields))]
+
+    return read

@@ -140,7 +140,7 @@ def test_of_very_many_rows_some_are_checked_before_and_the_others_when_they_are_
 def test_rows_are_checked_and_counted_once(tmp_path, rows_of, monkeypatch):
     root = write(tmp_path / "a.jsonl", map(str, range(30)))
     rows_of(root, bucket_by_length=True)
-    monkeypatch.setattr(jsonl_module.Rows, "texts", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(jsonl_module.Rows, "read", lambda *_: pytest.fail("read again"))
     rows_of(root, bucket_by_length=True)
     with pytest.raises(pytest.fail.Exception):
         rows_of(root, field=["text", "text"])
@@ -155,21 +155,17 @@ def test_a_folder_of_files_to_test_on_is_an_error_that_says_why(tmp_path):
 # -- rows by number ---------------------------------------------------------------------------------------------------
 
 
-def everything(rows: Rows) -> list[str]:
-    return rows.texts(np.arange(len(rows)), ["text"])
-
-
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
-def test_a_row_is_a_line_that_is_not_blank_wherever_blocks_end(tmp_path, cache, monkeypatch, block):
+def test_a_row_is_a_line_that_is_not_blank_wherever_blocks_end(tmp_path, cache, monkeypatch, block, texts_of):
     monkeypatch.setattr(jsonl_module, "_BLOCK_BYTES", block)
     content = b'\n \t\n{"text": "a"}\r\n\r\n\n  {"text": "b \\n c"}  \n' + b" " * 600 + b'\n{"text": "d"}'
     rows = Rows([written(tmp_path / "a", content), written(tmp_path / "b", b'\n{"text": "e"}\n \n')], cache)
-    assert everything(rows) == ["a", "b \n c", "d", "e"]
+    assert texts_of(rows) == ["a", "b \n c", "d", "e"]
     assert [rows.name(i).rpartition(" ")[2] for i in range(4)] == ["3", "6", "8", "2"]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path, cache):
-    assert everything(Rows([written(tmp_path / "a", b'\xef\xbb\xbf{"text": "a"}\n')], cache)) == ["a"]
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path, cache, texts_of):
+    assert texts_of(Rows([written(tmp_path / "a", b'\xef\xbb\xbf{"text": "a"}\n')], cache)) == ["a"]
 
 
 @pytest.mark.parametrize("end", [".gz", ".zst"])
@@ -268,43 +264,43 @@ def test_the_index_is_8_bytes_a_row_and_shared_by_all_who_read(tmp_path, cache, 
     assert not isinstance(second.index.array, np.memmap) and isinstance(second.index.array.base, np.memmap)
 
 
-def test_threads_and_forked_processes_can_read_the_same_rows(tmp_path, cache, everywhere):
+def test_threads_and_forked_processes_can_read_the_same_rows(tmp_path, cache, everywhere, texts_of):
     rows = Rows([write(tmp_path / "a", [str(i) for i in range(1000)])], cache)
 
     def right(seed: int) -> bool:
         indices = np.random.default_rng(seed).integers(0, 1000, 2000)
-        return rows.texts(indices, ["text"]) == [str(i) for i in indices]
+        return texts_of(rows, indices) == [str(i) for i in indices]
 
     everywhere(right)
 
 
-def test_another_version_of_a_file_gets_another_index_and_the_old_rows_are_an_error(tmp_path, cache):
+def test_another_version_of_a_file_gets_another_index_and_the_old_rows_are_an_error(tmp_path, cache, texts_of):
     file = write(tmp_path / "a", ["old", "rows"])
     old = Rows([file], cache)
     write(file, ["new", "rows", "here"])
-    assert everything(Rows([file], cache)) == ["new", "rows", "here"]
+    assert texts_of(Rows([file], cache)) == ["new", "rows", "here"]
     assert len(list(cache.glob("rows-*"))) == 2
     with pytest.raises(DataError, match=r"/a has changed since it was indexed"):
-        everything(old)
+        texts_of(old)
 
 
-def test_a_file_that_was_written_anew_with_its_old_size_and_time_has_another_index(tmp_path, cache, rows_of):
+def test_a_file_that_was_written_anew_with_its_old_size_and_time_has_another_index(tmp_path, cache, rows_of, texts_of):
     file = written(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "long"}\n')
     before = file.stat()
-    assert everything(Rows([file], cache)) == texts(rows_of(file).train) == ["a", "long"]
+    assert texts_of(Rows([file], cache)) == texts(rows_of(file).train) == ["a", "long"]
     written(file, b'{"text": "long"}\n{"text": "a"}\n')
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync and cp -p do
-    assert everything(Rows([file], cache)) == texts(rows_of(file).train) == ["long", "a"]
+    assert texts_of(Rows([file], cache)) == texts(rows_of(file).train) == ["long", "a"]
 
 
-def test_a_corrupt_row_is_named_by_file_line_and_reason_and_the_others_are_read(tmp_path, cache):
+def test_a_corrupt_row_is_named_by_file_line_and_reason_and_the_others_are_read(tmp_path, cache, texts_of):
     good = b'{"text": "good"}\n'
     corrupt = written(tmp_path / "second.jsonl", good + b"\n" + good + b'{"text": "a"\n' + good)
     rows = Rows([write(tmp_path / "first.jsonl", ["a", "b"]), corrupt], cache)
     assert len(rows) == 6
     with pytest.raises(DataError, match=r"/second\.jsonl line 4: not JSON \(Expecting ',' delimiter at character 14\)"):
-        everything(rows)
-    assert rows.texts(np.array([0, 1, 2, 3, 5]), ["text"]) == ["a", "b", "good", "good", "good"]
+        texts_of(rows)
+    assert texts_of(rows, [0, 1, 2, 3, 5]) == ["a", "b", "good", "good", "good"]
 
 
 @pytest.mark.parametrize("style", [None, "qwen"])

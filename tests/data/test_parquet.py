@@ -13,6 +13,7 @@ from data import parquet as parquet_module
 from data.jsonl import Jsonl
 from data.loader import TrainBatches
 from data.parquet import Parquet, ParquetRows
+from data.prompts import RowTokens
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -68,27 +69,34 @@ def test_the_samples_of_every_step_are_those_of_json_lines_with_the_same_rows(pr
     ],
     ids=lambda column: str(column.type),
 )
-def test_a_column_of_text_is_read_in_every_type_that_text_has(tmp_path, column):
+def test_a_column_of_text_is_read_in_every_type_that_text_has(tmp_path, column, texts_of):
     rows = ParquetRows([write(tmp_path / "a.parquet", 3, text=column)])
-    assert rows.texts(np.array([3, 0, 1, 3]), ["text"]) == ["é", "a", "b", "é"]
-    assert rows.texts(np.array([], dtype=np.int64), ["text"]) == []
+    assert texts_of(rows, [3, 0, 1, 3]) == ["é", "a", "b", "é"]
+    assert texts_of(rows, []) == []
 
 
 def test_arguments_of_a_tool_that_other_rows_do_not_have_are_left_out(tmp_path):
     calls = [[{"name": "weather", "arguments": {"city": "Rome"}}], [{"name": "add", "arguments": {"sum": 3}}]]
     messages = [[{"role": "assistant", "content": None, "tool_calls": call}] for call in calls]
-    chats = ParquetRows([write(tmp_path / "a.parquet", messages=messages)]).chats(np.arange(2), "messages")
+    chats = ParquetRows([write(tmp_path / "a.parquet", messages=messages)]).read(np.arange(2), Chats())
     assert [chat.messages[0]["tool_calls"] for chat in chats] == calls
 
 
-def test_files_and_row_groups_that_are_empty_are_passed_over(tmp_path):
+def test_files_and_row_groups_that_are_empty_are_passed_over(tmp_path, texts_of):
     schema = pa.schema({"text": pa.string()})
     with pq.ParquetWriter(tmp_path / "b.parquet", schema) as writer:
         for texts in (["a"], [], ["b", "c"]):
             writer.write_table(pa.table({"text": texts}, schema))
     files = [write(tmp_path / name, text=pa.array([], pa.string())) for name in ("a.parquet", "c.parquet")]
     rows = ParquetRows([files[0], tmp_path / "b.parquet", files[1]])
-    assert rows.texts(np.arange(3), ["text"]) == ["a", "b", "c"]
+    assert texts_of(rows) == ["a", "b", "c"]
+
+
+class Chats:
+    """What a row of a chat has of RowTokens, without a template."""
+
+    messages, fields = "messages", ["messages"]
+    take = RowTokens.take
 
 
 class Reads:
@@ -105,28 +113,30 @@ class Reads:
         monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
 
 
-def test_of_a_file_the_row_groups_and_the_column_that_are_needed_are_read_and_the_newest_kept(tmp_path, monkeypatch):
+def test_of_a_file_the_row_groups_and_the_column_that_are_needed_are_read_and_the_newest_kept(
+    tmp_path, monkeypatch, texts_of
+):
     texts = [f"{i:01000d}" for i in range(100)]
     rows = ParquetRows([write(tmp_path / "a.parquet", 10, text=texts, other=texts)])
     reads = Reads(monkeypatch)
-    assert rows.texts(np.array([55, 5, 58]), ["text"]) == [texts[55], texts[5], texts[58]]
+    assert texts_of(rows, [55, 5, 58]) == [texts[55], texts[5], texts[58]]
     assert reads.groups == [(0, "text"), (5, "text")]
-    rows.texts(np.array([50, 0]), ["text"])
+    texts_of(rows, [50, 0])
     assert len(reads.groups) == 2
     monkeypatch.setattr(parquet_module, "_CACHE_BYTES", 35_000)
     for group in (1, 0, 2, 0, 5):
-        rows.texts(np.array([10 * group]), ["text"])
+        texts_of(rows, [10 * group])
     assert [group for group, _ in reads.groups[2:]] == [1, 2, 5], "three fit, and the one used last stays"
     assert len(parquet_module._decoded) == 3
 
 
-def test_threads_and_forked_processes_read_the_same_rows(tmp_path, monkeypatch, everywhere):
+def test_threads_and_forked_processes_read_the_same_rows(tmp_path, monkeypatch, everywhere, texts_of):
     monkeypatch.setattr(parquet_module, "_CACHE_BYTES", 2000)
     rows = ParquetRows([write(tmp_path / "a.parquet", 10, text=[str(i) for i in range(1000)])])
 
     def right(seed: int) -> bool:
         indices = np.random.default_rng(seed).integers(0, 1000, 300)
-        return rows.texts(indices, ["text"]) == [str(i) for i in indices]
+        return texts_of(rows, indices) == [str(i) for i in indices]
 
     assert right(8)
     everywhere(right)
@@ -152,12 +162,12 @@ def test_a_value_that_is_no_text_is_named_by_file_row_and_reason_before_training
         prepared(Parquet, write(tmp_path / "a.parquet", **columns))
 
 
-def test_the_second_of_two_files_is_named_with_its_own_row(tmp_path):
+def test_the_second_of_two_files_is_named_with_its_own_row(tmp_path, texts_of):
     files = [
         write(tmp_path / f"{n}.parquet", 3, text=["a"] * 8, more=["b"] * (6 + n) + [None] * (2 - n)) for n in (2, 1)
     ]
     with pytest.raises(DataError, match=r"1\.parquet row 7 \(from 0\): text, more is string, null"):
-        ParquetRows(files).texts(np.array([15]), ["text", "more"])
+        texts_of(ParquetRows(files), [15], ["text", "more"])
 
 
 def test_two_columns_of_one_name_are_an_error(tmp_path, prepared):
@@ -183,11 +193,11 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path, prepared, damage):
         prepared(Parquet, file)
 
 
-def test_a_file_that_has_changed_since_is_an_error(tmp_path):
+def test_a_file_that_has_changed_since_is_an_error(tmp_path, texts_of):
     rows = ParquetRows([write(tmp_path / "a.parquet", text=["a"])])
     write(tmp_path / "a.parquet", text=["a", "b"])
     with pytest.raises(DataError, match=r"a\.parquet has changed"):
-        rows.texts(np.array([0]), ["text"])
+        texts_of(rows, [0])
 
 
 def test_without_pyarrow_the_error_says_what_to_install(monkeypatch):
@@ -215,6 +225,6 @@ def test_json_maps_and_bytes_in_columns_are_the_same_chats_as_json_lines(prepare
     rows = {}
     for name, column in columns.items():
         pq.write_table(pa.table({"messages": column}), tmp_path / f"{name}.parquet")
-        rows[name] = ParquetRows([tmp_path / f"{name}.parquet"]).chats(np.array([0]), "messages")[0].messages
+        rows[name] = ParquetRows([tmp_path / f"{name}.parquet"]).read(np.array([0]), Chats())[0].messages
     assert rows["structs"] == rows["text"] == chat
     assert rows["maps"] == [{key: m[key] for key in ("role", "content")} for m in chat]
