@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from common.errors import DataError
 from data.cache import MappedFile, cached_folder
-from data.dataset import Source, by_part, check_at_least
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from data.dataset import Source, check_at_least
 
 _MOST_COUNTED = 1 << 24
 
@@ -79,15 +77,21 @@ class TokenWindows(Source):
         """Return the position of each sample's first token, int64 [b]."""
         return indices * self.seq_len
 
+    def windows(self, indices: np.ndarray) -> np.ndarray:
+        """Return the tokens of samples and the token after each sample, int64 [b, seq_len + 1]."""
+        starts = self.starts(np.asarray(indices, dtype=np.int64))
+        return self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
+
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, both int64 [b, seq_len]."""
-        import torch
+        return shifted(self.windows(indices))
 
-        starts = self.starts(np.asarray(indices, dtype=np.int64))
-        windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
-        samples = torch.from_numpy(windows)
-        # Two copies instead of two views, since pinning or sending a view would copy the other's tokens as well.
-        return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+def shifted(windows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return the inputs and the targets, both [b, T], of tokens [b, T + 1]."""
+    samples = torch.from_numpy(windows)
+    # Two copies instead of two views, since pinning or sending a view would copy the other's tokens as well.
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
 
 class ColumnWindows(TokenWindows):
@@ -111,18 +115,13 @@ class ColumnWindows(TokenWindows):
         """
         check_at_least(1, columns=columns)
         super().__init__(file, seq_len)
-        self.columns = columns
+        self.columns, self.column_length = columns, len(self.tokens) // columns
         if self.column_length <= seq_len:
             raise DataError(
                 f"{self.file.path} has {len(self.tokens):,} tokens, {self.column_length:,} in each of "
                 f"data.columns={columns}; one sample of data.seq_len={seq_len} needs {seq_len + 1}. Lower "
                 "data.seq_len or data.columns (by default train.global_batch_size), or give more text"
             )
-
-    @property
-    def column_length(self) -> int:
-        """Tokens in each column."""
-        return len(self.tokens) // self.columns
 
     def __len__(self) -> int:
         return self.columns * ((self.column_length - 1) // self.seq_len)
@@ -140,27 +139,3 @@ class ColumnWindows(TokenWindows):
                 f"train.global_batch_size={global_batch_size} must be the same number. Leave out data.columns, which "
                 "is this number by default"
             )
-
-
-class Concatenated(Source):
-    """The samples of several sources, one source after the other."""
-
-    def __init__(self, sources: Sequence[Source]):
-        self.sources = list(sources)
-        self._starts = np.cumsum([0, *map(len, self.sources)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        """See Source."""
-        import torch
-
-        indices = np.asarray(indices, dtype=np.int64)
-        parts, places = [], []
-        for number, mine in by_part(self._starts, indices):
-            parts.append(self.sources[number].read(indices[mine] - self._starts[number], epoch))
-            places.append(mine)
-        back = torch.from_numpy(np.argsort(np.concatenate(places)))
-        inputs, targets = (torch.cat(tensors)[back] for tensors in zip(*parts, strict=True))
-        return inputs, targets

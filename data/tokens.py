@@ -6,19 +6,17 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from common.errors import DataError
 from data.cache import MappedFile
-from data.dataset import DataSet, Source, check_at_least, given_path, once
+from data.dataset import DataSet, Source, by_part, check_at_least, given_path, once
 from data.documents import files_of, split_of
-from data.token_windows import Concatenated, TokenWindows
+from data.token_windows import TokenWindows, shifted
 from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, choose_vocabulary
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # The magic number and the version in a header, and the dtype of the tokens: of GPT-2's and of Llama 3's.
 HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -74,39 +72,44 @@ class Tokens(DataSet):
             splits[split_of(path.relative_to(self.root))].append(file)
         if self.root.is_file():
             splits = _cut(*splits["train"])
-        sources = {split: self._source(part) for split, part in splits.items()}
-        if sources["train"] is None:
+        sources = {split: Shards(part, self.seq_len, self.vocab_size) for split, part in splits.items()}
+        if not sources["train"]:
             tokens = ", ".join(f"{file.path.name}: {file.count:,}" for file in splits["train"][:5])
             raise DataError(
                 f"data.root={self.root} has no sample to train on: a file needs {self.seq_len + 1:,} tokens for one "
                 f"sample of data.seq_len={self.seq_len} ({tokens or 'by their names no file is for training'}). "
                 "Lower data.seq_len or give more tokens"
             )
-        self.train, self.valid, self.test = sources["train"], sources["valid"], sources["test"]
+        self.train = sources["train"]
+        self.valid, self.test = sources["valid"] or None, sources["test"] or None
         parts = (
-            f"{split} {sum(file.count for file in part):,} tokens ({len(sources[split] or ()):,} samples)"
+            f"{split} {sum(file.count for file in part):,} tokens ({len(sources[split]):,} samples)"
             for split, part in splits.items()
         )
         self.description = f"token shards of {self.root} ({len(paths):,}): {', '.join(parts)}"
 
-    def _source(self, files: Sequence[MappedFile]) -> Source | None:
-        windows = [Shard(file, self.seq_len, self.vocab_size) for file in files if file.count > self.seq_len]
-        return Concatenated(windows) if windows else None
 
+class Shards(Source):
+    """The samples of several files, one file after the other, whose tokens are checked when they are read."""
 
-class Shard(TokenWindows):
-    """Samples of a file that may be of another vocabulary."""
+    def __init__(self, files: Sequence[MappedFile], seq_len: int, vocab_size: int):
+        """Use the files that have a sample."""
+        self.shards = [TokenWindows(file, seq_len) for file in files if file.count > seq_len]
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self._starts = np.cumsum([0, *map(len, self.shards)])
 
-    def __init__(self, file: MappedFile, seq_len: int, vocab_size: int):
-        super().__init__(file, seq_len)
-        self.vocab_size = vocab_size
+    def __len__(self) -> int:
+        return int(self._starts[-1])
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        """See TokenWindows. Raises DataError if a token is not below ``vocab_size``."""
-        inputs, targets = super().read(indices, epoch)
-        for tokens in (inputs, targets):
-            check_tokens(self.file.path, tokens.numpy(), self.vocab_size)
-        return inputs, targets
+        """Return inputs and targets, both int64 [b, seq_len]; raise DataError for a token outside the vocabulary."""
+        indices = np.asarray(indices, dtype=np.int64)
+        tokens = np.empty((len(indices), self.seq_len + 1), np.int64)
+        for number, mine in by_part(self._starts, indices):
+            shard = self.shards[number]
+            tokens[mine] = shard.windows(indices[mine] - self._starts[number])
+            check_tokens(shard.file.path, tokens[mine], self.vocab_size)
+        return shifted(tokens)
 
 
 def check_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
