@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import sys
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 
 from common.errors import UserError
@@ -53,3 +55,10 @@ def load_transformers() -> ModuleType:
         return importlib.import_module("transformers")
     except ImportError:
         raise UserError("the package transformers is needed: pip install 'transformers>=5.20,<6'") from None
+
+
+def package_file(package: str, path: str) -> Path | None:
+    """Return a file of an installed package, which is not imported; None if there is no such package or file."""
+    spec = importlib.util.find_spec(package)
+    paths = [Path(folder, path) for folder in (spec and spec.submodule_search_locations) or ()]
+    return next(filter(Path.is_file, paths), None)

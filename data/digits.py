@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 
 from common.errors import DataError
+from common.packages import package_file
 from data.dataset import Source
-from data.images import ImageData, Labelled, hold_out
+from data.images import ImageData, Images, Labelled, hold_out
 
 
 class Digits(ImageData):
@@ -24,24 +22,16 @@ class Digits(ImageData):
 
     def splits(self) -> dict[str, Source]:
         """Return the three splits."""
-        table = np.loadtxt(_file(), delimiter=",", dtype=np.uint8)
+        # Importing scikit-learn would cost every process a second and 100 MB.
+        if (path := package_file("sklearn", "datasets/data/digits.csv.gz")) is None:
+            raise DataError(
+                "data=digits needs scikit-learn, which is not installed: pip install scikit-learn, or use other "
+                "images, such as data=mnist or data=random_images"
+            )
+        table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
         images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
         stored = Labelled(images, labels, self.num_classes, self.title)
         tenth = len(images) // 10
         rest, test = hold_out(stored.labels, tenth)
         train, valid = (rest[part] for part in hold_out(stored.labels[rest], tenth))
-        return {s: self._images(stored, part) for s, part in (("train", train), ("valid", valid), ("test", test))}
-
-
-def _file() -> Path:
-    """Return scikit-learn's file. Importing the package would cost every process a second and 100 MB."""
-    package = importlib.util.find_spec("sklearn")
-    folders = (package and package.submodule_search_locations) or ()
-    for folder in folders:
-        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
-        if path.is_file():
-            return path
-    raise DataError(
-        "data=digits needs scikit-learn, which is not installed: pip install scikit-learn, or use other images, such "
-        "as data=mnist or data=random_images"
-    )
+        return {s: Images(stored, part, self) for s, part in (("train", train), ("valid", valid), ("test", test))}

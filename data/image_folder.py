@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -12,7 +13,7 @@ from PIL import Image, ImageOps
 from common.errors import DataError
 from data.dataset import Source, given_path
 from data.documents import SPLITS, find_files
-from data.images import ImageData, Labelled
+from data.images import ImageData, Images, Labelled
 from data.jsonl import select_rows
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
@@ -36,11 +37,10 @@ class ImageFolder(ImageData):
         channels: int = 3,
         mean: Sequence[float] = (0.485, 0.456, 0.406),
         std: Sequence[float] = (0.229, 0.224, 0.225),
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        **options: Any,
     ):
         """See ImageData; ``mean`` and ``std`` are of red, green and blue from 0 to 1, by default ImageNet's."""
-        super().__init__(image_size, channels, cache_dir=cache_dir, num_workers=num_workers)
+        super().__init__(image_size, channels, **options)
         self.root = given_path(root, "data=image_folder needs the folder of the images, data.root=FOLDER")
         self.title = f"images of {self.root}"
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
@@ -65,7 +65,7 @@ class ImageFolder(ImageData):
         rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
         selected = select_rows({split: len(listed) for split, listed in rows.items()})
         chosen = {s: rows.get(s, rows["train"])[part.row(np.arange(len(part)))] for s, part in selected.items()}
-        return {split: self._images(stored, part) for split, part in chosen.items()}
+        return {split: Images(stored, part, self) for split, part in chosen.items()}
 
 
 class _ImageFiles:

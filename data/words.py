@@ -25,15 +25,15 @@ class WordVocabulary:
     Attributes:
         key: The settings on which the tokens depend in addition to the text, for the cache.
         size: The number of words. None before load().
-        words: The words by their token. None before load().
+        words: The words by their token. Empty before load().
         label: The name of the words in a description of the data. None before load().
-        start: The token that marks the beginning of a text; None for words.
+        end: The token after a text; None, because words have none.
     """
 
     size: int | None = None
-    words: list[str] | None = None
+    words: Sequence[str] = ()
     label: str | None = None
-    start = None
+    end = None
 
     def __init__(self, min_frequency: int = 1, max_size: int | None = None):
         """See choose_words."""
@@ -56,18 +56,15 @@ class WordVocabulary:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text's words, 0 for unknown words. Call load() first."""
-        assert self.words is not None
         tokens = {word: token for token, word in enumerate(self.words)}
         return [[tokens.get(word, 0) for word in basic_english(text)] for text in texts]
 
     def files(self, positions: int) -> dict[str, str]:
         """Return the list of words as a file, by its name. Call load() first."""
-        assert self.words is not None
         return {_FILE: "\n".join(self.words) + "\n"}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the words of some tokens, separated by spaces. Call load() first."""
-        assert self.words is not None
         return " ".join(self.words[token] for token in tokens)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.errors import DataError
-from data.images import Images, Labelled, crop_and_flip, hold_out, recolour, resize
+from data.images import ImageData, Images, Labelled, crop_and_flip, hold_out, recolour, resize
 
 
 def stored(n=20, channels=3, size=8, num_classes=10) -> Labelled:
@@ -16,10 +16,15 @@ def stored(n=20, channels=3, size=8, num_classes=10) -> Labelled:
     return Labelled(images, np.arange(n) % num_classes, num_classes, "made up")
 
 
-def source(images: Labelled, shape=None, augment=None, mean=127.5, std=64.0) -> Images:
-    channels = images.images.shape[1]
-    shape = shape or images.images.shape[1:]
-    return Images(images, np.arange(len(images.labels)), [mean] * channels, [std] * channels, shape, augment)
+class Made(ImageData):
+    title, mean, std = "made up", (127.5,), (64.0,)
+
+    def splits(self):
+        raise NotImplementedError
+
+
+def source(images: Labelled, shape=(3, 8, 8), augment=None, rows=range(20)) -> Images:
+    return Images(images, np.array(rows), Made(image_size=shape[1], channels=shape[0]), augment)
 
 
 def test_holding_out_takes_the_same_share_of_each_class_and_every_sample_once():
@@ -32,7 +37,7 @@ def test_holding_out_takes_the_same_share_of_each_class_and_every_sample_once():
 
 def test_batches_are_normalised_floats_and_class_indices_of_the_rows_of_a_split():
     images = stored()
-    split = Images(images, np.array([7, 3, 4]), [127.5] * 3, [64.0] * 3, (3, 8, 8))
+    split = source(images, rows=[7, 3, 4])
     inputs, targets = split.read(np.array([2, 0]), epoch=0)
     assert inputs.dtype == torch.float32 and targets.dtype == torch.int64 and len(split) == 3
     assert torch.allclose(inputs, (torch.from_numpy(images.images[[4, 7]]).float() - 127.5) / 64)

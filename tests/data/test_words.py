@@ -41,7 +41,7 @@ def test_the_vocabulary_goes_by_frequency_then_by_the_alphabet_and_starts_with_u
 def test_only_the_training_split_makes_the_vocabulary_and_other_words_are_unk(tmp_path):
     (tmp_path / "text").write_text("one two\n" * 93 + "one six\n" * 7)
     data = Text(str(tmp_path / "text"), cache_dir=str(tmp_path), seq_len=2, vocabulary="words", min_frequency=1)
-    assert data.vocab_size is None and data.vocabulary.words is None, "the text decides"
+    assert data.vocab_size is None and not data.vocabulary.words, "the text decides"
     data.prepare()
     assert data.vocabulary.words == ["<unk>", "one", "two"] and data.vocab_size == 3
     assert set(tokens_of(data.train)) == {1, 2} and set(tokens_of(data.test)) == {0, 1}

@@ -57,7 +57,7 @@ def sample(cfg: Root) -> str:
     seed = cfg.seed if settings.seed is None else settings.seed
     prompts = [settings.prompt] if settings.prompts is None else settings.prompts
     encoded = [_encode(restored.data, vocabulary, prompt) for prompt in prompts]
-    start = [] if vocabulary.start is None else [vocabulary.start]  # without one, _encode refuses an empty prompt
+    start = [] if vocabulary.end is None else [vocabulary.end]  # without one, _encode refuses an empty prompt
     (stage,) = strategy.stages
     stage.eval()
     with autocast(strategy.plan.precision, strategy.device.type):
@@ -129,9 +129,9 @@ def _check_sample(cfg: Root) -> None:
 
 def _encode(data: DataSet, vocabulary: Vocabulary | WordVocabulary, prompt: str) -> list[int]:
     (tokens,) = data.encode_prompts([prompt])
-    if not tokens and vocabulary.start is None:
+    if not tokens and vocabulary.end is None:
         raise TrainingError('a model of words needs some to continue: sample.prompt="def the"')
-    if vocabulary.words is not None:
+    if isinstance(vocabulary, WordVocabulary):
         known = set(vocabulary.words)
         unknown = sorted({word for word in basic_english(prompt) if word not in known})
         if unknown:
