@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from common.errors import DataError
 from common.files import expand_home
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from data.vocabulary import Vocabulary
     from data.words import WordVocabulary
 
@@ -59,14 +58,10 @@ class Batch:
 
     def to_arrays(self) -> Batch:
         """Return the same batch for another process: of each tensor [its dtype, its bytes as a numpy array]."""
-        import torch
-
         return self.map(lambda tensor: [tensor.dtype, tensor.contiguous().view(torch.uint8).numpy()])
 
     def to_tensors(self) -> Batch:
         """Return the batch of which ``to_arrays`` made this one. Its tensors share the arrays' memory."""
-        import torch
-
         return self.map(lambda stored: torch.from_numpy(stored[1]).view(stored[0]))
 
     def pin_memory(self) -> Batch:
@@ -149,14 +144,13 @@ ONE_TARGET = (
     "a loss gets one tensor of them. Join them, torch.cat([a, b], dim=1), and let the loss take them apart; or give "
     "the others as inputs, which the model returns with its output"
 )
-_Data = TypeVar("_Data", bound="DataSet")
 
 
-def once(prepare: Callable[[_Data], None]) -> Callable[[_Data], None]:
+def once(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
     """Let ``prepare`` do nothing once it has succeeded."""
 
     @wraps(prepare)
-    def prepare_once(self: _Data) -> None:
+    def prepare_once(self: DataSet) -> None:
         if not self._prepared:
             prepare(self)
             self._prepared = True
@@ -170,8 +164,6 @@ def to_tensor(name: str, given: Any) -> Tensor:
     Raises:
         DataError: If it is neither, or its numbers are not of a dtype for training. The message has ``name``.
     """
-    import torch
-
     if name == "targets" and isinstance(given, (tuple, list)) and getattr(given[0] if given else None, "shape", ()):
         raise DataError(f"{len(given)} targets: {ONE_TARGET}")
     if isinstance(given, np.ndarray) and not given.dtype.isnative:
@@ -218,12 +210,9 @@ class InMemory(Source):
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
         """See Source."""
-        import torch
-
         rows = torch.from_numpy(np.asarray(indices, dtype=np.int64))
-        if isinstance(self.inputs, tuple):
-            return tuple(tensor[rows] for tensor in self.inputs), self.targets[rows]
-        return self.inputs[rows], self.targets[rows]
+        read = Batch(self.inputs, self.targets).map(lambda tensor: tensor[rows])
+        return read.inputs, read.targets
 
 
 class DataSet(ABC):

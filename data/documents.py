@@ -53,10 +53,7 @@ class Document:
 
     def text(self) -> Iterator[str]:
         """Yield the text, about 1 MiB at a time, with unchanged line ends and without a byte order mark."""
-        decoder = codecs.getincrementaldecoder("utf-8-sig" if self.start == 0 else "utf-8")()
-        for block in self.blocks():
-            yield decoder.decode(block)
-        yield decoder.decode(b"", final=True)
+        return codecs.iterdecode(self.blocks(), "utf-8-sig" if self.start == 0 else "utf-8")
 
     def pieces(self, small: bool = True) -> Iterator[str]:
         """Yield the text in pieces of about 64 Ki characters that end with a line, or of 4 Mi if not ``small``."""
@@ -144,12 +141,13 @@ def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
     is cut at 90 % and 95 % of its length.
     """
     if len(documents) >= _MINIMUM_DOCUMENTS:
-        chosen = {"valid": documents[9::20], "test": documents[19::20]}
         rest = [document for i, document in enumerate(documents) if i % 20 not in (9, 19)]
-        return {"train": rest, **{split: list(part) for split, part in chosen.items()}}
-    cut = [_split_by_length(document) for document in documents]
-    names = ("train", "valid", "test")
-    return {split: [parts[i] for parts in cut if len(parts[i])] for i, split in enumerate(names)}
+        return {"train": rest, "valid": [*documents[9::20]], "test": [*documents[19::20]]}
+    cut = zip(*map(_split_by_length, documents), strict=True)
+    return {
+        split: [part for part in parts if len(part)]
+        for split, parts in zip(("train", "valid", "test"), cut, strict=True)
+    }
 
 
 def only_text(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:

@@ -307,9 +307,7 @@ class EvalBatches:
             raise DataError(f"train.eval_batches={limit}: give 1 or more, or null for all batches")
         self.source, self.global_batch_size = source, global_batch_size
         self.whole = -(-len(source) // global_batch_size)
-        self._samples = len(source)
-        if limit is not None and limit < self.whole:
-            self._samples = limit * global_batch_size
+        self._samples = min(len(source), (limit or self.whole) * global_batch_size)
 
     def __len__(self) -> int:
         return -(-self._samples // self.global_batch_size)

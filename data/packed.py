@@ -44,7 +44,5 @@ def unpacked(path: Path, cache_dir: str | os.PathLike | None) -> Path:
 
 def _open_zstd(path: Path) -> Any:
     with suppress(ImportError):
-        return import_module("compression.zstd").open(path)  # since Python 3.14
-    with suppress(ImportError):
         return import_module("pyarrow").input_stream(str(path), compression="zstd")
-    raise DataError(f"{path}: Python unpacks it from 3.14 on. Type pip install pyarrow, or unpack it: zstd -d {path}")
+    raise DataError(f"{path} needs the package pyarrow. Type pip install pyarrow, or unpack it: zstd -d {path}")

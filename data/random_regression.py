@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
 
 from common.machine import check_memory
 from data.dataset import DataSet, InMemory, check_at_least, once
@@ -22,10 +25,9 @@ class RandomRegression(DataSet):
         out_features: int = 5,
         noise: float = 0.1,
         seed: int = 1337,
-        num_workers: int = 0,
-        cache_dir: str | None = None,
+        **options: Any,
     ):
-        super().__init__(num_workers)
+        super().__init__(**options)
         check_at_least(1, samples=samples, in_features=in_features, out_features=out_features)
         check_at_least(0, noise=noise, seed=seed)
         self.samples, self.in_features, self.out_features = samples, in_features, out_features
@@ -49,8 +51,6 @@ class RandomRegression(DataSet):
         )
 
     def _draw(self, teacher: np.ndarray, stream: int, samples: int) -> InMemory:
-        import torch
-
         # Each split has its own stream, so that the size of one does not change the others.
         random = np.random.default_rng([self.seed, stream])
         inputs = random.standard_normal((samples, self.in_features))

@@ -108,23 +108,18 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 def _ask(template: ChatTemplate, request: Any) -> Any:
     """Return the answer of a template's process to a request. If there is none, end the process, raise DataError."""
-    line, answer = json.dumps(request, default=str).encode() + b"\n", b""  # Parquet has dates and decimals
+    line = json.dumps(request, default=str).encode() + b"\n"  # Parquet has dates and decimals
     try:
-        process, first = _idle[template].pop(), b""
+        process = _idle[template].pop()
     except (KeyError, IndexError):
-        process, first = _start(), json.dumps(astuple(template)).encode() + b"\n"
+        process, line = _start(), json.dumps(astuple(template)).encode() + b"\n" + line
     assert process.stdin is not None and process.stdout is not None  # they are pipes
     try:
         with suppress(BrokenPipeError):
-            process.stdin.write(first + line)
+            process.stdin.write(line)
             process.stdin.flush()
-            answer = process.stdout.readline()
-        if answer.endswith(b"\n"):
-            read = json.loads(answer)
-        elif (code := process.wait()) == -signal.SIGXCPU:
-            read = {"problem": f"it takes more than {_SECONDS} s of processor time"}
-        else:
-            read = {"problem": f"the process that renders it has ended with code {code}"}
+        answer = process.stdout.readline()
+        read = json.loads(answer) if answer.endswith(b"\n") else {"problem": _end(process.wait())}
         if "problem" in read:
             raise DataError(read["problem"])
     except BaseException:  # such as Ctrl-C, after which the answer must not be used for another request
@@ -132,6 +127,12 @@ def _ask(template: ChatTemplate, request: Any) -> Any:
         raise
     _idle.setdefault(template, []).append(process)
     return read
+
+
+def _end(code: int) -> str:
+    if code == -signal.SIGXCPU:
+        return f"it takes more than {_SECONDS} s of processor time"
+    return f"the process that renders it has ended with code {code}"
 
 
 def _start() -> subprocess.Popen:
@@ -183,14 +184,12 @@ _seen = {"user", "assistant"}  # the roles of messages that the template writes,
 def _rendered(template: Template, marks: _Generation, special: dict[str, str], most: int, row: list) -> dict[str, Any]:
     if not row:
         return {"has_blocks": marks.has_blocks}
-    (messages, tools, continued), in_parts = row, _takes_parts(template)
+    messages, tools, continued = row
 
     def render(messages: list[dict], add_generation_prompt: bool = False, tools: list | None = tools) -> str:
         random.seed(0)  # for Jinja's lipsum() and random, so that a row is the same at each read
         marks.written, marks.spans = [], []
         options = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-        if in_parts:
-            messages = [{**message, "content": _parts(message.get("content"))} for message in messages]
         for part in template.generate(messages=messages, **options, **special):
             marks.written.append(part)
         text = "".join(marks.written)
@@ -254,22 +253,6 @@ def _structures(value: Any) -> Iterator[Any]:
         yield value
         for part in value.values() if isinstance(value, dict) else value:
             yield from _structures(part)
-
-
-def _parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-@cache
-def _takes_parts(template: Template) -> bool:
-    """Return whether a template writes a text only if it is in a list of parts, as those of vision models."""
-
-    def writes(content: Any) -> bool:
-        with suppress(Exception):  # a template can raise any error
-            return "probe" in template.render(messages=[{"role": "user", "content": content}])
-        return False
-
-    return not writes("probe") and writes(_parts("probe"))
 
 
 class _Generation(Extension):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import DataSet, InMemory, check_fractions, to_tensor
+from data.dataset import Batch, DataSet, InMemory, check_fractions, to_tensor
 
 _IGNORED = -100  # torch's own ignore_index
 
@@ -100,7 +100,7 @@ def _samples(inputs: Any, targets: Any, vocab_size: int | None) -> InMemory:
 
 
 def _tensors(samples: InMemory) -> tuple[Tensor, ...]:
-    return *(samples.inputs if isinstance(samples.inputs, tuple) else (samples.inputs,)), samples.targets
+    return *Batch(samples.inputs, samples.targets).input_tensors, samples.targets
 
 
 def _check_like(split: str, samples: InMemory, whole: InMemory) -> None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from common.errors import DataError
 from data.cache import cached_folder
 from data.documents import Document, split_documents
@@ -29,8 +31,6 @@ class TorchDocs(LanguageData):
 
     def documents(self) -> dict[str, list[Document]]:
         """Return parts of about 1 kB by split."""
-        import torch
-
         self.title = f"the documentation of torch {torch.__version__}"
 
         def write(folder: Path) -> None:
@@ -55,8 +55,6 @@ def _paragraphs() -> Iterator[str]:
 
 def _documentation() -> Iterator[str]:
     """Yield the documentation of each public name of torch, as it is read in a terminal."""
-    import torch
-
     for name in sorted(dir(torch)):
         item = getattr(torch, name)
         text = getattr(item, "__doc__", None)
