@@ -20,23 +20,10 @@ def gathered_along(sizes: dict[str, int]) -> dict[str, list[str]]:
     return found
 
 
-def norms(recipe: Recipe, layout: Layout, limit: float) -> tuple[float, ...]:
-    """(norm that one step reported, that of this rank's tied gradient, norm measured after the step), and the whole and
-    the tied one after clipping to ``limit``."""
-    strategy, outcome = _one_step(recipe, layout)
-    before = outcome.grad_norm, _tied_norm(strategy), strategy.grad_norm()
-    strategy.clip_grad_norm_(limit, outcome.grad_norm)
-    return *before, strategy.grad_norm(), _tied_norm(strategy)
-
-
 def _one_step(recipe: Recipe, layout: Layout):
     plan, strategy = build(layout, recipe)
     batch = chain_and_batches(recipe)[1](1).chunks(plan.dp)[strategy.mesh.replica]
     return strategy, strategy.train_step(batch, 1)
-
-
-def _tied_norm(strategy) -> float:
-    return dict(strategy.named_parameters())["embedding.wte.weight"].grad.norm().item()
 
 
 def orders_of_a_planned_run(layout: Layout, recipe: Recipe) -> list[dict[int, list[str]]]:

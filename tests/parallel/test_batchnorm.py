@@ -4,12 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import Layout, Recipe, assert_same_training, weights_of
 from torch import nn
 
 from models.batchnorm import BatchNorm2d
-from parallel.batchnorm import RunningStatistics, normalise_over_replicas
+from parallel.batchnorm import RunningStatistics
 
 CONVNET = Recipe("convnet", global_batch=32, lr=0.02, steps=6, eval_every=3)
 STATISTICS = ("running_mean", "running_var")
@@ -35,36 +34,6 @@ def test_without_it_they_do_not(trained):
     (reference,) = trained(Layout("single", chunks=2), dataclasses.replace(CONVNET, interleaved=True))
     with pytest.raises(AssertionError, match="farther than"):
         assert_same_training(trained(Layout("ddp", dp=2, chunks=2), CONVNET), reference, 1e-3)
-
-
-def normalise_half(x, dy):
-    """On each of two ranks: its half of x [n, c, h, w] normalised together, and the gradients."""
-    rank, size = dist.get_rank(), len(x) // 2
-    mine = x[rank * size : (rank + 1) * size].clone().requires_grad_()
-    weight, bias = (torch.full((x.shape[1],), v, dtype=x.dtype, requires_grad=True) for v in (2.0, 0.5))
-    moments = torch.zeros(2, x.shape[1], dtype=x.dtype)
-    y = normalise_over_replicas(mine, weight, bias, 1e-5, moments, group=dist.group.WORLD)
-    y.backward(dy[rank * size : (rank + 1) * size])
-    return [t.detach() for t in (y, mine.grad, weight.grad, bias.grad, *moments)]
-
-
-def test_two_ranks_normalise_as_torch_does_in_one(ranks):
-    x, dy = (torch.randn(6, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
-    x += 100.0  # far from zero, where sums of squares would cancel
-    norm = nn.BatchNorm2d(3, momentum=1.0, dtype=torch.float64)
-    nn.init.constant_(norm.weight, 2.0)
-    nn.init.constant_(norm.bias, 0.5)
-    whole = x.clone().requires_grad_()
-    y = norm(whole)
-    y.backward(dy)
-    zero, one = ranks.run(2, normalise_half, x, dy)
-    torch.testing.assert_close(torch.cat([zero[0], one[0]]), y.detach())
-    torch.testing.assert_close(torch.cat([zero[1], one[1]]), whole.grad)
-    torch.testing.assert_close(zero[2] + one[2], norm.weight.grad)
-    torch.testing.assert_close(zero[3] + one[3], norm.bias.grad)
-    for result in (zero, one):
-        torch.testing.assert_close(result[4], norm.running_mean)
-        torch.testing.assert_close(result[5], norm.running_var)
 
 
 def test_a_skipped_step_leaves_the_statistics_alone(trained):

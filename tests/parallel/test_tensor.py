@@ -1,4 +1,4 @@
-"""Tensor parallelism: what is sent, what goes wrong where a rule is broken, and what is refused."""
+"""Tensor parallelism beside the cells of parity: layers of other shapes, the vocabulary, and what is refused."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from cases import Layout, assert_same_training, chain_and_batches, planned, train
 from cells import RECIPES
 from probes import losses_of_optimizers
-from slow_cases import with_slow
 from small_models import perceptrons
 from torch import nn
 
@@ -30,7 +29,7 @@ from models.sequential import chain_of
 from models.transformer import transformer
 from parallel.axes import tensor
 from parallel.axes.tensor import TensorParallel
-from parallel.mesh import Mesh, Ranks
+from parallel.mesh import Ranks
 from parallel.partition import even_split
 from parallel.placement import Split
 
@@ -41,57 +40,7 @@ STAGES = Layout("pipelined", tp=2, pp=2, chunks=2, sequence=True)
 EXACT = {"steps": 2, "eval_every": 2, "precision": "fp64"}
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
-
-
-def no_partial_gradients(patch):
-    """Gradients of norms and biases stay the summands of each rank."""
-    patch.setattr(TensorParallel, "needs_sum", property(lambda self: set(), lambda self, value: None), raising=False)
-
-
-def whole_parameters_count_on_every_rank(patch):
-    real = Mesh.owns
-    patch.setattr(Mesh, "owns", lambda mesh, axes: not axes or real(mesh, axes))
-
-
-def each_rank_draws_the_masks_of_the_first(patch):
-    patch.setattr(TensorParallel, "_part_of", lambda *arguments: None)
-
-
-def each_rank_normalises_over_its_own_words(patch):
-    patch.setattr(tensor.VocabularyShard, "largest", lambda words, numbers: numbers)
-    patch.setattr(tensor.VocabularyShard, "sum", lambda words, numbers: numbers)
-
-
-def copies_of_a_tied_parameter_keep_their_own_gradients(patch):
-    patch.setattr("parallel.gradients._copies", lambda *given: [])
-
-
-MISTAKES = {
-    "partial gradients": (no_partial_gradients, "gpt2", SEQUENCE, "gradient norm"),
-    "vocabulary": (each_rank_normalises_over_its_own_words, "gpt2", TWO, "loss"),
-    "tied embeddings": (copies_of_a_tied_parameter_keep_their_own_gradients, "gpt2", STAGES, "gradient norm"),
-    "clipping": (whole_parameters_count_on_every_rank, "gpt2", TWO, "gradient norm"),
-    "dropout of a part of the sequence": (each_rank_draws_the_masks_of_the_first, "gpt2", SEQUENCE, "loss"),
-}
-QUICK = ("partial gradients", "vocabulary", "dropout of a part of the sequence")
-
-
-def train_wrongly(mistake, layout, recipe):
-    with pytest.MonkeyPatch.context() as patch:
-        MISTAKES[mistake][0](patch)
-        return train(layout, recipe)
-
-
-@pytest.mark.parametrize("mistake", with_slow(MISTAKES, MISTAKES.keys() - QUICK))
-def test_a_rule_that_is_broken_on_purpose_is_seen(ranks, trained, mistake):
-    """The cells of ``test_cells``, which are right in the same layouts, would fail, and name what differs."""
-    _, model, layout, differs = MISTAKES[mistake]
-    recipe = replace(RECIPES[model], **EXACT)
-    reference, *_ = trained(Layout("single"), recipe)
-    seen = rf"farther than .*{differs}|other (losses|gradient norms)|(replicas|the copies of .*) differ"
-    with pytest.raises(AssertionError, match=seen):
-        assert_same_training(ranks.run(layout.processes, train_wrongly, mistake, layout, recipe), reference, 1e-10)
+# -- layers ----------------------------------------------------------------------------------------------------------
 
 
 def train_layers(chain, layout):
