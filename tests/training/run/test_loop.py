@@ -5,15 +5,13 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from composed import LAYOUTS, change_batches, for_rank, losses, records, run, run_on_rank, saved, steps
+from composed import change_batches, losses, records, run, saved, steps
 from torch import nn
 
 from common.errors import CheckpointError, TrainingError
 from data.dataset import Batch
 from data.loader import TrainBatches
 from models.losses import SquaredError
-from parallel.strategy import Strategy
 
 SHORT = ["train.epochs=null", "train.steps=6"]
 TWENTY = ["train.epochs=null", "train.steps=20", "train.checkpoint_every=6", "train.keep_checkpoints=9"]
@@ -151,64 +149,8 @@ def test_a_resumed_run_judges_jumps_as_the_uninterrupted_one(tmp_path, spoil):
     assert skipped(parts) == [14] and summary["skipped_steps"] == 1
 
 
-def train_spoilt(tree, folder, meeting, rank, what):
-    """On each rank: its summary and last tensors, of a training in whose step 3 ``rank`` alone has a NaN.
-
-    what  "loss", or "gradient": after it was averaged over the replicas
-    """
-    now, end = [0], {}
-    train_step, sums, agree, close = Strategy.train_step, Strategy.take_sums, Strategy._agree, Strategy.close
-    mine = dist.get_rank() == rank
-
-    def counted(self, batch, step, *args):
-        now[0] = step
-        result = train_step(self, batch, step, *args)
-        now[0] = 0
-        return result
-
-    def spoil_gradient(self, *args):
-        if mine and now[0] == 3 and what == "gradient":
-            [p.grad for p in self.parameters() if p.grad is not None][-1].view(-1)[0] = math.nan
-        return agree(self, *args)
-
-    def spoil_loss(self):
-        found = sums(self)
-        if mine and now[0] == 3 and what == "loss":
-            found[0] = math.nan
-        return found
-
-    def keep(self):
-        for stage in self.stages:
-            end.update({name: tensor.detach().clone() for name, tensor in stage.layers.state_dict().items()})
-        close(self)
-
-    changes = {"train_step": counted, "_agree": spoil_gradient, "take_sums": spoil_loss, "close": keep}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, function in changes.items():
-            patch.setattr(Strategy, name, function)
-        return run_on_rank(tree, folder, meeting), end
-
-
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize(
-    "layout, rank, what", [("ddp", 1, "gradient"), ("pipelined", 1, "loss"), ("pipe_ddp", 2, "gradient")]
-)
-def test_a_nan_on_one_rank_has_all_ranks_skip_that_step(ranks, tmp_path, layout, rank, what):
-    size, where = LAYOUTS[layout]
-    recipe = ["model=convnet", *SHORT, "train.steps=4", "train.global_batch_size=16", "optim=adamw", *EVERY_STEP]
-    task = for_rank(tmp_path, *recipe, "train.precision=fp32", *where)
-    results = ranks.run(size, train_spoilt, *task, rank, what)
-    assert skipped(tmp_path) == [3] and checkpoints(tmp_path) == [1, 2, 4]
-    assert all(summary["skipped_steps"] == 1 for summary, _ in results)
-    for kind in ("model", "optimizer"):  # weights, BatchNorm's running statistics, the optimizer's state and steps
-        assert not same(saved(tmp_path, 2, kind), saved(tmp_path, 4, kind))
-    if layout in ("ddp", "pipe_ddp"):  # of the same stage are ranks 0 and 1, 2 and 3
-        pairs = zip(results[::2], results[1::2], strict=True)
-        assert all(same(one, other) for (_, one), (_, other) in pairs), "replicas stay equal"
-    assert all(torch.isfinite(tensor).all() for _, tensors in results for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("saved_after", [3, 4], ids=["a step that counted", "a step that was skipped"])
