@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.errors import LaunchError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _EVERY_S, _BEATS_PER_TIMEOUT = 1.0, 60
 _POLL_S, _RANKS_PER_POLL = 0.05, 64
 # After a rank has given up, the ranks that waited for it fail at once. Other ranks began to wait later.
-_GIVE_UP_S, _GIVE_UP_LATE_S = 4.0, 15.0
+_GIVE_UP_S, GIVE_UP_LATE_S = 4.0, 15.0
 # Within this time a rank that closes its connections because it gave up writes so. A rank that died does not.
 _TOLD_S = 1.0
 _STACK_FRAMES = 12
@@ -183,18 +183,13 @@ class Meeting:
         found: list[dict[int, Note]] = []
         asking = threading.Thread(target=lambda: found.append(self._find_silent()), daemon=True)
         asking.start()
-        asking.join(_GIVE_UP_LATE_S + _GIVE_UP_S)
+        asking.join(GIVE_UP_LATE_S + _GIVE_UP_S)
         if found:
             return describe_stall(found[0], self.names, self.timeout_s) if found[0] else None
         if not waited:
             return None
-        step = here().step
-        since = f"since step {step}" if step else "before step 1"
-        return (
-            f"{self.names[0]} has not moved {since} (parallel.timeout_s={self.timeout_s:g}): the store where the ranks "
-            f"meet, on its machine, does not answer {self.names[self.world.rank]}. It is stopped, or the network "
-            "to it or its machine is down"
-        )
+        doing = f"the store where the ranks meet, on its machine, does not answer {self.names[self.world.rank]}"
+        return describe_stall({0: replace(here(), doing=doing)}, self.names, self.timeout_s)
 
     def _find_silent(self) -> dict[int, Note]:
         """Return the notes of the ranks that neither leave nor give up, after all others had time to do so."""
@@ -208,7 +203,7 @@ class Meeting:
             given_up = any(at.left == _GAVE_UP for at in notes.values())
             if not silent or asked_s > _TOLD_S and not given_up:
                 return {}
-            if asked_s > (_GIVE_UP_S if len(silent) == 1 else _GIVE_UP_LATE_S):
+            if asked_s > (_GIVE_UP_S if len(silent) == 1 else GIVE_UP_LATE_S):
                 # All ranks end a step together, so a rank with an older note is in the step in which this one waits.
                 return {rank: at if at.step >= mine.step else mine for rank, at in silent.items()}
             time.sleep(poll_s(self.world.size))

@@ -20,7 +20,7 @@ from typing import Any
 from common.errors import LaunchError
 from common.machine import changed_environment
 from launchers.failure import Death, WorkerFailed, read_report, remove_empty_log, root_cause
-from launchers.heartbeat import describe_stall, read_notes
+from launchers.heartbeat import GIVE_UP_LATE_S, describe_stall, read_notes
 from launchers.meeting import local_store
 from launchers.stopping import SIGNALS, Interrupted, Stopped, StopSignals
 from launchers.worker import Console, Job, redirect_output, work
@@ -31,8 +31,6 @@ _PRELOAD = ("torch", "torch.distributed")
 _END_S = 5.0
 # All ranks of a run that was asked to stop end within moments of each other.
 _LEAVE_S = 10.0
-# NCCL's watchdogs end ranks whose waits have timed out, but not at the same time.
-_GIVE_UP_LATE_S = 15.0
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
@@ -68,7 +66,7 @@ def run_workers(
     log_dir: str | os.PathLike,
     max_restarts: int = 0,
     stoppable: bool = False,
-    timeout_s: float | None = None,
+    timeout_s: float = float("inf"),
 ) -> None:
     """Run ``entry(world, *args)`` in ``processes`` processes of this machine; return when all have finished.
 
@@ -128,7 +126,7 @@ def call_in_workers(
     args: tuple,
     processes: int,
     log_dir: str | os.PathLike | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float = float("inf"),
 ) -> list[Any]:
     """Call ``function(world, *args)`` in new processes of this machine; return its result on each rank.
 
@@ -166,7 +164,7 @@ def _call(world: World, function: Callable, args: tuple, folder: str, logs: str)
 class _Workers:
     """The workers of one start. Between polls they are stopped if ``stop`` requests it."""
 
-    def __init__(self, job: Job, entry: Callable, args: tuple, stop: StopSignals, timeout_s: float | None) -> None:
+    def __init__(self, job: Job, entry: Callable, args: tuple, stop: StopSignals, timeout_s: float) -> None:
         self._job, self._stop, self._timeout_s = job, stop, timeout_s
         process = multiprocessing.get_context("forkserver").Process
         ranks = range(job.processes)
@@ -238,9 +236,7 @@ class _Workers:
         These ranks have not moved for as long as the watchdog waits. None if there are no such ranks, because then a
         rank has ended for another reason.
         """
-        if self._timeout_s is None:
-            return None
-        deadline = time.monotonic() + _GIVE_UP_LATE_S
+        deadline = time.monotonic() + GIVE_UP_LATE_S  # NCCL's watchdogs do not end ranks at the same time
         while True:
             running = [rank for rank in range(self._job.processes) if rank not in self._ended]
             notes = read_notes(local_store(self._job.store_path), running).items()

@@ -31,14 +31,14 @@ class Interrupted(KeyboardInterrupt):
     Attributes:
         signum: The signal that was received.
         left: The state of the workers or jobs, in words.
-        exit_code: The exit code that a shell expects of a process that this signal has ended.
+        exit_code: The exit code that a shell expects of a process that this signal has ended; 1 for SIGINT.
     """
 
     def __init__(self, signum: int, left: str = "all workers have ended"):
         super().__init__(signum)
         self.signum = signum
         self.left = left
-        self.exit_code = 128 + signum
+        self.exit_code = 128 + signum if signum in SIGNALS else 1
 
     def __str__(self) -> str:
         return f"stopped by {signal.Signals(self.signum).name}; {self.left}"

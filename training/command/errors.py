@@ -38,10 +38,8 @@ def clear_errors() -> Iterator[None]:
 
 def described(error: BaseException) -> tuple[int, str | None]:
     """Return the exit code of an error and its message; the message of a bug is None."""
-    if isinstance(error, EndedTogether):
+    if isinstance(error, EndedTogether | Interrupted):
         code, message = error.exit_code, str(error)
-    elif isinstance(error, Interrupted):
-        code, message = error.exit_code if error.signum in stopping.SIGNALS else 1, str(error)
     elif isinstance(error, KeyboardInterrupt):
         code, message = 1, "stopped by SIGINT"
     else:

@@ -46,11 +46,6 @@ class CheckedRun:
     run_dir: Path
     processes: int
 
-    @classmethod
-    def of(cls, setup: Any, run_dir: Path) -> CheckedRun:
-        """Return the run that ``prepare_here`` has checked."""
-        return cls(setup.cfg, run_dir.absolute(), setup.plan.processes)
-
     @property
     def shape(self) -> str:
         """Equal for runs that can be elements of one job array."""
@@ -98,7 +93,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
     Raises:
         LaunchError: The job has failed, or the queue refuses it.
     """
-    run = CheckedRun.of(setup, run_dir)
+    run = CheckedRun(setup.cfg, run_dir.absolute(), setup.plan.processes)
     release(run_dir)  # the job locks it when it starts
     launcher = setup.cfg.launcher
     (job,) = queue([run], run.run_dir / "slurm", setup.cfg.model.name)

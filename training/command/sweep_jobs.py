@@ -200,7 +200,8 @@ def run_job(composed: Composed) -> Any:
 
     try:
         if queued:
-            return CheckedRun.of(prepared(plain(composed)), folder)
+            setup = prepared(plain(composed))
+            return CheckedRun(setup.cfg, folder.absolute(), setup.plan.processes)
         execute(composed)
         value = value_for_sweeper(composed.cfg, folder)
     except Stopped as stopped:
