@@ -22,17 +22,6 @@ def layer(name: str, forward: Callable) -> type[nn.Module]:
     return type(name, (nn.Module,), {"forward": forward, "__module__": __name__})
 
 
-def dropout(self, x):
-    kept = torch.tensor([random.random() > 0.5 for _ in range(x.shape[1])], device=x.device)
-    return x * kept if self.training else x
-
-
-def in_fours(self, x):
-    if len(x) % 4:
-        raise ValueError("comes in fours")
-    return x
-
-
 def cost(self, x):
     for _ in range(int(x.abs().sum()) % 3 + 1):
         x = x * 1.1
@@ -40,7 +29,6 @@ def cost(self, x):
 
 
 Numpy = layer("Numpy", lambda self, x: x + 0.1 * float(np.random.rand()))
-PythonDropout = layer("PythonDropout", dropout)
 BatchMean = layer("BatchMean", lambda self, x: x - x.mean(0))
 MeanInEvaluation = layer("MeanInEvaluation", lambda self, x: x if self.training else x - x.mean(0))
 Detach = layer("Detach", lambda self, x: x.detach() * 2)
@@ -48,7 +36,6 @@ Imaginary = layer("Imaginary", lambda self, x: torch.complex(x, x - x.mean(0)))
 Real = layer("Real", lambda self, x: x.real + x.imag)
 PassesMask = layer("PassesMask", lambda self, x: (x - x.mean(0), torch.full_like(x, torch.finfo(x.dtype).min)))
 DropsMask = layer("DropsMask", lambda self, x, mask: x)
-InFours = layer("InFours", in_fours)
 Cost = layer("Cost", cost)
 
 
@@ -106,12 +93,6 @@ class AverageInEvaluation(nn.Module):
         return x
 
 
-class AverageBesideMask(AverageInEvaluation):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.full((8, 8), -1e9).triu(1))
-
-
 class AverageInTraining(AverageInEvaluation):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -146,17 +127,6 @@ class WeightsChanged(Last):
         with torch.no_grad():
             self.linear.weight.mul_(0.99)
         return self.linear(x)
-
-
-class Contrastive:
-    """Each sample against the others of its batch."""
-
-    metrics: tuple[str, ...] = ()
-
-    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        similar = output @ output.T
-        loss = F.cross_entropy(similar, torch.arange(len(output), device=output.device), reduction="sum")
-        return Sums(loss, torch.tensor(len(output), device=output.device))
 
 
 class MeanOfSome:
@@ -228,15 +198,12 @@ class Broken:
 ZOO = [
     Broken("numpy noise", partial(chain, Numpy), "repeats", "b", "draws from numpy's generator in training", DDP),
     Broken("a coin", partial(chain, partial(Coin, random.random)), "repeats", "b", "draws from Python's generator"),
-    Broken("numpy's coin", partial(chain, partial(Coin, np.random.random)), "repeats", "b", "from numpy's generator"),
     Broken("a hidden coin", partial(chain, partial(Coin, _GENERATOR.random)), "repeats", "b", "that are not torch's"),
     Broken("a counter", partial(chain, Counter), "repeats", "b", "keeps something between calls", DDP),
-    Broken("dropout by random", partial(chain, PythonDropout), "repeats", "b", "in training", DDP),
     Broken("the batch's mean", partial(chain, BatchMean), "halves", "b", "see each other in training", SMALLER),
     Broken("half above four", partial(chain, partial(RoundsLargeBatches, 4)), "sizes", "b", "in a batch of 8", WHOLE),
     Broken("loss above four", partial(chain, loss=LossRoundsLargeBatches()), "sizes", "c", "in a batch of 8"),
     Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "see each other in evaluation", SMALLER),
-    Broken("contrastive", partial(chain, loss=Contrastive()), "halves", "c", "Contrastive of a batch is not", SMALLER),
     Broken("mean of some", partial(chain, loss=MeanOfSome()), "halves", "c", "MeanOfSome of a batch is not", SMALLER),
     # Whichever layer is built last overwrites the weights of the other, in every layout.
     Broken("tied silently", shared, "shared parameters", "b", "b.weight is a.weight"),
@@ -244,12 +211,8 @@ ZOO = [
     Broken("detach", partial(chain, Detach), "outputs", "b", "returns nothing that has a gradient"),
     Broken("average in eval", partial(chain, AverageInEvaluation), "unchanged", "b", "'average' in evaluation", DDP),
     # Beside numbers that are much larger and equal, and in the imaginary part of what passes between layers.
-    Broken("beside a mask", partial(chain, AverageBesideMask), "unchanged", "b", "buffer 'average' in evaluation"),
     Broken("a mask passed", partial(pair, PassesMask, DropsMask), "halves", "b", "see each other in training"),
     Broken("imaginary", partial(pair, Imaginary, Real), "halves", "b", "see each other in training"),
-    Broken(
-        "in fours", partial(chain, InFours), "repeats", "b", "numbers of samples cannot be computed: comes in fours"
-    ),
     Broken("float32", partial(chain, Float32), "sizes", "b", "verify it with train.precision=fp32"),
     # No layout of several micro-batches takes these two: the error says what the forward changes.
     Broken("average", partial(chain, AverageInTraining), "unchanged", "b", "buffer 'average' in training"),
