@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.timing import Spread
-from training.reporting.plot import BLUE, COLOURS, GREY, style
+from training.reporting.plot import BLUE, COLORS, GRAY, style
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def bars(path: Path, rows: Sequence[Mapping], ours: Sequence[str], width: float)
     medians = [spread.median for spread in spreads]
     below = [spread.median - spread.fastest for spread in spreads]
     above = [spread.slowest - spread.median for spread in spreads]
-    colours = [BLUE if name in ours else GREY for name in names]
+    colours = [BLUE if name in ours else GRAY for name in names]
     with drawing(path, width=width) as (axes,):
         drawn = axes.bar(range(len(rows)), medians, yerr=[below, above], color=colours, width=0.62)
         axes.tick_params(axis="x", labelsize="small")
@@ -61,7 +61,7 @@ def against_measured(path: Path, rows: Sequence[Mapping], points: Sequence[tuple
         points: Of each layout: what its colour stands for, measured and predicted seconds.
     """
     with drawing(path, width=6.0, height=6.0) as (axes,):
-        for name, colour in zip(dict.fromkeys(name for name, *_ in points), COLOURS, strict=False):
+        for name, colour in zip(dict.fromkeys(name for name, *_ in points), COLORS, strict=False):
             own = [(t, s) for one, t, s in points if one == name]
             axes.plot(*zip(*own, strict=True), "o", color=colour, ms=4, alpha=0.7, label=name)
         ends = [min(min(t, s) for _, t, s in points) * 0.8, max(max(t, s) for _, t, s in points) * 1.25]

@@ -62,7 +62,7 @@ def measure(chosen: Namespace) -> Iterator[Table]:
 def draw(path: Path, _: list[dict], losses: list[float], learned: dict[str, float]) -> None:
     """Draw the loss by step, smoothed too, and what it can be compared with."""
     with figure.drawing(path, width=7.0) as (axes,):
-        axes.plot(range(1, len(losses) + 1), losses, "o", color=figure.GREY, markersize=4, label="loss of each step")
+        axes.plot(range(1, len(losses) + 1), losses, "o", color=figure.GRAY, markersize=4, label="loss of each step")
         smooth = [statistics.mean(losses[end - SMOOTHED : end]) for end in range(SMOOTHED, len(losses) + 1)]
         centres = [end - (SMOOTHED - 1) / 2 for end in range(SMOOTHED, len(losses) + 1)]
         axes.plot(centres, smooth, color=figure.BLUE, linewidth=2, label=f"mean of {SMOOTHED} steps")

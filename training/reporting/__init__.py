@@ -7,7 +7,7 @@ progress.py       the progress bar, and the time that is left
 environment.py    what a run was made with: commit, machine, packages, command
 metrics.py        metrics.jsonl and other files of numbers
 summary.py        summary.json, at the end
-console.py        what is printed: configuration, plan, mode=plan's table of memory, results
+console.py        the text on the console: configuration, plan, mode=plan's table of memory, results
 timeline.py       train.trace: the picture of a pipeline's step
 run_directory.py  one run at a time in a directory
 job_record.py     job.json of a sweep's job

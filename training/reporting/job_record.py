@@ -72,7 +72,7 @@ def values(job: Job) -> dict[str, str]:
 
 
 def swept_keys(jobs: list[Job]) -> list[str]:
-    """Return the keys whose values are not the same in all ``jobs``, in their order."""
+    """Return the keys with different values in ``jobs``, in their order."""
     tables = [values(job) for job in jobs]
     keys = dict.fromkeys(key for table in tables for key in table)
     # train.resume=auto is not swept: the unfinished jobs of an interrupted sweep have it, the finished ones do not.
@@ -81,7 +81,7 @@ def swept_keys(jobs: list[Job]) -> list[str]:
 
 
 def label(job: Job, keys: list[str]) -> str:
-    """Return the words that distinguish this job from the others: "parallel.chunks=4"."""
+    """Return the words that distinguish a job, such as "parallel.chunks=4"."""
     table = values(job)
     return " ".join(f"{key}={short(table[key])}" for key in keys if key in table) or f"job {job.num}"
 

@@ -124,7 +124,7 @@ def grouped(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return ``grouped`` without what is not one number: null, and texts and lists that a callback may record."""
+    """Return the single numbers of ``grouped``, without null, texts and lists, which a callback may record."""
     return {
         name: float(value)
         for name, value in grouped(record).items()

@@ -10,9 +10,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
-BLUE, GREEN, ORANGE, GREY, PALE = "#0072b2", "#009e73", "#e69f00", "#8a8a8a", "#c8c8c8"
-# The colours of curves. The first six are those of Okabe and Ito, which colour-blind readers can distinguish.
-COLOURS = (BLUE, "#d55e00", GREEN, "#cc79a7", "#56b4e9", ORANGE, "#7f3c8d", "#666666")
+BLUE, GREEN, ORANGE, GRAY, PALE = "#0072b2", "#009e73", "#e69f00", "#8a8a8a", "#c8c8c8"
+# The colors of curves. The first six are those of Okabe and Ito, which color-blind readers can distinguish.
+COLORS = (BLUE, "#d55e00", GREEN, "#cc79a7", "#56b4e9", ORANGE, "#7f3c8d", "#666666")
 NARROW, MEDIUM, WIDE = 5.4, 8.0, 12.0  # inches: legible on a phone; whole on a phone; the width of a page
 
 # Use it as ``with style():`` or as a decorator around all drawing code, because matplotlib reads most settings when
@@ -30,7 +30,7 @@ style = partial(
         "axes.spines.right": False,
         "axes.grid": True,
         "axes.axisbelow": True,
-        "axes.prop_cycle": cycler(color=COLOURS),
+        "axes.prop_cycle": cycler(color=COLORS),
         "grid.alpha": 0.25,
         "errorbar.capsize": 3,
         "legend.frameon": False,

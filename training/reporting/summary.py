@@ -30,7 +30,7 @@ class Outcome:
         steps: The number of the last step.
         best: The best value of ``train.monitor``.
         best_step: The step after which it was measured.
-        skipped: The number of steps whose update was skipped.
+        skipped: The number of steps without an update.
         checkpoint: The newest checkpoint.
         seconds: The duration of each step of this process.
         terms: The number of targets that counted in the losses of those steps; of a text, its tokens without padding.
@@ -95,7 +95,7 @@ def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
     return {kind: sum({s.data_ptr(): s.nbytes() for s in own}.values()) for kind, own in pieces.items()}
 
 
-def summarise(
+def summarize(
     setup: Any, strategy: Strategy, outcome: Outcome, test: dict[str, Any], ranks: list[RankResult]
 ) -> dict[str, Any]:
     """Return the content of summary.json. ``test`` has the results on the test split, ``ranks`` those of all ranks."""

@@ -26,7 +26,7 @@ from training.reporting.metrics import write_or_warn
 PICTURE, EVENTS = "timeline.png", "timeline.json"
 _MOST_STEPS = 5  # in the Chrome trace
 
-# The colours also differ in lightness, for print in grey and for colour-blind readers.
+# The colors also differ in lightness, for print in gray and for color-blind readers.
 _LOOKS = {
     kinds.FORWARD: ("forward", plot.BLUE),
     kinds.BACKWARD: ("backward", plot.ORANGE),
@@ -38,11 +38,11 @@ _OTHERS = (plot.GREEN, "#cc79a7", "#7f3c8d", "#56b4e9")  # kinds that are neithe
 _SMALLEST = 5.0  # font size in points below which a number cannot be read
 _TOP, _BLOCK, _STRIP_TOP, _STRIP = -0.40, 0.62, 0.26, 0.10  # of a row of height 1, downwards from its middle
 
-# The tensor that a neighbour receives after each kind of work.
-_HANDS_ON = dict.fromkeys((kinds.BACKWARD, kinds.BACKWARD_INPUT), kinds.RECEIVE_GRADIENT)
+# The tensor that a neighbor receives after each kind of work.
+_HANDS_ON: dict[str, str] = dict.fromkeys((kinds.BACKWARD, kinds.BACKWARD_INPUT), kinds.RECEIVE_GRADIENT)
 _HANDS_ON[kinds.FORWARD] = kinds.RECEIVE_ACTIVATION
 
-Colour = tuple[float, float, float]
+Color = tuple[float, float, float]
 
 
 def draw(ranks: Mapping[int, Sequence[Interval]], title: str, subtitle: str) -> Figure:
@@ -107,9 +107,9 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
     points = 72 * 0.9 * width / span  # per millisecond
     digits = len(str(max(i.microbatch for i in everything)))
     others = sorted({i.kind for i in everything} - {*WORK, *RECEIVES})
-    colours = dict(zip(others, _OTHERS, strict=False))
+    colors = dict(zip(others, _OTHERS, strict=False))
     done = {(_HANDS_ON.get(i.kind), i.stage, i.microbatch): i.end for i in everything}
-    legend: dict[tuple[int, int], tuple[str, Colour]] = {}
+    legend: dict[tuple[int, int], tuple[str, Color]] = {}
 
     def bar(start: float, end: float, top: float, height: float, **look: Any) -> tuple[float, float]:
         left, right = (min(max(0.0, 1e3 * (time - first)), span) for time in (start, end))
@@ -121,16 +121,16 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
         free = 0.0  # where the next number above a narrow block may begin
         for kind, stage, microbatch, start, end in sorted(step, key=lambda interval: interval.start):
             if kind in WORK:
-                loop, (name, colour) = own.index(stage), _LOOKS[kind]
-                colour = _lighter(colour, loop / len(own))
-                legend[WORK.index(kind), loop] = name + _stages_at(loop, stages), colour
-                left, right = bar(start, end, row + _TOP, _BLOCK, facecolor=colour, edgecolor="white", lw=0.6)
+                loop, (name, color) = own.index(stage), _LOOKS[kind]
+                color = _lighter(color, loop / len(own))
+                legend[WORK.index(kind), loop] = name + _stages_at(loop, stages), color
+                left, right = bar(start, end, row + _TOP, _BLOCK, facecolor=color, edgecolor="white", lw=0.6)
                 size = min(11.0, (right - left) * points / (0.75 * digits))
                 if size < _SMALLEST and left >= free:  # of many narrow blocks, some are numbered, above the row
                     axes.text(left, row + _TOP, str(microbatch), fontsize=_SMALLEST, va="bottom", ha="left")
                     free = left + _SMALLEST * (0.75 * digits + 0.5) / points
                 if size >= _SMALLEST:
-                    ink = "white" if sum(np.multiply(colour, (0.30, 0.59, 0.11))) < 0.5 else "black"
+                    ink = "white" if sum(np.multiply(color, (0.30, 0.59, 0.11))) < 0.5 else "black"
                     middle = (left + right) / 2, row + _TOP + _BLOCK / 2
                     axes.text(*middle, str(microbatch), color=ink, fontsize=size, ha="center", va="center_baseline")
             elif kind in RECEIVES:
@@ -138,14 +138,14 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
                 ready = min(max(start, done.get((kind, sender, microbatch), start)), end)
                 bar(start, ready, row_of[stage] + _STRIP_TOP, _STRIP, color=_WAITING)
                 bar(ready, end, row_of[stage] + _STRIP_TOP, _STRIP, color=_SENT)
-            elif kind in colours:
-                bar(start, end, row + _STRIP_TOP, _STRIP, color=colours[kind])
+            elif kind in colors:
+                bar(start, end, row + _STRIP_TOP, _STRIP, color=colors[kind])
 
     idle = "idle (bubble)" if len({*row_of.values()}) > 1 else "idle"
     shown = [legend[key] for key in sorted(legend)] + [(idle, _IDLE)]
     if any(i.kind in RECEIVES for i in everything):
         shown += [("receive: sender still computing", _WAITING), ("receive: sent, until used", _SENT)]
-    shown += [(kind.replace("_", "-"), to_rgb(colour)) for kind, colour in colours.items()]
+    shown += [(kind.replace("_", "-"), to_rgb(color)) for kind, color in colors.items()]
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     names = [f"{_named(own)}\n(rank {rank})" for rank, own in zip(ranks, stages, strict=True)]
     axes.set_yticks(range(len(ranks)), names)
@@ -153,7 +153,7 @@ def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> 
     axes.xaxis.set_major_locator(MaxNLocator(10))
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    return [Patch(facecolor=colour, edgecolor="#999999", lw=0.5, label=name) for name, colour in shown]
+    return [Patch(facecolor=color, edgecolor="#999999", lw=0.5, label=name) for name, color in shown]
 
 
 def _named(stages: Sequence[int]) -> str:
@@ -168,8 +168,8 @@ def _stages_at(loop: int, stages: list[list[int]]) -> str:
     return f" (stages {alike[0]}-{alike[-1]})" if len(alike) > 1 else f" (stage {alike[0]})"
 
 
-def _lighter(colour: str, share: float) -> Colour:
-    red, green, blue = (c + (1 - c) * 0.75 * share for c in to_rgb(colour))
+def _lighter(color: str, share: float) -> Color:
+    red, green, blue = (c + (1 - c) * 0.75 * share for c in to_rgb(color))
     return red, green, blue
 
 

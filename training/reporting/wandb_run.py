@@ -39,7 +39,7 @@ class WandbRun:
     The run's id is kept in ``run_dir/wandb_id.txt``: a resumed training continues the same online run, and
     ``wandb sync`` merges its offline parts. If a resumed run is offline, earlier parts are cut off where it continues,
     and it begins with the records of metrics.jsonl that they lack, because a killed process loses those of up to 15 s.
-    What is uploaded cannot be cut off: steps that a part in the cloud has are not logged again.
+    Uploaded parts cannot be cut off: their steps are not logged again.
     """
 
     def __init__(

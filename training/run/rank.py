@@ -41,7 +41,7 @@ from training.reporting.loggers import Loggers, sections
 from training.reporting.metrics import METRICS, SUMMARY, flat, read_object, truncate_after
 from training.reporting.monitor import Monitor
 from training.reporting.recorder import Recorder
-from training.reporting.summary import Outcome, RankResult, gather_results, summarise
+from training.reporting.summary import Outcome, RankResult, gather_results, summarize
 from training.run.changes import changes, earlier_batches, follows_total
 from training.run.checks.model import reads_weights
 from training.run.checks.ranks import check_nodes, check_ranks, check_run_directory, check_weights
@@ -127,7 +127,7 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
                     _warn(strategy.mesh, checkpoints.check())
                 test = _test(setup, strategy, loop)
                 ranks = gather_results(strategy, outcome, optimizer.state_of)
-                summary = summarise(setup, strategy, outcome, test, ranks)
+                summary = summarize(setup, strategy, outcome, test, ranks)
                 loop.callbacks.call("on_end", summary)
             else:
                 recorder.say(f"step {done} was the last one and summary.json is written: nothing is left to do")
@@ -156,7 +156,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
             recorder.record({"step": step, **result})
         found, monitor = results["val"], Monitor.of(setup.cfg.train)
         outcome = Outcome(steps=step, best_val_loss=found.get("val_loss"), best=found.get(monitor.name))
-        summary = summarise(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
+        summary = summarize(setup, strategy, outcome, results["test"], gather_results(strategy, outcome))
         return summary
     finally:
         recorder.close(summary)

@@ -55,7 +55,7 @@ class Row:
 
     @property
     def measured(self) -> dict[str, float]:
-        """The measured seconds of a step by ``PARTS``. Communication is what is neither computing nor bubble."""
+        """The measured seconds of a step by ``PARTS``. Communication is the rest of the step."""
         trial = self.trial
         compute = min(trial.busy if trial.busy is not None else trial.seconds, trial.seconds)
         bubble = min(trial.idle or 0.0, trial.seconds - compute)
@@ -189,7 +189,7 @@ def _bars(rows: Sequence[Row], title: str) -> Any:
 
     from training.reporting import plot
 
-    colours: dict[str, str] = dict(zip(PARTS, (plot.BLUE, plot.PALE, plot.ORANGE), strict=True))
+    colors: dict[str, str] = dict(zip(PARTS, (plot.BLUE, plot.PALE, plot.ORANGE), strict=True))
     with plot.style():
         figure = Figure(figsize=(plot.NARROW, 1.4 + 0.6 * len(rows)))
         axes = figure.add_subplot()
@@ -197,7 +197,7 @@ def _bars(rows: Sequence[Row], title: str) -> Any:
             for shift, parts, alpha in ((-0.2, row.predicted, 0.55), (0.2, row.measured, 1.0)):
                 left = 0.0
                 for part, size in parts.items():
-                    axes.barh(place + shift, size, 0.36, left, color=colours[part], alpha=alpha)
+                    axes.barh(place + shift, size, 0.36, left, color=colors[part], alpha=alpha)
                     left += size
                 axes.text(left, place + shift, f" {left:.3g}", va="center", fontsize="small")
         axes.set_yticks(range(len(rows)), [fill(row.best.name, _NAME) for row in rows])
@@ -206,6 +206,6 @@ def _bars(rows: Sequence[Row], title: str) -> Any:
         axes.set_xlim(0, 1.2 * max(sum(parts.values()) for row in rows for parts in (row.predicted, row.measured)))
         axes.set(xlabel="seconds of a step", title="predicted above measured")
         figure.suptitle(title, x=0.005, ha="left")  # above the names, too: it may be long
-        handles = [Patch(color=colour, label=part) for part, colour in colours.items()]
+        handles = [Patch(color=color, label=part) for part, color in colors.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure

@@ -145,7 +145,7 @@ def cluster_of(cfg: Root) -> tuple[Cluster, str]:
 
 
 def check_cluster(cfg: Root) -> None:
-    """Check that a described cluster is typed only where something is planned on paper. Raises PlanError."""
+    """Check that a described cluster is typed only if something is planned for it. Raises PlanError."""
     if on_paper(cfg) and not (cfg.parallel.name == AUTO and (cfg.mode == "plan" or on_job(cfg))):
         raise PlanError(
             f"cluster={cfg.cluster.name} is for parallel=auto with mode=plan or launcher=slurm: type "
@@ -188,7 +188,7 @@ def tables(found: Found, setup: Setup, words: Sequence[str], cluster: Cluster | 
     for candidate in best.values():
         nodes, processes = candidate.layout.nodes, candidate.layout.processes
         job = ["launcher=slurm", f"launcher.nodes={nodes}"] * for_job
-        gpus = for_job and setup.cfg.device != "cpu"  # of which a job gets none without
+        gpus = for_job and setup.cfg.device != "cpu"  # a job gets none by default
         job += [f"launcher.gpus_per_node={processes // nodes}"] * gpus
         yield f"  {command(words, candidate, job)}"
 
@@ -227,7 +227,7 @@ def command(words: Sequence[str], candidate: Candidate, more: Sequence[str] = ()
     """Return the typed command, or the call of a Python program, changed to train in a candidate's layout."""
     said = {*_OF_LAYOUT}
     if strategy_info(candidate.layout.strategy).several_devices:
-        said.remove("parallel.pp")  # the stages of one process are typed, and no part of what is predicted
+        said.remove("parallel.pp")  # the stages of one process are typed, not predicted
     keys = {word: word.partition("=")[0] for word in words}
     own = [word for word, key in keys.items() if key not in said and key.partition(".")[0] not in _NOT_COPIED]
     return call_of([*dict.fromkeys([*own, *candidate.layout.words()]), *more], given_objects())

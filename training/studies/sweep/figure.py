@@ -48,11 +48,11 @@ def loss_figure(table: Table) -> Figure | None:
     if not rows:
         return None
     figure, axes = _canvas(_HEIGHT)
-    for place, (row, colour) in enumerate(zip(rows, cycle(plot.COLOURS), strict=False)):
+    for place, (row, color) in enumerate(zip(rows, cycle(plot.COLORS), strict=False)):
         points = zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True)
         # Curves of jobs that train the same lie on each other: their markers take turns, so that all are visible.
         turns = {"marker": "o", "markevery": (_MARKERS * place / len(rows), _MARKERS)}
-        axes.plot(*points, c=colour, label=row.label, **turns)
+        axes.plot(*points, c=color, label=row.label, **turns)
     # One that diverges would flatten all others.
     axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(abs(row.curve[0][1]) for row in rows) or 1))
     axes.locator_params("x", integer=True)
@@ -101,13 +101,13 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
     groups: dict[str, list[Row]] = {}
     for row in sorted(table.scored, key=place):
         groups.setdefault(label(row.job, others) if others else "measured", []).append(row)
-    for (name, rows), colour in zip(groups.items(), cycle(plot.COLOURS), strict=False):
+    for (name, rows), color in zip(groups.items(), cycle(plot.COLORS), strict=False):
         x = [place(row) for row in rows]
         y = [score_of(row) for row in rows]
-        axes.errorbar(x, y, _spread(table, rows), marker="o", color=colour, label=name)
+        axes.errorbar(x, y, _spread(table, rows), marker="o", color=color, label=name)
         ideal = ideal_times(rows) if table.objective.name == TIME and axis == CHUNKS and len(rows) > 1 else None
         if ideal is not None:
-            axes.plot(x, ideal, "--", color=colour, alpha=0.6, label=f"{name}, ideal" if others else "ideal")
+            axes.plot(x, ideal, "--", color=color, alpha=0.6, label=f"{name}, ideal" if others else "ideal")
     for row in table.best:
         name = f"best: {row.label}, {table.show_score(row)}"
         axes.plot(place(row), score_of(row), "*", color=plot.GREEN, ms=17, mec="white", zorder=4, label=name)
@@ -124,9 +124,9 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
 
 def _bars(axes: Axes, table: Table) -> None:
     rows = table.scored[::-1]
-    colours = [plot.GREEN if row in table.best else plot.BLUE for row in rows]
+    colors = [plot.GREEN if row in table.best else plot.BLUE for row in rows]
     names = [row.label.replace(" ", "\n") for row in rows]
-    bars = axes.barh(range(len(rows)), [score_of(row) for row in rows], xerr=_spread(table, rows), color=colours)
+    bars = axes.barh(range(len(rows)), [score_of(row) for row in rows], xerr=_spread(table, rows), color=colors)
     axes.set_yticks(range(len(rows)), names)
     axes.bar_label(bars, [table.show_score(row) + " (best)" * (row in table.best) for row in rows], padding=5)
     axes.set_xlabel(table.objective.title)

@@ -93,9 +93,9 @@ def describe(table: Table) -> str:
 
 
 def results(table: Table) -> Iterator[str]:
-    """The best job of each model in a sentence, the command that runs it again, and what its loss is compared with."""
+    """Yield a sentence about the best job of each model, the command that runs it again, and a note on losses."""
     for row in table.best:
-        whose = f" of {row.summary['model']}" if len(table.best) > 1 else ""
+        of_model = f" of {row.summary['model']}" if len(table.best) > 1 else ""
         rivals, equals = table.rivals(row), table.equals(row)
         worst = max(rivals, key=lambda rival: table.objective.sign * score_of(rival))
         alike = f", the fastest of {len(equals)} jobs that have it" if len(equals) > 1 else ""
@@ -103,10 +103,10 @@ def results(table: Table) -> Iterator[str]:
         doubt = _doubt(table, row) if table.objective.is_speed else ""
         kind = "Best median" if doubt else "Fastest" if table.objective.is_speed else "Best"
         yield (
-            f"{kind}{whose}: {row.label} with {table.objective.name} {table.show_score(row)}"
+            f"{kind}{of_model}: {row.label} with {table.objective.name} {table.show_score(row)}"
             f"{'' if table.objective.is_speed else alike}{last}.{doubt}"
         )
-        yield f"The same again{whose}: {_command_of(row)}"
+        yield f"The same again{of_model}: {_command_of(row)}"
     if table.references:
         yield "Loss difference: the largest at any step, relative to the training loss of the job marked as reference."
 
@@ -125,7 +125,7 @@ def _doubt(table: Table, row: Row) -> str:
 
 
 def _command_of(row: Row) -> str:
-    """The command that runs a job again by itself, with the options of one's own that the sweep has."""
+    """Return the command that runs a job again by itself, with the sweep's ``--config-dir``."""
     own = config_folder(sys.argv[1:])
     options = [] if own is None else [f"--config-dir={own}"]
     words = [word for word in row.job.overrides if word != "train.resume=auto"]

@@ -82,7 +82,7 @@ def choose_objective(
 
 
 def is_of_speed(key: str) -> bool:
-    """Return whether an override of ``key`` changes how fast a model is trained, and not what is learned."""
+    """Return whether an override of ``key`` changes the speed of training, but not the trained model."""
     return any(key == name or key.startswith(f"{name}.") for name in _SPEED)
 
 
@@ -105,7 +105,7 @@ def value_for_sweeper(cfg: Root, folder: Path) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One job and what it has left in its directory.
+    """A job, with the results in its directory.
 
     Attributes:
         job: The job's record.
@@ -157,7 +157,7 @@ class Table:
 
     Attributes:
         folder: The sweep's directory.
-        keys: The overrides whose values differ between jobs, in their order.
+        keys: The overrides that differ between jobs, in their order.
         rows: One row per job, by number.
         objective: What jobs are compared by.
     """
@@ -174,14 +174,14 @@ class Table:
 
     @cached_property
     def best(self) -> list[Row]:
-        """The best job of each model of which several jobs have a score; of equally good ones, the fastest."""
+        """The best job of each model with several scored jobs; the fastest one if several are equally good."""
         sign = self.objective.sign
         groups = {row.summary["model"]: self.rivals(row) for row in self.scored}
         best = [min(rivals, key=lambda row: sign * score_of(row)) for rivals in groups.values() if len(rivals) > 1]
         return [min(self.equals(row), key=lambda equal: equal.summary.get(TIME) or math.inf) for row in best]
 
     def equals(self, row: Row) -> list[Row]:
-        """Return the rivals of ``row`` whose scores differ from its own in no digit that is shown, itself included."""
+        """Return the rivals of ``row`` with the same score in all digits that are shown, itself included."""
         return [other for other in self.rivals(row) if self.show_score(other) == self.show_score(row)]
 
     def rivals(self, row: Row) -> list[Row]:
@@ -190,7 +190,7 @@ class Table:
 
     @cached_property
     def references(self) -> dict[Row, Row]:
-        """What the losses of each job are compared with that trains the same as others: ``single``, or the first."""
+        """For each job, the job to compare its losses with: among equal trainings ``single``, otherwise the first."""
         alone = names_where(stages=False, replicas=False, gpu_only=False, only_tensor=False)
         groups: dict[tuple, list[Row]] = {}
         for row in self.rows:
@@ -205,15 +205,15 @@ class Table:
         }
 
     def loss_difference(self, row: Row) -> float | None:
-        """Return the largest of |loss - reference's| / |reference's| over the steps; infinite where those are others.
+        """Return the largest of |loss - reference's| / |reference's| over the steps; infinite if the steps differ.
 
         None without a reference, or for the reference itself.
         """
         reference = self.references.get(row, row)
         if reference is row:
             return None
-        (steps, losses), (others, expected) = (np.array(curve).T for curve in (row.curve, reference.curve))
-        if not np.array_equal(steps, others):
+        (steps, losses), (same, expected) = (np.array(curve).T for curve in (row.curve, reference.curve))
+        if not np.array_equal(steps, same):
             return float("inf")
         return float((np.abs(losses - expected) / np.maximum(np.abs(expected), np.finfo(float).tiny)).max())
 

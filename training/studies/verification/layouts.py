@@ -50,7 +50,7 @@ class Compared:
     Attributes:
         name: The layout as it is typed.
         layout: The layout.
-        changed: The keys of ``train`` that are not those of the run.
+        changed: The keys of ``train`` that differ from the run.
         optimizer: The name of the user's optimizer.
         holds: Whether it trains as one process does; None if the model cannot be trained in this layout.
         reason: The reason why it was not run or failed, or where it first differs.
@@ -119,7 +119,7 @@ def layouts(processes: int, microbatches: int, order: str = "dp_pp", divided: bo
 
 
 def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
-    """Return a layout as it is typed, with the keys of ``train`` that are not those of the run."""
+    """Return a layout as it is typed, followed by the keys of ``train`` that differ from the run."""
     words = [f"parallel={layout.strategy}"]
     keys = (*Layout.DEGREES, "shard")
     words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
@@ -183,7 +183,7 @@ class Runs:
             pairs = ((kind, self.results(result, kind), self.results(self.first, kind)) for kind in COMPARED)
             result.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
             result.holds = all(d <= self.limits[kind] for kind, (d, _) in result.differences.items())
-            if not changed and result.holds:  # the next layout goes on from what is right
+            if not changed and result.holds:  # the next layout starts from a correct checkpoint
                 if before not in (self.first, result):
                     shutil.rmtree(self.path(before), ignore_errors=True)
                 self._before = result
@@ -203,9 +203,10 @@ class Runs:
         return self.folder / layout.name.removeprefix("parallel=").replace(" ", "-").replace("=", "")
 
     def launch(self, result: Compared, folder: Path, jobs: list, record: int | None = None) -> None:
-        """Run jobs (part, layout whose checkpoint to go on from, steps) one after the other in the same processes.
+        """Run jobs one after the other in the same processes.
 
-        With ``record``, every layer of that step is recorded.
+        A job is (part, layout, steps). It starts from the layout's checkpoint, or anew if that is None. If ``record``
+        is given, every layer is recorded in this step.
 
         Raises:
             UserError: A job has failed.
@@ -233,7 +234,7 @@ class Runs:
             **result.changed,
         )  # fmt: skip
 
-    # -- what it has left --------------------------------------------------------------------------------------------
+    # -- results of a run --------------------------------------------------------------------------------------------
 
     def results(self, layout: Compared, kind: str) -> dict[str, Tensor]:
         """Return a layout's results of a kind in ``COMPARED``, by name."""

@@ -34,7 +34,7 @@ _FEW, _PAIR = slice(0, _SAMPLES), slice(0, 2)
 # A layer that flips a coin gives the same in all of these calls, and in two of _FEW, in one of 2,000 verifications.
 _DRAWS = 11
 _PATIENCE_S = 60.0  # what batches above the verified one may take
-_FLOOR = 1e-3  # what is below this part of the largest of all tensors may be rounding alone
+_FLOOR = 1e-3  # of the largest number of all tensors: smaller differences may be rounding
 Tensors = Mapping[Any, Tensor | None]
 Results = dict[str, dict[Any, Any]]
 Found = Iterator[tuple[str, bool]]  # sentences, and whether that is by a rule of this project
@@ -97,11 +97,12 @@ class Layer:
     def run(self, rows: slice = _FEW, backward: bool = True, state: int = 0) -> Results:
         """Compute some samples in step 1 or in evaluation.
 
-        Python's and numpy's generators are in the state number ``state``: it alone decides what is drawn from them.
+        Python's and numpy's generators are seeded with ``state`` before.
 
         Returns:
-            What the layer gives; of that, what it gives for each sample, with the gradients of inputs for each sample;
-            the loss with its count and metrics; and all gradients.
+            A dict with the outputs ("given"); the outputs and gradients of inputs that have a dimension of samples
+            ("each"); the loss, its count and its metrics ("sums"); and the gradients of inputs and parameters
+            ("gradients").
         """
         first, last, _ = rows.indices(len(self.samples))
         stage, where, count = self.stage, (first, last - first), last - first
@@ -125,7 +126,7 @@ class Layer:
         return {"given": given, "each": each, "sums": sums, "gradients": every}
 
     def rows(self, rows: slice) -> tuple[Tensor, ...]:
-        """Copy what some samples are of the inputs; an input without a dimension of samples is passed on whole."""
+        """Copy the inputs of some samples. An input without a dimension of samples is copied whole."""
         parts = [_of_samples(t, rows, len(self.samples)).detach().clone() for t in self.inputs]
         return tuple(p.requires_grad_(t.requires_grad) for p, t in zip(parts, self.inputs, strict=True))
 
@@ -259,7 +260,7 @@ def _halves(layer: Layer, tolerance: float) -> Found:
 
 
 def _sizes(layer: Layer, tolerance: float) -> Found:
-    """Compute samples together with more others than the other probes do."""
+    """Compute larger batches than the other probes do."""
     for count in layer.sizes:
         batch = layer.run(slice(0, count))
         few = layer.seen["each"]
@@ -361,7 +362,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_stopped() -> None:
-    """Raise Interrupted where this process was told to stop."""
+    """Raise Interrupted if this process was told to stop."""
     if (signum := stopping.noted()) is not None:
         raise Interrupted(signum)
 
