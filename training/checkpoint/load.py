@@ -40,24 +40,26 @@ T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def load(path: Path, strategy: Strategy, optimizer: Optimizer | None = None) -> Checkpoint:
-    """Load a checkpoint. All ranks call this; rank 0 first compares all checksums. Each rank reads only its tensors.
+def load(path: Path, strategy: Strategy) -> Checkpoint:
+    """Load weights. All ranks call this; rank 0 first compares all checksums. Each rank reads only its tensors.
 
     Args:
         path: See ``Checkpoint.find``.
         strategy: The model to load into.
-        optimizer: Its optimizer; None to load weights only.
 
     Raises:
         CheckpointError: On every rank: a file or tensor is missing, damaged or of another shape, or another rank has
             another checkpoint; the message names it.
     """
     checkpoint = _together(strategy.mesh, lambda: Checkpoint.find(path, verify=strategy.mesh.rank == 0))
-    return _load(checkpoint, strategy, optimizer)
+    return _load(checkpoint, strategy)
 
 
-def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | None) -> Checkpoint:
-    """Load the checkpoint that each rank has found, after checking that it is the same one on all ranks."""
+def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | None = None) -> Checkpoint:
+    """Load the checkpoint that each rank has found, after checking that it is the same one on all ranks.
+
+    Without an ``optimizer``, only weights are loaded.
+    """
     from safetensors import SafetensorError
 
     files = strategy.mesh.gather(checkpoint.files)

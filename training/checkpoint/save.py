@@ -406,7 +406,6 @@ def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> File
     new = {name: tensor for name, tensor in tensors.items() if name not in buffers}
     missing = sum(tensor.nbytes for tensor in new.values())
     if missing and missing * writers + RESERVE > available_memory():
-        log.debug("too little memory to copy the tensors: the checkpoint is written before training continues")
         return None
     buffers |= {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for name, t in new.items()}
     return {

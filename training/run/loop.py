@@ -23,6 +23,7 @@ from launchers.stopping import Stopped
 from parallel.strategy import StepResult, Strategy
 from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint.files import Checkpoint
+from training.checkpoint.load import load_chosen
 from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import numbers
@@ -209,10 +210,7 @@ class Loop:
             if self.skipping.note:
                 self.say(f"step {step} is {skipped}{self.skipping.note}")
             if self.skipping.rolls_back:
-                self.checkpoints.wait_pending()
-                with self.optimizer.evaluating():
-                    done = self.skipping.roll_back(self.checkpoints.folder, strategy, self.optimizer)
-                self.say(f"step {step}: {done}")
+                self.say(f"step {step}: repeated loss spikes{self._roll_back()}")
             return skipped
         norm = result.grad_norm
         if config.clip_value is not None:
@@ -222,6 +220,17 @@ class Loop:
             strategy.clip_grad_norm_(config.grad_clip, norm)
         self.optimizer.step(lr)
         return ""
+
+    def _roll_back(self) -> str:
+        """Load the newest checkpoint, and return what was done. The batches since then are not read again."""
+        self.checkpoints.wait_pending()
+        choose = partial(Checkpoint.newest, self.checkpoints.folder, verify=True)
+        with self.optimizer.evaluating():
+            newest = load_chosen(choose, self.strategy, self.optimizer)
+        if newest is None:
+            return ", and there is no checkpoint yet to go back to (train.checkpoint_every)"
+        self.skipping.counted = newest.step
+        return f": restored the weights of step {newest.step}, continuing with the next batch"
 
     def _record(self, step: int, result: StepResult, lr: float, skipped: str, seconds: float) -> None:
         outcome, setup = self.outcome, self.setup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,9 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
         optimizer = Optimizer(to_dict(cfg.optim), strategy)
-        writes = cfg.train.checkpoint_every is not None and bool(files := files_of(strategy, optimizer))
-        if writes:
-            check_savable(files)
-        _warn(strategy.mesh, check_run_directory(strategy.mesh, run_dir, writes, cfg.parallel.timeout_s))
+        files = {} if cfg.train.checkpoint_every is None else files_of(strategy, optimizer)
+        check_savable(files)
+        _warn(strategy.mesh, check_run_directory(strategy.mesh, run_dir, bool(files), cfg.parallel.timeout_s))
         checkpoints = Checkpointer(
             run_dir / "checkpoints",
             strategy,
@@ -92,18 +92,15 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
             check=partial(check_weights, strategy, cfg.launcher.allow_mixed),
         )
         resumed, done, ended = None, 0, False
-        if cfg.train.resume is not None:
-            choose = partial(find_resumed, cfg.train.resume, checkpoints.folder)
-            resumed = load_chosen(choose, strategy, optimizer)
+        if (wanted := cfg.train.resume) is not None:
+            resumed = load_chosen(partial(find_resumed, wanted, checkpoints.folder), strategy, optimizer)
         if resumed is not None:
-            done, own = resumed.step, checkpoints.resumed_from(resumed)
-            setup.continue_after(earlier_batches(resumed, setup))
-            ended = _has_ended(setup, resumed, own)
-            if ended:
-                # A step that was skipped has no checkpoint, and may have been the last one.
-                done = max(done, resumed.progress.get("ended_at") or 0)
-        if cfg.train.resume is not None and world.rank == 0:
-            make_newest(cfg.train.resume, checkpoints.folder, resumed)
+            setup = replace(setup, earlier=earlier_batches(resumed, setup))
+            ended = _has_ended(setup, resumed, own=checkpoints.resumed_from(resumed))
+            # A step that was skipped has no checkpoint, and may have been the last one.
+            done = max(resumed.step, (resumed.progress.get("ended_at") or 0) if ended else 0)
+        if wanted is not None and world.rank == 0:
+            make_newest(wanted, checkpoints.folder, resumed)
         if resumed is None and setup.chain.base is None:
             start(cfg.model, setup.chain, strategy)
         _warn(strategy.mesh, checkpoints.check())

@@ -81,11 +81,6 @@ class Setup:
         limits = ([] if steps is None else [steps]) + ([] if epochs is None else [self.batches().steps_until(epochs)])
         return min(limits)
 
-    def continue_after(self, earlier: Sequence[tuple[int, int]]) -> None:
-        """Set ``earlier``, on which the number of steps depends."""
-        self.earlier = earlier
-        self.__dict__.pop("total_steps", None)
-
     def batches(self, replica: int = 0) -> TrainBatches:
         """Return the training batches of a replica."""
         size = self.cfg.train.global_batch_size

@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from common.errors import TrainingError
-from parallel.strategy import StepResult, Strategy
-from training.checkpoint.files import Checkpoint
-from training.checkpoint.load import load_chosen
-from training.optimizer import Optimizer
+from parallel.strategy import StepResult
 from training.reporting.summary import Outcome
 from training.run.evaluate import IGNORED_TARGETS
 
@@ -118,20 +114,6 @@ class Skipping:
             else:
                 why = f"the last with loss {outcome.final_loss:.4g}, so the weights are those of the start"
             raise TrainingError(f"no step counted: the updates of all {outcome.steps} steps were skipped, {why}")
-
-    def roll_back(self, folder: Path, strategy: Strategy, optimizer: Optimizer) -> str:
-        """Load weights and optimizer from the newest checkpoint. All ranks call this together.
-
-        The caller continues with its next step: the batches in between are not read again.
-
-        Returns:
-            A description of what was done.
-        """
-        newest = load_chosen(lambda: Checkpoint.newest(folder, verify=True), strategy, optimizer)
-        if newest is None:
-            return "repeated loss spikes, and there is no checkpoint yet to go back to (train.checkpoint_every)"
-        self.counted = newest.step
-        return f"repeated loss spikes: restored the weights of step {self.counted}, continuing with the next batch"
 
     def state_dict(self) -> dict[str, float]:
         """Return the state with which a run that is resumed after ``counted`` decides as this one: no row is open."""
