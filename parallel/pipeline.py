@@ -65,7 +65,10 @@ class Pipeline(Strategy):
                 for stage, module, index in zip(self.stages, self.modules, self.indices, strict=True)
             ]
             self._by_shape[shapes] = self._schedule_class(
-                stages if self._info.looped else stages[0], self.plan.chunks, loss_fn=_already_a_loss, scale_grads=False
+                stages if self._info.looped else stages[0],
+                self.plan.chunks,
+                loss_fn=lambda output, target: output,
+                scale_grads=False,
             )
         return self._by_shape[shapes]
 
@@ -113,8 +116,3 @@ def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorS
     for _, axis in axes_of(plan):
         sent = [tuple(axis.boundary(plan, spec) for spec in specs) for specs in sent]
     return [received, *sent, loss]
-
-
-def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the last stage's output, which is its loss. torch's schedules require a loss function and a target."""
-    return output

@@ -390,15 +390,13 @@ class Strategy(ABC):
             wanted: Returns for the global name of a tensor whether to copy it. The other tensors stay as they are.
 
         Raises:
-            KeyError: If a tensor is missing. The message names it.
+            KeyError: If a tensor is missing; with its name.
             ValueError: If a tensor has another shape or holds another kind of number. The message names it.
         """
         for stage in self.stages:
             for name, tensor in stage.layers.state_dict().items():
                 canonical = self.chain.canonical(name)
                 if wanted(canonical):
-                    if canonical not in state:
-                        raise KeyError(f"{canonical} is not among the {len(state)} tensors given")
                     fill(self.piece(canonical, tensor), state[canonical], canonical)
 
     def placement(self, name: str, tensor: Tensor) -> Placement:

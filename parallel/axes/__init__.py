@@ -15,12 +15,8 @@ from parallel.axes.shards import Shards
 from parallel.axes.tensor import TensorParallel
 from parallel.layout import Layout
 
-AXES: tuple[type[Axis], ...] = (
-    Replicas,
-    Shards,
-    PipelineStages,
-    TensorParallel,
-)  # in the order of the mesh with parallel.order=dp_pp
+# In the order of the mesh with parallel.order=dp_pp.
+AXES: tuple[type[Axis], ...] = (Replicas, Shards, PipelineStages, TensorParallel)
 
 
 def known_axes(layout: Layout) -> list[type[Axis]]:

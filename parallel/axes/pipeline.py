@@ -30,9 +30,6 @@ class PipelineStages(Axis):
                 f"parallel={name} runs stages on ranks of their own, but parallel.pp=1 is one stage; use "
                 f"parallel={other}, or parallel.pp=2 or more"
             )
-        if not info.stage_per_rank and section.stages_per_rank not in (None, 1):
-            other = suggest(replicas=info.replicas, stages=True)
-            raise PlanError(f"parallel={name} takes no parallel.stages_per_rank; parallel={other} does")
 
     @classmethod
     def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
