@@ -82,13 +82,6 @@ def test_devices_of_one_kind(names):
     assert plan(Layout("model_parallel", pp=2), hardware=Hardware("cuda", 2), devices=names).devices == tuple(names)
 
 
-def test_parameters_that_are_not_trained_are_not_counted():
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    net[0].weight.requires_grad_(False)
-    layout = plan(Layout("model_parallel", pp=2), chain_of(net, toy().loss))
-    assert layout.parameters == 9 and [stage.parameters for stage in layout.stages] == [4, 5]
-
-
 def test_more_ranks_than_gpus(monkeypatch):
     pretend_gpus(monkeypatch, 3)
     shared = plan(Layout("pipe_ddp", dp=2, pp=2, chunks=2), device="cuda")
@@ -145,14 +138,6 @@ def test_a_run_for_another_machine_counts_on_its_gpus(monkeypatch):
     assert (elsewhere.device_type, elsewhere.dp, elsewhere.precision) == ("cuda", 4, "auto")
     copies = plan(Layout("data_parallel"), device="auto", hardware=Hardware("cuda", 2))
     assert copies.devices == ("cuda:0", "cuda:1")
-
-
-def test_the_plan_counts_a_tied_weight_once_in_the_model_and_in_each_stage_that_holds_it():
-    chain = gpt2(size="tiny", vocab_size=512)
-    whole = plan(Layout("single"), chain)
-    halves = plan(Layout("pipelined", pp=2, chunks=4), chain)
-    assert whole.stages[0].parameters == whole.parameters == halves.parameters
-    assert sum(stage.parameters for stage in halves.stages) == whole.parameters + 512 * 64
 
 
 # -- strategies and schedules ------------------------------------------------------------------------------------------
