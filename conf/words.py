@@ -29,7 +29,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if unknown:
         setting, value = unknown[0].lstrip("-"), "" if "=" in unknown[0] else "=VALUE"
         raise UserError(f"{unknown[0]}: settings are written without dashes: {setting}{value}")
-    parsed.overrides = quote_values(parsed.overrides)
+    parsed.overrides = [quote_value(word) for word in parsed.overrides]
     return parsed
 
 
@@ -91,17 +91,13 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def quote_values(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with quotes around values that Hydra's grammar would misread.
+def quote_value(argument: str) -> str:
+    """Return an argument with quotes around a value that Hydra's grammar would misread.
 
     ``sample.prompt=...`` is any text, unless the user has quoted it. ``sample.prompts=...`` is JSON, a list of texts.
     ``${`` is text in both. ``model.extra_tokens=...`` is JSON, ``{"<a>": "start of an entity"}``, because Hydra's
     mappings cannot have such keys.
     """
-    return [_quote_value(argument) for argument in arguments]
-
-
-def _quote_value(argument: str) -> str:
     key, equals, value = argument.partition("=")
     name = key.lstrip("+")
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""

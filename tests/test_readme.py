@@ -9,7 +9,7 @@ from interpreters import ROOT
 
 from benchmarks import readme, reference
 from conf import help
-from conf.words import quote_values
+from conf.words import quote_value
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}
 # These pages name what a reader adds; tests/training/command/test_extending.py runs it.
@@ -38,7 +38,7 @@ def test_the_reference_lists_the_keys_that_there_are():
 
 @pytest.mark.parametrize("command", sorted({command for command in COMMANDS if command}))
 def test_every_command_composes(command):
-    words = quote_values(shlex.split(command.replace("--cfg job", "")))
+    words = [quote_value(word) for word in shlex.split(command.replace("--cfg job", ""))]
     if "--help" in words:
         assert help.answer(words)
         return

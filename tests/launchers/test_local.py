@@ -53,14 +53,14 @@ def test_workers_have_ranks_and_logs_of_their_own_and_meet_over_loopback(tmp_pat
 @pytest.mark.parametrize(
     ("entry", "args", "timeout_s", "rank", "kind", "words"),
     [
-        (launched.raise_on, (1,), None, 1, "exception", "Traceback.*in raise_on.*ValueError: bad luck on 1\n$"),
+        (launched.raise_on, (1,), 300.0, 1, "exception", "Traceback.*in raise_on.*ValueError: bad luck on 1\n$"),
         # What NCCL's watchdog makes of a stall is not taken for the cause.
         (launched.abort, (1, 2.5, 2.0), 2.0, 0, "stall", r"rank 0 has not moved since step 3 for.*"
          r"rank 0 is at \(most recent call first\):\n[^\n]*launched.py\", line \d+ in abort"),
         (launched.abort, (1, 0.0, 300.0), 300.0, 1, "signal", r"rank 1 was killed by signal 6 \(SIGABRT\)"),
-        (launched.killed, (), None, 1, "signal",
+        (launched.killed, (), 300.0, 1, "signal",
          r"rank 1 was killed by signal 9 \(SIGKILL\).*out of memory.*last words$"),
-        (launched.leave_silently, (0,), None, 1, "exit", "rank 1 ended with exit code 0.*last words$"),
+        (launched.leave_silently, (0,), 300.0, 1, "exit", "rank 1 ended with exit code 0.*last words$"),
     ],
 )  # fmt: skip
 def test_the_rank_that_failed_first_is_named_soon(tmp_path, capfd, entry, args, timeout_s, rank, kind, words):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
+from conf.instantiate import with_values
 from conf.schema import Root
 from models.chain import Chain
 from models.sequential import names_of_module
@@ -301,13 +302,13 @@ def make_newest(wanted: str, folder: Path, loaded: Checkpoint | None) -> None:
         _warn(f"{folder} cannot be changed: {error}")
 
 
-def after_restart(cfg: Root, run_dir: Path) -> dict[str, Any]:
-    """Return the values that differ in a run that its launcher has restarted, for ``with_values``.
+def after_restart(cfg: Any, run_dir: Path) -> Any:
+    """Return the configuration of a run that its launcher has started again.
 
     The run continues from its newest checkpoint, or, before it has one, from the one that ``train.resume`` names.
     """
     anew = cfg.train.resume is None or Checkpoint.newest(run_dir / "checkpoints") is not None
-    return {"train.resume": AUTO} if anew else {}
+    return with_values(cfg, {"train.resume": AUTO}) if anew else cfg
 
 
 def _warn(text: str) -> None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from common.machine import changed_environment
 from conf import COMMAND
 from conf.composition import Composed
-from conf.instantiate import environment, to_dict, with_values
+from conf.instantiate import environment, to_dict
 from conf.masking import mask_secrets
 from conf.schema import Root
 from conf.words import hydra_word
@@ -110,7 +110,7 @@ def prepared(composed: Composed) -> Setup:
     if not cfg.train.compile:
         import_compiler_late()
     if started_again() and cfg.mode == "train":
-        cfg = with_values(cfg, after_restart(cfg, run_dir))
+        cfg = after_restart(cfg, run_dir)
     if cfg.train.resume is not None or cfg.mode == "eval":
         from training.studies.planning.choice import recall
 

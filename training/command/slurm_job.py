@@ -20,7 +20,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.machine import spin_briefly, unfailing_output
-from conf.instantiate import environment, to_config, to_dict, use_code_of, with_values
+from conf.instantiate import environment, to_config, to_dict, use_code_of
 from conf.schema import Root
 from launchers import World
 from launchers.slurm.follow import wait
@@ -120,7 +120,7 @@ def run_in_task(cfg: Root, run_dir: Path, world: World) -> None:
 
     begin = time.monotonic()
     if restarts() > 0:
-        cfg = with_values(cfg, after_restart(cfg, run_dir))
+        cfg = after_restart(cfg, run_dir)
     try:
         with rendezvous(world, cfg.parallel.timeout_s, ended) as world:
             use_code_of(cfg)

@@ -204,14 +204,13 @@ def run_job(composed: Composed) -> Any:
             return CheckedRun(setup.cfg, folder.absolute(), setup.plan.processes)
         execute(composed)
         value = value_for_sweeper(composed.cfg, folder)
-    except Stopped as stopped:
+    except KeyboardInterrupt as interrupt:
         end("interrupted")
+        if not isinstance(interrupt, Stopped):
+            raise
         here = shlex.quote(f"hydra.sweep.dir={hydra_word(hydra.sweep.dir)}")
         again = f"\nContinue the sweep with its command and {here}" * (hydra.sweeper._target_ == _OWN_SWEEPER)
-        raise Stopped(f"job {hydra.job.num} {stopped}{again}") from None
-    except KeyboardInterrupt:
-        end("interrupted")
-        raise
+        raise Stopped(f"job {hydra.job.num} {interrupt}{again}") from None
     except Exception as error:
         text = str(error) if isinstance(error, UserError) else format_exception(error, error.__traceback__)
         end("failed", text)
@@ -231,7 +230,7 @@ def _begin(composed: Composed, status: Status) -> None:
     job, earlier = Job(composed.job.job.num, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != "finished"
     if unfinished and to_dict(cfg)["mode"] == "train" and (folder / METRICS).exists():
-        cfg.train.resume = after_restart(cfg, folder).get("train.resume", cfg.train.resume)
+        cfg.train.resume = after_restart(cfg, folder).train.resume
     elif not unfinished:
         check_free(folder, cfg)
     write_job(folder, job)

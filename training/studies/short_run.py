@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.instantiate import to_config, to_dict, with_values
+from conf.instantiate import to_config, to_dict
 from conf.schema import Root
 from launchers import World
 from launchers.world import restarts
@@ -40,6 +40,5 @@ def run_on_rank(world: World, planned: PlannedRun, run_dir: Path) -> dict[str, A
     from training.run.rank import run  # here, as the process that starts the workers does not need it
 
     if restarts() > 0:
-        changed = after_restart(planned.cfg, run_dir)
-        planned = replace(planned, cfg=with_values(planned.cfg, changed))
+        planned = replace(planned, cfg=after_restart(planned.cfg, run_dir))
     return run(planned.setup(world), run_dir, world)

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import TrainingError, UserError
 from conf.instantiate import to_dict
-from conf.words import quote_values
+from conf.words import quote_value
 from data.vocabulary import gpt2
 from models.gpt2_sizes import sizes_of
 from training.run.prepare import prepare
 
 EMBEDDING = "embedding.wte.weight"
-(EXTRA,) = quote_values(['model.extra_tokens={"<a>": "start of an entity", "<b>": null}'])
+EXTRA = quote_value('model.extra_tokens={"<a>": "start of an entity", "<b>": null}')
 NO_STEP = ["train.steps=1", "optim.lr=0", "train.eval_every=null"]
 
 
@@ -98,7 +98,7 @@ def exported(recipe, reference, tmp_path_factory):
 
 def test_an_export_with_its_tokens_is_started_from_as_it_is(recipe, reference, exported, tmp_path):
     assert json.loads((exported / "config.json").read_text())["vocab_size"] == 50259
-    (more,) = quote_values(['model.extra_tokens={"<a>": "the", "<b>": null, "<c>": "the"}'])
+    more = quote_value('model.extra_tokens={"<a>": "the", "<b>": null, "<c>": "the"}')
     run(tmp_path, *recipe, more, f"model.init_from='{exported}'", *NO_STEP)
     again, wanted = saved(tmp_path, 1), saved(reference, 3)
     assert torch.equal(again[EMBEDDING][:50259], wanted[EMBEDDING][:50259]), "trained rows stay"
@@ -118,7 +118,7 @@ def test_the_exported_tokenizer_knows_the_new_tokens(exported):
 
 def test_tokens_beyond_the_padding(recipe, published, tmp_path):
     many = json.dumps({f"<{i}>": "entity" if i == 49 else None for i in range(50)})
-    (extra,) = quote_values([f"model.extra_tokens={many}"])
+    extra = quote_value(f"model.extra_tokens={many}")
     run(tmp_path, *recipe, extra, f"model.init_from='{published}'", *NO_STEP)
     rows = saved(tmp_path, 1)[EMBEDDING]
     assert len(rows) == 50432

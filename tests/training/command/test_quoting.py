@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from conf.instantiate import instantiate, to_dict
-from conf.words import hydra_word, quote_values, quoted
+from conf.words import hydra_word, quote_value, quoted
 
 
 def seen(text):
@@ -32,7 +32,7 @@ def test_a_path_that_is_printed_for_copying_can_be_typed(path):
 
 def typed(line):
     """The arguments of a command line as a shell gives them, composed."""
-    return compose(*quote_values(shlex.split(line)))
+    return compose(*map(quote_value, shlex.split(line)))
 
 
 def test_extra_tokens_are_typed_as_json():
@@ -52,7 +52,7 @@ REFERENCES = ["${name}", "${oc.env:HOME}", "a ${", "\\\\${x}", "it's ${x} \\\\",
 @pytest.mark.parametrize("prompt", REFERENCES)
 def test_a_prompt_refers_to_nothing(prompt):
     for word in (f"sample.prompt={prompt}", f"++sample.prompt={prompt}", f"sample.prompts={json.dumps([prompt])}"):
-        value = OverridesParser.create().parse_override(*quote_values([word])).value()
+        value = OverridesParser.create().parse_override(quote_value(word)).value()
         given = OmegaConf.to_container(OmegaConf.create({"given": value}), resolve=True)["given"]
         assert given in (prompt, [prompt]), word
 
@@ -66,7 +66,7 @@ def test_several_prompts_are_typed_as_json():
 def test_what_is_quoted_for_hydra_already_stays():
     assert typed("""model=gpt2 "sample.prompt='a b'" """).sample.prompt == "a b"
     line = ["model=gpt2", "model.extra_tokens='{\"<a>\": null}'", "sample.prompt", "train.steps=3", "-m"]
-    assert quote_values(line) == line
+    assert [*map(quote_value, line)] == line
 
 
 def test_a_plain_mapping_works_as_well_where_its_words_are_plain():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import CheckpointError, TrainingError
 from common.packages import load_transformers
 from conf.instantiate import to_dict
-from conf.words import quote_values
+from conf.words import quote_value
 from data.tensors import TensorData
 from models.gpt2 import gpt2
 from models.losses import ClassCrossEntropy
@@ -169,7 +169,7 @@ def test_adapters_that_no_one_can_load_are_not_exported(tmp_path, words, says):
 
 
 def test_new_tokens_are_refused_as_their_rows_would_not_be_trained(recipe):
-    (extra,) = quote_values(['model.extra_tokens={"<a>": null}'])
+    extra = quote_value('model.extra_tokens={"<a>": null}')
     with pytest.raises(TrainingError, match="model.extra_tokens with model.lora.rank"):
         prepare(config(*recipe, *LORA, extra))
 
