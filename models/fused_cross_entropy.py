@@ -161,15 +161,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
     """The loss, whose backward computes the gradients of hidden states and bias; and the tensors for the weight's."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        cast: Tensor,
-        targets: Tensor,
-        bias: Tensor | None,
-        needs_grad: bool,
-        words: Any,
-    ):
+    def forward(ctx, x: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool, words: Any):
         logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
         if words is None:
             total = _row_wise(logits, targets, needs_grad)
@@ -230,12 +222,7 @@ def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
 
 
 def fused_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    cast: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    words: Any = None,
+    x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None = None, words: Any = None
 ) -> Tensor:
     """Compute the cross entropy of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 
