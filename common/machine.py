@@ -51,8 +51,7 @@ def check_memory(needed: float, what: str, way_out: str) -> None:
         UserError: If they do not. The message names ``what`` needs them, such as "data.samples=1000000", and the fix,
             ``way_out``.
     """
-    free = available_memory()
-    if needed > free:
+    if needed > (free := available_memory()):
         raise UserError(
             f"{what} needs {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} GiB are free (a container's "
             f"limit counts); {way_out}"

@@ -23,11 +23,11 @@ Parts = list[tuple[str, Opened]]  # tensors of a file, each with the pattern of 
 class Made:
     """A parameter that is made of tensors of a file. They are read whole when a box of it is."""
 
-    def __init__(self, shape: torch.Size, make: Callable[[], Tensor]) -> None:
-        self.shape, self._make = shape, make
+    def __init__(self, shape: torch.Size, convert: Callable[..., dict[str, Tensor]], name: str) -> None:
+        self.shape, self._convert, self._name = shape, convert, name
 
     def __getitem__(self, box: Any) -> Tensor:
-        return self._make()[box]
+        return self._convert(lambda tensor: tensor[...])[self._name][box]
 
 
 def from_file(model: Any, opened: Mapping[str, Opened]) -> dict[str, Opened]:
@@ -53,12 +53,8 @@ def from_file(model: Any, opened: Mapping[str, Opened]) -> dict[str, Opened]:
     for first, several in parts.items():
         convert = partial(_convert, model, by_pattern[several[0][0]], first, several)
         for name, like in convert(lambda tensor: torch.empty(tensor.shape, device="meta")).items():
-            given[name] = partial(Made, like.shape, partial(_read, convert, name))
+            given[name] = partial(Made, like.shape, convert, name)
     return given
-
-
-def _read(convert: Callable[..., dict[str, Tensor]], name: str) -> Tensor:
-    return convert(lambda tensor: tensor[...])[name]
 
 
 def _convert(

@@ -343,21 +343,16 @@ class Chain:
     def __post_init__(self) -> None:
         for layer in self.layers if isinstance(self.layers, Sequence) else [self.layers]:
             if not isinstance(layer, LayerSpec):
-                raise ModelError(
-                    f"a chain is made of a list of LayerSpec(name, build), not of a {type(layer).__name__}; layers "
-                    "that exist become a chain by models.sequential.chain_of(nn.Sequential(...), loss)"
-                )
+                kind = type(layer).__name__
+                raise ModelError(f"a chain is made of a list of LayerSpec, not of a {kind}: see chain_of")
         object.__setattr__(self, "loss", as_sums(self.loss))
         check_loss(self.loss)
-        names = self.names
-        if not names:
+        if not (names := self.names):
             raise ModelError("a chain needs at least one layer")
-        repeated = [name for name, count in Counter(names).items() if count > 1]
-        if repeated:
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise ModelError(f"layer names must differ; more than once: {sorted(repeated)}")
         for name in names:
-            outer = [above for above in accumulate(name.split(".")[:-1], "{}.{}".format) if above in names]
-            if outer:
+            if outer := [above for above in accumulate(name.split(".")[:-1], "{}.{}".format) if above in names]:
                 raise ModelError(f"layer {name!r} would be a part of layer {outer[0]!r}: give one of them another name")
             if hasattr(_NO_LAYERS, name.partition(".")[0]):
                 raise ModelError(f"layer {name!r} has the name of an attribute of modules: choose another")
@@ -391,11 +386,9 @@ class Chain:
         """
         if names is None:
             return self._whole
-        wanted = set(names)
-        unknown = wanted - set(self.names)
-        if unknown:
+        if unknown := set(names) - set(self.names):
             raise ValueError(f"no such layers: {sorted(unknown)}; this chain has {self.names}")
-        layers = Layers([(layer.name, layer.made()) for layer in self.layers if layer.name in wanted])
+        layers = Layers([(layer.name, layer.made()) for layer in self.layers if layer.name in names])
         layers.tie(self.tied)
         return layers
 

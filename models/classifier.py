@@ -26,8 +26,7 @@ def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10
     class.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
-    side = image_size // 2 ** len(CHANNELS)
-    if side < 1:
+    if (side := image_size // 2 ** len(CHANNELS)) < 1:
         raise ValueError(f"model.image_size={image_size} is halved three times, so it must be at least 8")
     channels = pairwise((in_channels, *CHANNELS))
     widths = pairwise((side * side * CHANNELS[-1], *WIDTHS))

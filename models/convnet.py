@@ -18,8 +18,7 @@ def convnet(in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -
     those of the published model: ``layer1.0.weight``, ..., ``fc.bias``.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
-    side = image_size // 4
-    if side < 1:
+    if (side := image_size // 4) < 1:
         raise ValueError(f"model.image_size={image_size} is halved twice, so it must be at least 4")
     return Chain(
         layers=[

@@ -102,8 +102,7 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
         if reasons or not found:
             why = reasons[0] if reasons else "no layer has that name"
             raise ModelError(f"model.lora.targets={target}: {why}; those that can have one: {listed}")
-    wanted = set(possible if targets is None else sum(chosen.values(), []))
-    if not wanted:
+    if not (wanted := set(possible if targets is None else sum(chosen.values(), []))):
         raise ModelError(f"model.lora.rank={rank}: no nn.Linear here can have an adapter; set it to null")
     builds: dict[tuple, Callable[[], nn.Module]] = {}  # layers with the same ``build`` still have the same
 

@@ -108,8 +108,7 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
     if not isinstance(net, nn.Module) or isinstance(net, _WRAPPERS) or hasattr(net, "_orig_mod"):
         given = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
         raise ModelError(
-            f"chain_of takes an nn.Module, not {given}. Write nn.Sequential(*layers), or a Chain of layers "
-            "(docs/own_model.md, 'A model'). parallel=ddp and train.compile=true wrap the model by themselves"
+            f"chain_of takes an nn.Module, not {given}. Write nn.Sequential(*layers); train.compile=true compiles it"
         )
     if _is_plain_sequential(net) and not whole and [*net._modules] != [MODULE]:
         return net
@@ -144,8 +143,7 @@ def _use_our_batchnorm(net: nn.Module) -> nn.Module:
 
 
 def _is_channels_last(weight: torch.Tensor) -> bool:
-    last = torch.channels_last
-    return weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=last)
+    return weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def _fingerprint(net: nn.Module) -> str:
