@@ -131,7 +131,7 @@ def test_the_projection_s_bias_grows_and_is_cut_with_the_vocabulary(tmp_path):
     model = random_model("gptj", rotary_dim=8)
     model.save_pretrained(tmp_path)
     chain = causal_lm(str(tmp_path), vocab_size=WORDS + 6)
-    weights = Weights(OmegaConf.create({"init_from": str(tmp_path)}), chain)
+    weights = Weights(OmegaConf.create({"init_from": str(tmp_path), "name": "transformers"}), chain)
     bias, own = weights["head.lm_head.bias"], model.lm_head.bias
     torch.testing.assert_close(bias[...], torch.cat([own, own.mean().expand(6)]).detach())
     tensors, config = chain.hugging_face.export(chain.build(chain.names, 3, CPU).state_dict(), WORDS + 2)

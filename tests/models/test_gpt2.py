@@ -54,7 +54,8 @@ def published(folder, **options):
 @torch.no_grad()
 def loaded(folder, chain):
     """A chain's layers with a folder's weights, and these."""
-    layers, weights = chain.build(chain.names, 5, CPU).eval(), Weights(to_config({"init_from": str(folder)}), chain)
+    weights = Weights(to_config({"init_from": str(folder), "name": "gpt2"}), chain)
+    layers = chain.build(chain.names, 5, CPU).eval()
     for name, tensor in layers.named_parameters():
         fill(Piece.of_whole(tensor), weights[name], name)
     return layers, weights
