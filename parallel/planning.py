@@ -147,9 +147,7 @@ def _check_world(wanted: Layout, hardware: Hardware, world_size: int | None) -> 
             f"product is {world_size}"
         )
     if hardware.device_type == "mps" and processes > 1:
-        raise PlanError(
-            f"{layout}, but device=mps supports one process only; use one, or device=cpu for any number of processes"
-        )
+        raise PlanError(f"{layout}, but device=mps supports one process only; use one, or device=cpu for any number")
 
 
 def _check_cut(batch: int, dp: int, chunks: int) -> None:

@@ -61,12 +61,7 @@ SCHEDULES = {
     "interleaved_zero_bubble": Schedule(
         f"{_TORCH}:ScheduleInterleavedZeroBubble", _SPLIT, looped=True, rounds=True, splits_backward=True
     ),
-    "planned": Schedule(
-        "parallel.zero_bubble.schedule:PlannedSchedule",
-        _SPLIT,
-        looped=True,
-        splits_backward=True,
-    ),
+    "planned": Schedule("parallel.zero_bubble.schedule:PlannedSchedule", _SPLIT, looped=True, splits_backward=True),
 }
 
 

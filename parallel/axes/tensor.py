@@ -83,9 +83,7 @@ class TensorParallel(Axis):
         if info.only_tensor and section.tp == 1:
             raise PlanError(f"parallel={name} cuts layers among processes, and parallel.tp=1 is one; set parallel.tp=2")
         if section.sequence and section.tp == 1:
-            raise PlanError(
-                "parallel.sequence=true divides the sequence among parallel.tp processes; set parallel.tp=2"
-            )
+            raise PlanError("parallel.sequence=true divides the sequence among parallel.tp ranks; set parallel.tp=2")
 
     @classmethod
     def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
@@ -355,9 +353,7 @@ class TensorParallel(Axis):
             )
         y = module.computed(x, None) if isinstance(module, FrozenLinear) else F.linear(x, module.weight)
         self.end_region()
-        y = _Collective.apply(
-            y, *_LEAVE[sequence_parallel], self.ranks
-        )  # the sum, or a part of it as ``enter`` got one
+        y = _Collective.apply(y, *_LEAVE[sequence_parallel], self.ranks)  # the sum, or a part of it
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _embed(self, module: nn.Embedding, words: slice, tokens: Tensor) -> Tensor:
