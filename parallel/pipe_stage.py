@@ -13,12 +13,11 @@ from torch.distributed.pipelining import PipelineStage
 from models.chain import as_tuple
 from parallel.devices import outside_autocast
 from parallel.mesh import PIPELINE
-from parallel.shape_inference import TensorSpec
 from parallel.stage import Stage
 from parallel.strategy import Strategy
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, FORWARD, RECEIVE_ACTIVATION, RECEIVE_GRADIENT
 
-Specs = Sequence[TensorSpec]
+Border = Sequence[Tensor]  # without memory
 
 
 class PipeStage(PipelineStage):
@@ -29,29 +28,29 @@ class PipeStage(PipelineStage):
     """
 
     def __init__(
-        self, strategy: Strategy, stage: Stage, module: nn.Module, index: int, received: Specs, sent: Specs
+        self, strategy: Strategy, stage: Stage, module: nn.Module, index: int, received: Border, sent: Border
     ) -> None:
         plan, pipeline = strategy.plan, strategy.mesh.axis(PIPELINE)
         assert strategy.timeline is not None  # a pipeline has one
         stages, ranks = len(plan.stages), pipeline.ranks
         # The positions of tensors that need no gradient, among the tensors received and the tensors sent.
-        self._constants_in = [i for i, spec in enumerate(received) if index > 0 and not spec.gradient]
-        self._constants_out = [i for i, spec in enumerate(sent) if index < stages - 1 and not spec.gradient]
-        incoming = [_example(stage, spec, sent=index > 0) for spec in received]
+        self._constants_in = [i for i, x in enumerate(received) if index > 0 and not x.requires_grad]
+        self._constants_out = [i for i, x in enumerate(sent) if index < stages - 1 and not x.requires_grad]
+        incoming = [_border(stage, x) if index > 0 else x for x in received]
         super().__init__(
             module,
             index,
             stages,
             strategy.device,
             input_args=_without(incoming, self._constants_in),
-            output_args=_without([_example(stage, spec, sent=True) for spec in sent], self._constants_out),
+            output_args=_without([_border(stage, x) for x in sent], self._constants_out),
             group=pipeline.group,
         )
         self.strategy = strategy
         self._stage, self._statistics, self.timeline = stage, strategy.statistics, strategy.timeline
         self._neighbours = ranks[(index - 1) % len(ranks)], ranks[(index + 1) % len(ranks)]  # before and after
         self._examples = [incoming[i] for i in self._constants_in]
-        self._dtypes_out = [spec.dtype for spec in sent] if index < stages - 1 else []
+        self._dtypes_out = [x.dtype for x in sent] if index < stages - 1 else []
         # Tensors without gradients, by micro-batch: those that arrive, and those to be sent.
         self._arriving: dict[int, list[Tensor]] = {}
         self._leaving: dict[int, list[Tensor]] = {}
@@ -160,7 +159,6 @@ def _without(tensors: Sequence[Tensor], positions: Sequence[int]) -> tuple[Tenso
     return tuple(tensor for i, tensor in enumerate(tensors) if i not in positions)
 
 
-def _example(stage: Stage, spec: TensorSpec, sent: bool) -> Tensor:
-    """Return a tensor without memory: one of the batch's inputs, or one that is sent between stages."""
-    example = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-    return stage.as_sent(example).requires_grad_(spec.gradient) if sent else example
+def _border(stage: Stage, x: Tensor) -> Tensor:
+    """Return a tensor without memory as it is sent between stages."""
+    return stage.as_sent(x.detach()).requires_grad_(x.requires_grad)

@@ -33,7 +33,7 @@ from parallel.gathering import gathering
 from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
-from parallel.shape_inference import TensorSpec, trace
+from parallel.shape_inference import on_meta, trace
 from parallel.strategy import Options, Strategy
 from parallel.timeline import Timeline
 
@@ -107,12 +107,13 @@ class Pipeline(Strategy):
         super().close()
 
 
-def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[TensorSpec, ...]]:
-    """Infer the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss."""
+@torch.enable_grad()
+def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[Tensor, ...]]:
+    """Infer the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss, without memory."""
     traces = trace(chain, sample, plan.precision, plan.device_type)
     outputs = {name: traced.outputs for name, traced in zip(chain.names, traces, strict=True)}
-    received = tuple(map(TensorSpec.of, sample.input_tensors))
+    received = tuple(map(on_meta, sample.input_tensors))
     *sent, loss = (outputs[stage.layers[-1]] for stage in plan.stages)
     for _, axis in axes_of(plan):
-        sent = [tuple(axis.boundary(plan, spec) for spec in specs) for specs in sent]
+        sent = [tuple(axis.boundary(plan, x) for x in tensors) for tensors in sent]
     return [received, *sent, loss]

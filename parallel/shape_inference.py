@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,35 +23,14 @@ from parallel.examination import made_up, reads_numbers
 from parallel.watching import Watch
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor of one micro-batch that passes from one layer to the next, and whether a gradient comes back for it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    gradient: bool = True
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """Describe ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    @property
-    def bytes(self) -> int:
-        """Size in memory."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
-
-
 class LayerTrace(NamedTuple):
     """The tensors that a layer returns, for the last layer the loss, and the modes under which it was computed.
 
-    There are two modes, one for each of two micro-batches; none if torch does not let them watch the layer.
+    The tensors are on the meta device, and require a gradient if one comes back. There are two modes, one for each of
+    two micro-batches; none if torch does not let them watch the layer.
     """
 
-    outputs: tuple[TensorSpec, ...]
+    outputs: tuple[Tensor, ...]
     seen: Sequence[Any]
 
 
@@ -97,7 +75,7 @@ def trace(
                 with seeded(0) if real else fakes, autocast(precision, "cpu" if real else device_type):
                     outputs, seen = run(layer, blank, tensors, real, watching)
                 outputs = faked(outputs) if real else outputs
-                return LayerTrace(tuple(map(TensorSpec.of, outputs)), seen), outputs
+                return LayerTrace(tuple(map(on_meta, outputs)), seen), outputs
             except (PlanError, ValueError):  # BatchNorm raises the latter for one sample
                 raise
             except Exception as failure:  # a user's code
@@ -134,3 +112,8 @@ def trace(
     inputs = faked(batch.input_tensors)
     with computing(Samples(len(sample), notes=[])):
         return list(chain.walk(inputs, traced))
+
+
+def on_meta(x: Tensor) -> Tensor:
+    """Return a tensor without memory or history, that requires a gradient if ``x`` does."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, prod
+from math import inf
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from data.dataset import Batch
 from models.chain import Chain
-from parallel.shape_inference import TensorSpec, trace
+from parallel.shape_inference import trace
 from planner.counting import Measure
 from planner.layout import PlannedLayout
 
@@ -175,9 +176,7 @@ def work_of(chain: Chain, batch: Batch, precision: str, samples: int = 1) -> tup
     return [_for_a_sample(work, *traced, samples) for work, traced in every], samples
 
 
-def _for_a_sample(
-    work: LayerWork, outputs: Sequence[TensorSpec], measured: Sequence[Measure], samples: int
-) -> LayerWork:
+def _for_a_sample(work: LayerWork, outputs: Sequence[Tensor], measured: Sequence[Measure], samples: int) -> LayerWork:
     """Return the work of a layer, measured for two micro-batches. Only the first of them casts weights."""
     first, second = measured or (Measure({}), Measure({}))
     uncounted = second.uncounted if measured else {f"layer {work.name!r}"}
@@ -185,9 +184,9 @@ def _for_a_sample(
         work,
         **{key: getattr(second, key) / samples for key in ("flops", "attention", "masked", "moved", "kept")},
         products=second.products,
-        output=sum(spec.bytes for spec in outputs) / samples,
+        output=sum(x.nbytes for x in outputs) / samples,
         cast=max(0, first.kept - second.kept),
-        hidden=sum(prod(spec.shape) for spec in outputs) / samples,
-        whole=sum(second.moved_by_width[n] for n in {spec.shape[-1] for spec in outputs if spec.shape}) / samples,
+        hidden=sum(x.numel() for x in outputs) / samples,
+        whole=sum(second.moved_by_width[n] for n in {x.shape[-1] for x in outputs if x.dim()}) / samples,
         uncounted=frozenset(uncounted),
     )

@@ -15,7 +15,6 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.placement import Split
 from parallel.plan import Plan
-from parallel.shape_inference import TensorSpec
 from parallel.strategies import StrategyInfo
 
 Apart = Mapping[nn.Parameter, Sequence[str]]  # parameters that are not averaged over all replicas, and over which axes
@@ -91,9 +90,9 @@ class Axis:
         return 0, 0.0
 
     @classmethod
-    def boundary(cls, layout: Layout, spec: TensorSpec) -> TensorSpec:
-        """Return one rank's part of a tensor that a stage sends to the next one."""
-        return spec
+    def boundary(cls, layout: Layout, x: Tensor) -> Tensor:
+        """Return one rank's part of a tensor, without memory, that a stage sends to the next one."""
+        return x
 
     @classmethod
     def describe(cls, layout: Layout) -> str:

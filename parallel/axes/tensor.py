@@ -50,7 +50,6 @@ from parallel.mesh import TENSOR, Mesh, Ranks, reduce_scatter
 from parallel.partition import even_split
 from parallel.placement import Split
 from parallel.plan import Plan
-from parallel.shape_inference import TensorSpec
 from parallel.strategies import StrategyInfo, names_where
 
 
@@ -156,12 +155,9 @@ class TensorParallel(Axis):
         return (2, work.hidden) if work.attention else (0, 0.0)
 
     @classmethod
-    def boundary(cls, layout: Layout, spec: TensorSpec) -> TensorSpec:
+    def boundary(cls, layout: Layout, x: Tensor) -> Tensor:
         """See ``Axis.boundary``."""
-        if not layout.sequence:
-            return spec
-        batch, length, *others = spec.shape
-        return replace(spec, shape=(batch, length // layout.tp, *others))
+        return x[:, : x.shape[1] // layout.tp] if layout.sequence else x
 
     @classmethod
     def describe(cls, layout: Layout) -> str:

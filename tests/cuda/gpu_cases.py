@@ -26,7 +26,8 @@ ADAMW = {
 
 def borders(recipe: Recipe, device_type: str) -> list:
     chain, batch_at = chain_and_batches(recipe)
-    return [layer.outputs for layer in trace(chain, batch_at(1), recipe.precision, device_type)]
+    traced = trace(chain, batch_at(1), recipe.precision, device_type)
+    return [[(x.shape, x.dtype, x.requires_grad) for x in layer.outputs] for layer in traced]
 
 
 def waits_of_an_update_after_a_resume(recipe: Recipe) -> tuple[dict, dict]:

@@ -16,7 +16,7 @@ from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError
 from parallel.devices import autocast, between_layers, parameter_dtype
 from parallel.examination import examine
-from parallel.shape_inference import TensorSpec, trace
+from parallel.shape_inference import trace
 from planner.counting import Measure
 
 RECIPES = {name: Recipe(name, global_batch=6, lr=0.1) for name in ("toy", "gpt2")}
@@ -46,8 +46,8 @@ def test_every_border_is_what_a_real_forward_gives(model, precision):
                 x = layer.loss(x, targets, None).loss
             else:
                 x = chain.loss(layer(x), targets, None).loss
-            real.append((TensorSpec(tuple(x.shape), x.dtype),))
-    assert [t.outputs for t in borders] == real
+            real.append([(x.shape, x.dtype, x.requires_grad)])
+    assert [[(x.shape, x.dtype, x.requires_grad) for x in t.outputs] for t in borders] == real
 
 
 def test_casts_of_weights_are_held_once_a_step_and_only_under_autocast():
