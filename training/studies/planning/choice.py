@@ -97,12 +97,11 @@ def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] =
             f"{key} chooses before processes start: it needs mode=train or mode=plan, and no torchrun. Let it choose "
             "once, and type the layout here"
         )
-    if queued and cfg.parallel.name != AUTO:
+    if queued and not (cfg.parallel.name == AUTO and on_paper(cfg)):
         raise PlanError(
-            f"{key} measures this machine, launcher=slurm runs on others: give the number, or parallel=auto"
+            f"{key} measures this machine, and launcher=slurm runs on others: type parallel=auto with cluster=NAME of "
+            "conf/cluster, or type the number"
         )
-    if queued and not on_paper(cfg):
-        raise PlanError(f"{key} goes by a cluster's description with launcher=slurm: type cluster=NAME of conf/cluster")
     found, setup = predict_on_paper(cfg) if queued else predict_here(cfg)
     off = paper_is_off(cluster_of(cfg)[0], found) if queued else [_HERE_IS_OFF]
     print("\n".join([*tables(found, setup, words), *off]), flush=True)
@@ -120,10 +119,14 @@ def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] =
 def pick(cfg: Root, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
     """Return the fastest of some layouts, which are sorted by their predicted seconds.
 
-    If several predictions are close, a short run of each decides. Also returns their seconds per step, by name.
+    If the next few have close predictions and the same recomputation, a short run of each decides. Also returns their
+    seconds per step, by name.
     """
-    if len(few := nearest(candidates)) == 1:
-        return few[0], {}
+    first, most = candidates[0], _NEAR * candidates[0].seconds.total
+    alike = [one for one in candidates if one.layout.recompute == first.layout.recompute]
+    few = [one for one in alike if one.seconds.total <= most][:_MOST_TRIED]
+    if len(few) == 1:
+        return first, {}
     print("those that are predicted to be close, in a short run of each:", flush=True)
     seconds = {}
     for candidate in few:
@@ -134,13 +137,6 @@ def pick(cfg: Root, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[st
     if not seconds:
         raise PlanError("no layout that was predicted to be fast runs; see above")
     return min(few, key=lambda candidate: seconds.get(candidate.name, math.inf)), seconds
-
-
-def nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Return the first candidate and the next few with close predictions and the same recomputation."""
-    first = candidates[0]
-    alike = (candidate for candidate in candidates if candidate.layout.recompute == first.layout.recompute)
-    return [candidate for candidate in alike if candidate.seconds.total <= _NEAR * first.seconds.total][:_MOST_TRIED]
 
 
 def compared_with_prediction(run_dir: Path) -> str:
