@@ -117,10 +117,10 @@ def describe_memory(ranks: Sequence[Memory]) -> str:
 
 
 def _where(plan: Plan, stage: int) -> str:
+    if plan.devices:
+        return f"on {plan.devices[stage]}"
     if not plan.pipelined:
-        if plan.devices:
-            return f"on {plan.devices[stage]}"
-        return "on ranks 0-" + str(plan.processes - 1) if plan.processes > 1 else ""
+        return f"on ranks 0-{plan.processes - 1}" if plan.processes > 1 else ""
     ranks = plan.mesh(0).holders(stage % plan.pp)
     return f"on rank{'s' * (len(ranks) > 1)} {','.join(map(str, ranks))}"
 

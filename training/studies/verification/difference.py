@@ -17,7 +17,9 @@ def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) 
     """Run the first differing step again, record every layer, and say in a sentence where the difference begins."""
     tolerance, names = runs.limits["gradients"], runs.chain.names
     for step in range(1, runs.steps + 1):
-        of_step, what = _of_step(runs, layout, step)
+        both = ({"loss": runs.results(one, "loss")[f"at step {step}"], **runs.gradients(one, step)}
+                for one in (layout, runs.first))  # fmt: skip
+        of_step, what = largest_difference(*both)
         if of_step > tolerance:
             break
     after = f" of step {step}" * (step > 1)
@@ -64,13 +66,6 @@ def _whole(parts: Sequence[tuple[Tensor, int]], like: Tensor) -> tuple[Tensor | 
     tensor, rank = parts[-1]
     divided = tensor.dim() > 1 and len(parts) > 1 and tensor.shape[1] * len(parts) == like.shape[1]
     return torch.cat([part for part, _ in parts], dim=1) if divided else tensor, rank
-
-
-def _of_step(runs: Runs, layout: Compared, step: int) -> tuple[float, str]:
-    """Return the largest difference of the loss and the gradients of a step."""
-    both = ({"loss": runs.results(one, "loss")[f"at step {step}"], **runs.gradients(one, step)}
-            for one in (layout, runs.first))  # fmt: skip
-    return largest_difference(*both)
 
 
 def _sentence(runs: Runs, key: Key, size: float, rank: int, after: str) -> str:

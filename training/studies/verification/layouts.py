@@ -152,7 +152,6 @@ class Runs:
     def __init__(self, cfg: Root, folder: Path, chain: Chain, microbatches: int) -> None:
         """Set up the comparisons. No layout is run."""
         self.cfg, self.folder, self.chain, self.microbatches = cfg, folder, chain, microbatches
-        self.processes = cfg.verify.processes or 1
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
         self.first = self._before = Compared("")
@@ -167,9 +166,9 @@ class Runs:
         try:
             if layout.dp > 1 and self.microbatches > 1 and layout.dp * layout.chunks != self.microbatches:
                 raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {layout.dp} replicas")
-            if layout.processes > self.processes:
+            if layout.processes > (most := self.cfg.verify.processes or 1):
                 result.needs = layout.processes
-                raise UserError(f"needs {result.needs} processes, and verify.processes={self.processes}")
+                raise UserError(f"needs {result.needs} processes, and verify.processes={most}")
             self._plans[result.name] = prepare(self._job(result, "plain")).plan
         except UserError as error:
             result.reason = str(error)
