@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from training.reporting import plot
 from training.reporting.job_record import label
-from training.studies.sweep.table import TIME, Row, Table, score_of
+from training.studies.sweep.table import TIME, Row, Table
 
 CHUNKS = "parallel.chunks"
 _HEIGHT = 3.8  # inches
@@ -84,7 +84,7 @@ def ideal_times(rows: list[Row]) -> list[float] | None:
     bubbles = [bubble for row in rows if (bubble := row.summary.get("ideal_bubble_fraction")) is not None]
     if len(bubbles) < len(rows):
         return None
-    work = min(score_of(row) * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
+    work = min(row.score * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
     return [work / (1 - bubble) for bubble in bubbles]
 
 
@@ -103,14 +103,14 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
         groups.setdefault(label(row.job, others) if others else "measured", []).append(row)
     for (name, rows), color in zip(groups.items(), cycle(plot.COLORS), strict=False):
         x = [place(row) for row in rows]
-        y = [score_of(row) for row in rows]
+        y = [row.score for row in rows]
         axes.errorbar(x, y, _spread(table, rows), marker="o", color=color, label=name)
         ideal = ideal_times(rows) if table.objective.name == TIME and axis == CHUNKS and len(rows) > 1 else None
         if ideal is not None:
             axes.plot(x, ideal, "--", color=color, alpha=0.6, label=f"{name}, ideal" if others else "ideal")
     for row in table.best:
         name = f"best: {row.label}, {table.show_score(row)}"
-        axes.plot(place(row), score_of(row), "*", color=plot.GREEN, ms=17, mec="white", zorder=4, label=name)
+        axes.plot(place(row), row.score, "*", color=plot.GREEN, ms=17, mec="white", zorder=4, label=name)
     axes.set(xlabel=axis, ylabel=table.objective.title)
     if table.objective.name == TIME:
         axes.set_ylim(bottom=0)
@@ -126,7 +126,7 @@ def _bars(axes: Axes, table: Table) -> None:
     rows = table.scored[::-1]
     colors = [plot.GREEN if row in table.best else plot.BLUE for row in rows]
     names = [row.label.replace(" ", "\n") for row in rows]
-    bars = axes.barh(range(len(rows)), [score_of(row) for row in rows], xerr=_spread(table, rows), color=colors)
+    bars = axes.barh(range(len(rows)), [row.score for row in rows], xerr=_spread(table, rows), color=colors)
     axes.set_yticks(range(len(rows)), names)
     axes.bar_label(bars, [table.show_score(row) + " (best)" * (row in table.best) for row in rows], padding=5)
     axes.set_xlabel(table.objective.title)

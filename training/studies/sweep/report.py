@@ -19,7 +19,7 @@ from training.reporting.console import columns
 from training.reporting.metrics import read_object
 from training.reporting.monitor import Monitor
 from training.reporting.page import render
-from training.studies.sweep.table import ENOUGH_STEPS, TIME, Row, Table, read_table, score_of, write_csv
+from training.studies.sweep.table import ENOUGH_STEPS, TIME, Row, Table, read_table, write_csv
 
 CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
@@ -97,7 +97,7 @@ def results(table: Table) -> Iterator[str]:
     for row in table.best:
         of_model = f" of {row.summary['model']}" if len(table.best) > 1 else ""
         rivals, equals = table.rivals(row), table.equals(row)
-        worst = max(rivals, key=lambda rival: table.objective.sign * score_of(rival))
+        worst = max(rivals, key=lambda rival: table.objective.sign * rival.score)
         alike = f", the fastest of {len(equals)} jobs that have it" if len(equals) > 1 else ""
         last = f"; the worst, {worst.label}, has {table.show_score(worst)}" if len(equals) < len(rivals) else ""
         doubt = _doubt(table, row) if table.objective.is_speed else ""

@@ -116,7 +116,7 @@ class Row:
         curve: The step and the training loss of every step.
         timed: The number of steps after the warm-up.
         times: The 10th, 50th and 90th percentile of their seconds; None unless the job has finished and trained.
-        score: The objective; None where the job has none.
+        score: The objective; NaN if the job has none.
     """
 
     job: Job
@@ -127,7 +127,7 @@ class Row:
     curve: list[tuple[int, float]]
     timed: int
     times: np.ndarray | None
-    score: float | None
+    score: float
 
     @property
     def finished(self) -> bool:
@@ -170,14 +170,14 @@ class Table:
     @cached_property
     def scored(self) -> list[Row]:
         """The rows that have the objective."""
-        return [row for row in self.rows if row.score is not None]
+        return [row for row in self.rows if not math.isnan(row.score)]
 
     @cached_property
     def best(self) -> list[Row]:
         """The best job of each model with several scored jobs; the fastest one if several are equally good."""
         sign = self.objective.sign
         groups = {row.summary["model"]: self.rivals(row) for row in self.scored}
-        best = [min(rivals, key=lambda row: sign * score_of(row)) for rivals in groups.values() if len(rivals) > 1]
+        best = [min(rivals, key=lambda row: sign * row.score) for rivals in groups.values() if len(rivals) > 1]
         return [min(self.equals(row), key=lambda equal: equal.summary.get(TIME) or math.inf) for row in best]
 
     def equals(self, row: Row) -> list[Row]:
@@ -219,8 +219,7 @@ class Table:
 
     def show_score(self, row: Row) -> str:
         """Format the score of a row that has one."""
-        score = score_of(row)
-        return seconds(score) if self.objective.name == TIME else f"{score:.4g}"
+        return seconds(row.score) if self.objective.name == TIME else f"{row.score:.4g}"
 
     @cached_property
     def cells(self) -> dict[Row, dict[str, str]]:
@@ -250,14 +249,8 @@ class Table:
             "best val. loss": _shown(row, "best_val_loss"),
         }
         if self.objective.name not in _SHOWN:
-            results[self.objective.name] = "" if row.score is None else self.show_score(row)
+            results[self.objective.name] = "" if math.isnan(row.score) else self.show_score(row)
         return results
-
-
-def score_of(row: Row) -> float:
-    """Return the score of a row that has one."""
-    assert row.score is not None
-    return row.score
 
 
 def read_table(folder: Path, objective_name: str | None = None, direction: str | None = None) -> Table:
@@ -273,6 +266,7 @@ def read_table(folder: Path, objective_name: str | None = None, direction: str |
         curve = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
         times = np.percentile(timed, (10, 50, 90)) if summary and timed else None
         score = objective.of(summary, records) if summary else None
+        score = math.nan if score is None else score
         rows.append(Row(job, path, label(job, keys), values(job), summary, curve, len(timed), times, score))
     return Table(folder, keys, rows, objective)
 
