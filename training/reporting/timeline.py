@@ -177,7 +177,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
     """Write timeline.png and timeline.json into the run's directory.
 
     The picture shows the steady step of median duration on replica 0; the Chrome trace (open it in
-    https://ui.perfetto.dev) has up to five steady steps around it on all replicas.
+    https://ui.perfetto.dev) has the newest five steady steps on all replicas.
 
     ``ranks`` are the intervals of each rank's newest steps, up to ``last_step``, all on one clock.
     """
@@ -200,8 +200,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
     picture = BytesIO()
     figure.savefig(picture)
     write_or_warn(run_dir / PICTURE, picture.getvalue())
-    begin = max(steps[0], min(drawn - _MOST_STEPS // 2, -_MOST_STEPS))
-    shown = {last_step + 1 + i: i for i in range(begin, min(begin + _MOST_STEPS, 0))}
+    shown = {last_step + 1 + i: i for i in steps[-_MOST_STEPS:]}
     origin = min((i.start for rank in chain(*replicas) for n in shown.values() for i in ranks[rank][n]), default=0.0)
     events = [_name("process", replica, 0, f"replica {replica}") for replica in range(plan.dp)]
     for replica, members in enumerate(replicas):
