@@ -31,6 +31,7 @@ These modules use parts of torch that are private or undocumented and may change
     shape_inference.py            UntypedStorage._cdata, torch._subclasses.fake_tensor; torch._dynamo.reset (tried with
                                   2.13)
     stage.py, axes/replicas.py    aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
+    axes/replicas.py              DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     gradients.py, batchnorm.py    torch._foreach_*; aten.native_batch_norm_backward
     devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; the file of
                                   torch._dynamo.config

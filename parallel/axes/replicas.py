@@ -83,8 +83,9 @@ class Replicas(Axis):
                 buckets[-1].append(parameter)
                 room -= parameter.nbytes
             return stage
-        ignored = [name for name, parameter in stage.named_parameters() if parameter in apart]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, ignored)
+        if apart:
+            ignored = [name for name, parameter in stage.named_parameters() if parameter in apart]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, ignored)
         replicated = DistributedDataParallel(
             stage,
             process_group=self.mesh.dp_group,
