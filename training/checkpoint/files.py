@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -87,7 +87,7 @@ class Checkpoint:
         try:
             self.folder = folder.resolve()
             self.step, self.optimizer = operator.index(manifest["step"]), manifest["optimizer"]
-            self.layout, self.loss_scale = _layout(manifest["layout"]), manifest["loss_scale"]
+            self.layout, self.loss_scale = dict(manifest["layout"]), manifest["loss_scale"]
             self.progress, self.config, self.tied = manifest["progress"], manifest.get("config"), dict(manifest["tied"])
             best = self.progress.get("best_step")
             self.best_step = None if best is None else operator.index(best)
@@ -135,14 +135,6 @@ class Checkpoint:
             except CheckpointError as error:
                 warn(f"damaged checkpoint {candidate.name}: {error}")
         return None
-
-
-def _layout(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of a manifest; raise LookupError, TypeError or ValueError if it is not a valid layout."""
-    numbers = {key: operator.index(given[key]) for key in ("dp", "pp", "chunks")}
-    if min(numbers.values()) < 1:
-        raise ValueError(f"layout: {numbers}")
-    return {**given, "parallel": str(given["parallel"]), **numbers, "stages": [list(one) for one in given["stages"]]}
 
 
 def _inside(name: str) -> str:

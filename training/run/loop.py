@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from common.errors import CheckpointError
 from common.files import jsonable
 from conf.instantiate import build
 from data.dataset import Batch
@@ -153,25 +152,16 @@ class Loop:
             checkpoint: Its checkpoint, which contains the result of its ``progress()``.
             done: The last step that is not repeated. After that of the checkpoint come only steps that were skipped.
             ended: Whether no step is left to train, or a callback has ended the run before its last step.
-
-        Raises:
-            CheckpointError: The progress was not written by a loop.
         """
-        progress, step = checkpoint.progress, checkpoint.step
-        self.outcome.checkpoint = checkpoint.folder
-        try:
-            # The best step of an older checkpoint, which has no monitor, is that of the validation loss.
-            known = {"best": progress["best_val_loss"], "monitor": (LOSS, MINIMIZE), **progress}
-            for key in _RESUMED:
-                value = known[key]
-                setattr(self.outcome, key, value if value is None or isinstance(value, int) else float(value))
-            now = self.callbacks.run.evaluation
-            comparable = known.get("evaluation", now) == now and tuple(known["monitor"]) == self.monitor
-            self.skipping.load_state_dict(progress["skipping"])
-            self.outcome.skipped = self.skipping.skipped + done - step
-            called = dict(progress["callbacks"])
-        except (LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"progress in the manifest of {checkpoint.folder} is damaged: {error!r}") from error
+        step, now = checkpoint.step, self.callbacks.run.evaluation
+        # The best step of an older checkpoint, which has no monitor, is that of the validation loss.
+        older = {"best": checkpoint.progress["best_val_loss"], "monitor": (LOSS, MINIMIZE), "evaluation": now}
+        progress = {**older, **checkpoint.progress}
+        for key in _RESUMED:
+            setattr(self.outcome, key, progress[key])
+        self.skipping.load_state_dict(progress["skipping"])
+        self.outcome.checkpoint, self.outcome.skipped = checkpoint.folder, self.skipping.skipped + done - step
+        comparable = progress["evaluation"] == now and tuple(progress["monitor"]) == self.monitor
         best = self.outcome.best_step
         if best is not None and not (comparable and (best == step or self.checkpoints.has(best))):
             self.outcome.forget_best()
@@ -180,7 +170,7 @@ class Loop:
                 "train.monitor or train.eval_batches, or its checkpoint is missing"
             )
         self.skipping.counted = step
-        self.callbacks.load_state_dict(called)
+        self.callbacks.load_state_dict(progress["callbacks"])
         if ended:
             self.callbacks.run.stop_reason = progress.get("stop_reason")
 

@@ -357,8 +357,7 @@ def test_a_damaged_one_that_was_asked_for_is_an_error_that_names_a_whole_one(cop
 CANNOT_GO_ON = [
     ("model.hidden=20", r"net1.weight has \(10, 10\), expected \(20, 10\)"),
     ("optim=adamw", r"was saved with optim torch.optim.SGD, this run has torch.optim.AdamW"),
-    ("seed=1337", "is at step 6 and the run ends at step 6; set train.steps higher$"),
-    ("train.epochs=0.01", "the run ends at step 2; set train.steps higher, and train.epochs=null: "),
+    ("seed=1337", "is at step 6 and the run ends at step 6; set train.steps higher, and train.epochs, "),
 ]
 
 
@@ -450,22 +449,13 @@ def listed(name):
     return f"files {name}", {"bytes": 0, "sha256": "0" * 64}
 
 
-MANIFEST, PROGRESS, WEIGHTS = (
-    "manifest.json is damaged: ",
-    "progress in the manifest .* is damaged",
-    "model-00.safetensors",
-)
+MANIFEST, WEIGHTS = "manifest.json is damaged: ", "model-00.safetensors"
 
 
 WRONG_ENTRIES = [
     ("progress", "x", MANIFEST),
     ("progress best_step", "x", MANIFEST),
     ("layout", "x", MANIFEST),
-    ("layout pp", 0, MANIFEST + ".*'pp': 0"),
-    ("layout stages", 5, MANIFEST),
-    ("progress skipping", "x", PROGRESS),
-    ("progress best_val_loss", [1], PROGRESS),
-    ("progress callbacks", 3, PROGRESS),
     (f"files {WEIGHTS} bytes", "x", MANIFEST),
     (f"files {WEIGHTS} sha256", None, "its sha256 is .* says None"),
     (*listed("/dev/zero"), "/dev/zero is not the name of a file in its folder"),
