@@ -16,10 +16,9 @@ from conf.instantiate import to_config, to_dict
 from data.dataset import Batch
 from data.loader import TrainBatches
 from parallel.devices import autocast, synchronize
-from parallel.strategy import build_strategy
+from parallel.strategy import Options, build_strategy
 from training.optimizer import Optimizer
 from training.run.prepare import prepare, set_arithmetic
-from training.run.rank import strategy_options
 from training.run.setup import Setup
 
 # A Transformer that can be cut into two stages of equal time: with fewer layers or more words, the projection onto the
@@ -58,7 +57,7 @@ class Trainer:
         device_index = rank if local_rank is None else local_rank
         self.setup = setup
         set_arithmetic(cfg.train)
-        options = strategy_options(setup)
+        options = Options(cfg.seed, cfg.parallel.timeout_s, cfg.train.compile)
         self.strategy = build_strategy(setup.plan, setup.chain, mesh, options, setup.sample, device_index)
         self.optimizer = Optimizer(to_dict(cfg.optim), self.strategy)
         batches = TrainBatches(setup.data.train, setup.plan.global_batch_size, cfg.seed, mesh.replica, mesh.dp)

@@ -159,12 +159,6 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
         recorder.close(summary)
 
 
-def strategy_options(setup: Setup) -> Options:
-    """Return the strategy's options of a run."""
-    cfg = setup.cfg
-    return Options(cfg.seed, cfg.parallel.timeout_s, cfg.train.compile)
-
-
 # -- before the training ---------------------------------------------------------------------------------------------
 
 
@@ -181,7 +175,8 @@ def _strategy(setup: Setup, world: World) -> Iterator[Strategy]:
         cfg, chain = setup.cfg, setup.chain
         if reads_weights(cfg, chain):
             chain = not_drawn(cfg.model, chain)
-        strategy = build_strategy(setup.plan, chain, mesh, strategy_options(setup), setup.sample, world.local_rank)
+        options = Options(cfg.seed, cfg.parallel.timeout_s, cfg.train.compile)
+        strategy = build_strategy(setup.plan, chain, mesh, options, setup.sample, world.local_rank)
         if chain.base is not None:
             start(cfg.model, chain, strategy)
         try:
@@ -243,15 +238,13 @@ def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
     Raises:
         TrainingError: No step is left, and the checkpoint is of another run or of a step after the last one.
     """
-    total, epochs = setup.total_steps, setup.cfg.train.epochs
+    total = setup.total_steps
     if own and resumed.progress.get("ended_of") == total:  # a callback has ended the run
         return True
     if resumed.step > total or (resumed.step == total and not own):
-        also = ""
-        if epochs is not None and setup.batches().steps_until(epochs) <= resumed.step:
-            also = f", and train.epochs=null: train.epochs={epochs:g} ends it, whatever train.steps is"
         raise TrainingError(
-            f"the checkpoint is at step {resumed.step} and the run ends at step {total}; set train.steps higher{also}"
+            f"the checkpoint is at step {resumed.step} and the run ends at step {total}; set train.steps higher, and "
+            "train.epochs, unless it is null"
         )
     return resumed.step == total
 
