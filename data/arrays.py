@@ -18,7 +18,7 @@ from data.loader import permute
 class Arrays(DataSet):
     """The rows of root/INPUTS.npy and root/TARGETS.npy, or of the arrays of these names in a file root.npz.
 
-    Splits with files of their own are folders root/train, root/valid (or val) and root/test, or root/train.npz and so
+    Splits are the folders root/train, root/valid (or val) and root/test, or root/train.npz and so
     on. A split without files is a fraction of the rows to train on, which are drawn from ``seed``.
     """
 
@@ -45,7 +45,7 @@ class Arrays(DataSet):
 
     @once
     def prepare(self) -> None:
-        """Open the arrays, and hold rows out for the splits that have none of their own.
+        """Open the arrays, and hold out training rows for splits without files.
 
         Raises:
             DataError: Arrays are missing, damaged, not of numbers, or do not fit together.

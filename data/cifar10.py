@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from data.images import Labelled, PublishedImages, crop_and_flip
+from data.images import Images, PublishedImages, crop_and_flip
 
 _CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _FOLDER = "cifar-10-batches-py"
@@ -59,13 +59,13 @@ class CIFAR10(PublishedImages):
         """Return the published names of the classes. Further classes are named by their numbers."""
         return [*_CLASSES, *super().class_names()[len(_CLASSES) :]][: self.num_classes]
 
-    def read(self, root: Path, split: str) -> Labelled:
+    def read(self, root: Path, split: str) -> Images:
         """Read the published images of "train" or "test"."""
         folder = root if root.name == _FOLDER else root / _FOLDER
         batches = [_batch(folder / name, md5) for name, md5 in _FILES[split].items()]
         images = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
         labels = np.concatenate([np.asarray(batch["labels"], np.int64) for batch in batches])
-        return Labelled(images, labels, self.num_classes, f"{folder} ({split})")
+        return Images(images, labels, self, f"{folder} ({split})")
 
 
 def _batch(path: Path, md5: str) -> dict:

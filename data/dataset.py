@@ -1,4 +1,4 @@
-"""The interface of every `data=` option: a DataSet, whose splits are Sources of samples by index.
+"""The interface of every `data=` option: a DataSet has splits, which are Sources of samples by index.
 
 A Batch is the data of a replica for one step.
 """
@@ -61,7 +61,7 @@ class Batch:
         return self.map(lambda tensor: [tensor.dtype, tensor.contiguous().view(torch.uint8).numpy()])
 
     def to_tensors(self) -> Batch:
-        """Return the batch of which ``to_arrays`` made this one. Its tensors share the arrays' memory."""
+        """Return the batch that ``to_arrays`` converted. Its tensors use the memory of the arrays."""
         return self.map(lambda stored: torch.from_numpy(stored[1]).view(stored[0]))
 
     def pin_memory(self) -> Batch:
@@ -134,7 +134,7 @@ def by_part(starts: np.ndarray, positions: np.ndarray) -> Iterator[tuple[int, np
 
 
 def given_path(root: str | None, needed: str) -> Path:
-    """Return ``data.root`` as an absolute path. If there is none, raise DataError, which says what is needed."""
+    """Return ``data.root`` as an absolute path. Raises DataError with the message ``needed`` if it is not set."""
     if not root:
         raise DataError(needed)
     return expand_home(root).absolute()

@@ -7,7 +7,7 @@ import numpy as np
 from common.errors import DataError
 from common.packages import package_file
 from data.dataset import Source
-from data.images import ImageData, Images, Labelled, hold_out
+from data.images import ImageData, Images
 
 
 class Digits(ImageData):
@@ -30,8 +30,7 @@ class Digits(ImageData):
             )
         table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
         images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
-        stored = Labelled(images, labels, self.num_classes, self.title)
         tenth = len(images) // 10
-        rest, test = hold_out(stored.labels, tenth)
-        train, valid = (rest[part] for part in hold_out(stored.labels[rest], tenth))
-        return {s: Images(stored, part, self) for s, part in (("train", train), ("valid", valid), ("test", test))}
+        rest, test = Images(images, labels, self, self.title).hold_out(tenth)
+        train, valid = rest.hold_out(tenth)
+        return {"train": train, "valid": valid, "test": test}

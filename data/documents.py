@@ -171,7 +171,7 @@ def _next_line(document: Document, position: int) -> int:
     newline = window.find(b"\n")
     if newline >= 0:
         return position + newline + 1
-    # Without a near line end, cut at the next character, whose first byte is outside 0x80-0xBF in UTF-8.
+    # Without a near line end, cut at the next character: in UTF-8 its first byte is outside 0x80-0xBF.
     return position + next((i for i, byte in enumerate(window) if byte & 0xC0 != 0x80), len(window))
 
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from common.errors import DataError
 from data.dataset import Source, given_path
 from data.documents import SPLITS, find_files
-from data.images import ImageData, Images, Labelled
+from data.images import ImageData, Images
 from data.jsonl import select_rows
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
@@ -25,7 +25,7 @@ class ImageFolder(ImageData):
     training images, in the order of their paths, goes to valid; if there is none to test on either, the 20th goes to
     test.
 
-    Images are converted to RGB. The shorter side is resized to image_size, bilinearly with antialiasing, and the centre
+    Images are converted to RGB. The shorter side is resized to image_size, bilinearly with antialiasing, and the center
     is cut out. Only paths and labels are in memory. A damaged file is an error when it is read.
     """
 
@@ -60,12 +60,12 @@ class ImageFolder(ImageData):
         names, labels = np.unique([path.parts[depth] for path in paths], return_inverse=True)
         self._names, self.num_classes = names.tolist(), len(names)
         files = _ImageFiles(self.root, paths, self.image_shape[1])
-        stored = Labelled(files, labels, len(names), f"data.root={self.root} (CLASS/*.jpg and *.png)")
+        images = Images(files, labels, self, f"data.root={self.root} (CLASS/*.jpg and *.png)")
         split_of = np.array([SPLITS[path.parts[0]] if depth else "train" for path in paths])
         rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
         selected = select_rows({split: len(listed) for split, listed in rows.items()})
         chosen = {s: rows.get(s, rows["train"])[part.row(np.arange(len(part)))] for s, part in selected.items()}
-        return {split: Images(stored, part, self) for split, part in chosen.items()}
+        return {split: images.part(part) for split, part in chosen.items()}
 
 
 class _ImageFiles:
@@ -84,7 +84,7 @@ class _ImageFiles:
     def _read(self, path: Path) -> np.ndarray:
         try:
             with Image.open(path, formats=("JPEG", "PNG")) as image:
-                if image.mode.startswith("I"):  # 16 bits of grey, which convert() would cut off at 255
+                if image.mode.startswith("I"):  # 16 bits of gray, which convert() would cut off at 255
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
                 elif image.mode == "P":
                     image = image.convert("RGBA")  # converting to RGB directly warns if the palette has transparency

@@ -1,10 +1,10 @@
-"""The base of the image data sets: labelled uint8 images in memory, and batches of normalised floats made from them."""
+"""The base of the image data sets: labeled uint8 images, and batches of normalized floats made from them."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from data.loader import permute
 # (images uint8 [b, c, h, w], indices int64 [b], epoch) -> images of the same shape
 Augment = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
-_LUMA = (0.299, 0.587, 0.114)  # the shares of red, green and blue in a grey value (ITU-R BT.601)
+_LUMA = (0.299, 0.587, 0.114)  # the shares of red, green and blue in a gray value (ITU-R BT.601)
 
 
 class ImageData(DataSet):
@@ -47,7 +47,7 @@ class ImageData(DataSet):
 
         Args:
             image_size: Pixels per side.
-            channels: 1 for grey, 3 for colours; grey images then have three equal channels.
+            channels: 1 for gray, 3 for colors; gray images then have three equal channels.
             num_classes: The number of classes. Labels are in [0, num_classes).
             options: See DataSet.
         """
@@ -64,7 +64,7 @@ class ImageData(DataSet):
 
     @abstractmethod
     def splits(self) -> Mapping[str, Source]:
-        """Return the sources "train", "valid" and "test", of which the last two may be empty.
+        """Return the sources "train", "valid" and "test", the last two may be empty.
 
         Raises:
             DataError: If the data is wrong or missing.
@@ -84,7 +84,7 @@ class ImageData(DataSet):
 class PublishedImages(ImageData):
     """The data set of torchvision with the name of the class, from a folder or downloaded once.
 
-    Samples to validate on are taken from the training images, always the same ones, with equal shares of each class.
+    Samples to validate on are always the same training images, with equal shares of each class.
 
     Attributes:
         folds: One of so many training images is used to validate.
@@ -101,7 +101,7 @@ class PublishedImages(ImageData):
         self.root = None if not root else expand_home(root).absolute()
 
     @abstractmethod
-    def read(self, root: Path, split: str) -> Labelled:
+    def read(self, root: Path, split: str) -> Images:
         """Return the published images of "train" or "test" in a folder; raise DataError if they are wrong."""
 
     def splits(self) -> dict[str, Source]:
@@ -109,13 +109,10 @@ class PublishedImages(ImageData):
         root = self.root
         if root is None:
             root = cached_folder(self.cache_dir, type(self).__name__.lower(), self._download)
-        published, test = self.read(root, "train"), self.read(root, "test")
-        train, valid = hold_out(published.labels, len(published.labels) // self.folds)
-        return {
-            "train": Images(published, train, self, self.augmentation),
-            "valid": Images(published, valid, self),
-            "test": Images(test, np.arange(len(test.labels)), self),
-        }
+        published = self.read(root, "train")
+        train, valid = published.hold_out(len(published) // self.folds)
+        train.augment = self.augmentation
+        return {"train": train, "valid": valid, "test": self.read(root, "test")}
 
     def _download(self, folder: Path) -> None:
         """Download the files by torchvision, which checks their hashes."""
@@ -124,94 +121,85 @@ class PublishedImages(ImageData):
             getattr(load_torchvision().datasets, name)(folder, download=True)
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Images and their labels.
+class Images(Source):
+    """Labeled images, which are kept as bytes and converted batch by batch.
 
     Attributes:
-        images: uint8 [n, channels, height, width]: an array, or an object with this shape, which reads images when it
-            is indexed by an array.
-        labels: int64 [n], each in [0, num_classes).
-        num_classes: The number of classes.
-        origin: The name of the data in error messages.
-
-    Raises:
-        DataError: If there are no images, the numbers of images and labels differ, or a label is out of range.
+        augment: Changes the images of a batch, by their indices and the epoch; None for no changes.
     """
 
-    images: Any
-    labels: np.ndarray
-    num_classes: int
-    origin: str
+    augment: Augment | None = None
 
-    def __post_init__(self):
-        if len(self.images) != len(self.labels) or not len(self.labels):
-            raise DataError(
-                f"{self.origin} holds {len(self.images):,} images and {len(self.labels):,} labels; "
-                "give files with one label for each image, and at least one image"
-            )
-        bad = np.flatnonzero((self.labels < 0) | (self.labels >= self.num_classes))
-        if len(bad):
-            raise DataError(
-                f"{self.origin}: the label of sample {bad[0]} is {self.labels[bad[0]]}, but those of "
-                f"{self.num_classes} classes are 0 to {self.num_classes - 1} ({len(bad):,} of {len(self.labels):,} "
-                "labels are outside). Correct the file or raise data.num_classes, which is model.num_classes by default"
-            )
-
-
-def hold_out(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the samples that are left and of ``count`` samples that are held out, both sorted.
-
-    Each class has the same share in both to within one sample. The choice depends only on the labels [n], not on the
-    run's seed. Otherwise a checkpoint could be tested on samples on which another run has trained it.
-    """
-    shuffled = permute(np.arange(len(labels)), len(labels), key=(0,))
-    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    spread = (2 * np.arange(count) + 1) * len(labels) // (2 * count) if count else np.arange(0)
-    held_out = np.sort(by_class[spread])
-    return np.setdiff1d(np.arange(len(labels)), held_out), held_out
-
-
-class Images(Source):
-    """Some of the images of a `Labelled`, which are kept as bytes and converted batch by batch."""
-
-    def __init__(self, stored: Labelled, rows: np.ndarray, data: ImageData, augment: Augment | None = None):
-        """Check that the images can be converted.
+    def __init__(self, images: Any, labels: np.ndarray, data: ImageData, origin: str):
+        """Check images and labels.
 
         Args:
-            stored: The images.
-            rows: int64 [len], the indices of the images to use.
-            data: The data set, for the shape of the samples and for mean and std of the stored pixels. Grey is repeated
-                as colors, colors are mixed to grey, and other sizes are interpolated (bilinear, with antialiasing if
-                they shrink).
-            augment: Changes the images of a batch, by their indices and the epoch.
+            images: uint8 [n, channels, height, width]: an array, or an object with this shape, which reads images when
+                it is indexed by an array.
+            labels: int64 [n], each in [0, num_classes).
+            data: The data set, for the number of classes, for the shape of the samples, and for mean and std of the
+                stored pixels. Gray is repeated as colors, colors are mixed to gray, and other sizes are interpolated
+                (bilinear, with antialiasing if they shrink).
+            origin: The name of the data in error messages.
 
         Raises:
-            DataError: If other numbers of channels would have to be converted.
+            DataError: If there are no images, the numbers of images and labels differ, a label is out of range, or
+                other numbers of channels would have to be converted.
         """
-        channels, stored_channels = data.image_shape[0], stored.images.shape[1]
+        if len(images) != len(labels) or not len(labels):
+            raise DataError(
+                f"{origin} holds {len(images):,} images and {len(labels):,} labels; give files with one label for each "
+                "image, and at least one image"
+            )
+        classes, bad = data.num_classes, np.flatnonzero((labels < 0) | (labels >= data.num_classes))
+        if len(bad):
+            raise DataError(
+                f"{origin}: the label of sample {bad[0]} is {labels[bad[0]]}, but those of {classes} classes are 0 to "
+                f"{classes - 1} ({len(bad):,} of {len(labels):,} labels are outside). Correct the file or raise "
+                "data.num_classes, which is model.num_classes by default"
+            )
+        channels, stored_channels = data.image_shape[0], images.shape[1]
         if channels != stored_channels and {channels, stored_channels} != {1, 3}:
             raise DataError(
-                f"data.channels={channels}: {stored.origin} has images of {stored_channels} channels; only 1 (grey) "
-                "and 3 (colours) can be converted into each other"
+                f"data.channels={channels}: {origin} has images of {stored_channels} channels; only 1 (gray) and 3 "
+                "(colors) can be converted into each other"
             )
-        self._stored, self._rows, self._shape, self._augment = stored, rows, data.image_shape, augment
+        self._images, self._labels, self._rows = images, labels, np.arange(len(labels))
+        self._shape = data.image_shape
         self._mean, self._std = (np.asarray(v, np.float32).reshape(-1, 1, 1) for v in (data.mean, data.std))
 
     def __len__(self) -> int:
         return len(self._rows)
 
+    def part(self, indices: np.ndarray) -> Images:
+        """Return some of these images, int64 [len], with the same memory."""
+        part = copy(self)
+        part._rows = self._rows[indices]
+        return part
+
+    def hold_out(self, count: int) -> tuple[Images, Images]:
+        """Return the images that are left and ``count`` images that are held out, both in their order.
+
+        Each class has the same share in both to within one image. The choice depends only on the labels, not on the
+        run's seed. Otherwise a checkpoint could be tested on images on which another run has trained it.
+        """
+        shuffled = permute(np.arange(len(self)), len(self), key=(0,))
+        by_class = shuffled[np.argsort(self._labels[self._rows][shuffled], kind="stable")]
+        spread = (2 * np.arange(count) + 1) * len(self) // (2 * count) if count else np.arange(0)
+        held_out = np.sort(by_class[spread])
+        return self.part(np.setdiff1d(np.arange(len(self)), held_out)), self.part(held_out)
+
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         """Return images fp32 [b, *shape] and classes int64 [b]."""
         rows = self._rows[indices]
-        images = self._stored.images[rows]
-        if self._augment is not None:
-            images = self._augment(images, np.asarray(indices), epoch)
+        images = self._images[rows]
+        if self.augment is not None:
+            images = self.augment(images, np.asarray(indices), epoch)
         inputs = torch.from_numpy((images - self._mean) / self._std)
-        return resize(recolour(inputs, self._shape[0]), self._shape[1]), torch.from_numpy(self._stored.labels[rows])
+        return resize(recolor(inputs, self._shape[0]), self._shape[1]), torch.from_numpy(self._labels[rows])
 
 
-def recolour(images: Tensor, channels: int) -> Tensor:
+def recolor(images: Tensor, channels: int) -> Tensor:
     """Convert images [b, 1 or 3, h, w] to [b, channels, h, w], where ``channels`` is 1 or 3."""
     if images.shape[1] == channels:
         return images

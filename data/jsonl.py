@@ -53,8 +53,8 @@ class RowData(DataSet):
     padded with the end token and with targets that do not count. With answers or chats (see RowTokens), only the tokens
     of answers count.
 
-    Splits: files in a folder whose path contains valid (validation, val, dev) or test are these splits, all others are
-    for training. If there is no valid file, the 10th of every 20 training rows goes to valid; if there is no test file
+    Splits: files of a folder belong to the split that their path names (valid, validation, val, dev or test), or else
+    to training. If there is no valid file, the 10th of every 20 training rows goes to valid; if there is no test file
     either, the 20th goes to test.
 
     Rows are read and encoded when they are needed, by an index on the disk (see Rows). prepare() checks up to 1 million
@@ -66,7 +66,7 @@ class RowData(DataSet):
         title: The kind of rows, for messages.
         suffix: The suffix of the files in a folder.
         packed: The further suffixes of compressed files.
-        fields: The fields whose texts make up a row's text, joined by newlines.
+        fields: The fields of a row's text. Their texts are joined by newlines.
     """
 
     rows_class: Callable[[Sequence[Path], str | None], RowFiles]
@@ -215,7 +215,7 @@ def select_rows(sizes: dict[str, int]) -> dict[str, RowSelection]:
     """Return which rows are "train", "valid" and "test".
 
     Args:
-        sizes: The number of rows of each split that has rows of its own, which "train" must have. Without "valid", the
+        sizes: The number of rows of each split that has files; "train" must be one of them. Without "valid", the
             10th of every 20 training rows goes to valid; with "train" only, the 20th goes to test.
     """
     taken = {"valid": (_VALID,)} if "valid" not in sizes else {}
@@ -248,7 +248,7 @@ class TokenRows(Source):
 
 
 class BucketedRows(TokenRows, VariableLength):
-    """TokenRows whose batches can be narrower than seq_len. ``counts`` has the number of tokens of every cut row."""
+    """TokenRows in batches that can be narrower than seq_len. ``counts`` has the number of tokens of every cut row."""
 
     def __init__(self, counts: MappedFile, rows: RowFiles, selection: RowSelection, *more: Any):
         super().__init__(rows, selection, *more)
@@ -333,7 +333,7 @@ class RowFiles(ABC):
 
     @abstractmethod
     def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row]:
-        """Return what is encoded of some rows, int [b].
+        """Return the rows with these numbers, int [b], as RowTokens.take makes them.
 
         Raises:
             DataError: If a row has not all fields, or a value of another kind. The message has the file, the row and
@@ -434,7 +434,7 @@ def chat_hint(names: Sequence[str]) -> str:
 
 
 def _row(line: bytes, row_tokens: RowTokens) -> Row:
-    """Return what is encoded of a line. Raises ValueError if it is not such a row; the message says what it is."""
+    """Return the row in a line. Raises ValueError if the line is not such a row; the message says what it is."""
     fields, option = row_tokens.fields, CHATS if row_tokens.messages else Rows.option
     try:
         row = json.loads(line.decode("utf-8-sig"))  # Windows' editors write a byte-order mark before the first row

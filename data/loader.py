@@ -98,7 +98,7 @@ def bucket_widths(longest: int) -> tuple[int, ...]:
 
 
 class VariableLength(Source):
-    """A source whose batches can be padded to one of a few widths.
+    """A source that can pad its batches to one of a few widths.
 
     Attributes:
         widths: The widths in ascending order. Every sample fits into the last.
@@ -430,7 +430,7 @@ def read_ahead(
 
 
 def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Iterator[Batch]:
-    """Yield the batches of some steps. This must be called in a thread of its own.
+    """Yield the batches of some steps. Call this in a thread that does nothing else.
 
     In the main thread torch would install a handler that raises the death of a worker at any point of that thread.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import DataError
-from data.images import Labelled, PublishedImages
+from data.images import Images, PublishedImages
 
 _NAMES = {"train": "train", "test": "t10k"}
 _WAY_OUT = (
@@ -31,12 +31,10 @@ class MNIST(PublishedImages):
     folds = 12
     way_out = _WAY_OUT
 
-    def read(self, root: Path, split: str) -> Labelled:
+    def read(self, root: Path, split: str) -> Images:
         """Read the published images of "train" or "test", in ``root`` or in MNIST/raw or raw there."""
         images, labels = (_find(root, f"{_NAMES[split]}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
-        return Labelled(
-            read_idx(images, 3)[:, None], read_idx(labels, 1).astype(np.int64), self.num_classes, str(labels)
-        )
+        return Images(read_idx(images, 3)[:, None], read_idx(labels, 1).astype(np.int64), self, str(labels))
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:

@@ -108,7 +108,7 @@ class RowTokens:
 
         Args:
             vocabulary: The tokens.
-            fields: The fields of the text or the prompt, whose texts are joined by newlines.
+            fields: The fields of the text or the prompt. Their texts are joined by newlines.
             answer: The field of the answer; None for rows that are one text.
             template: "tokenizer" for the template of the tokenizer, or the path of a Jinja file; None for no template,
                 or for chats the tokenizer's.
@@ -221,7 +221,7 @@ class RowTokens:
         return counted
 
     def _text(self, index: int, row: Row, continued: bool = False) -> tuple[str, list[Span]]:
-        """Return a row as text and the places of what counts; with ``continued``, only what is before the answer."""
+        """Return a row as text and the places of what counts; with ``continued``, only the text before the answer."""
         if self.template is None:
             assert not isinstance(row, Chat)  # a chat has a template
             prompt, *answer = row
@@ -263,7 +263,7 @@ def _chat(row: Row) -> Chat:
 
 
 def _said(text: str) -> Row:
-    """Return the chat of which a text is the JSON; any other text as a prompt."""
+    """Return the chat in a text that is JSON; any other text as a prompt."""
     try:
         messages = json.loads(text)
     except ValueError:

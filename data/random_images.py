@@ -1,4 +1,4 @@
-"""Random images of random classes, for measuring speed. A model can only memorise them."""
+"""Random images of random classes, for measuring speed. A model can only memorize them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RandomImages(ImageData):
         self.samples, self.seed = samples, seed
 
     def splits(self) -> dict[str, Source]:
-        """Return the three splits, each with random numbers of its own."""
+        """Return the three splits, each with other random numbers."""
         few = max(1, self.samples // 10)
         sizes = {"train": self.samples, "valid": few, "test": few}
         return {

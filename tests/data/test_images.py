@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from common.errors import DataError
-from data.images import ImageData, Images, Labelled, crop_and_flip, hold_out, recolour, resize
-
-
-def stored(n=20, channels=3, size=8, num_classes=10) -> Labelled:
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (n, channels, size, size), dtype=np.uint8)
-    return Labelled(images, np.arange(n) % num_classes, num_classes, "made up")
+from data.images import ImageData, Images, crop_and_flip, recolor, resize
 
 
 class Made(ImageData):
@@ -23,37 +17,45 @@ class Made(ImageData):
         raise NotImplementedError
 
 
-def source(images: Labelled, shape=(3, 8, 8), augment=None, rows=range(20)) -> Images:
-    return Images(images, np.array(rows), Made(image_size=shape[1], channels=shape[0]), augment)
+LABELS = np.arange(20) % 10
+PIXELS = np.random.default_rng(0).integers(0, 256, (20, 3, 8, 8), dtype=np.uint8)
+
+
+def source(shape=(3, 8, 8), augment=None, pixels=PIXELS, labels=LABELS) -> Images:
+    images = Images(pixels, labels, Made(image_size=shape[1], channels=shape[0]), "made up")
+    images.augment = augment
+    return images
 
 
 def test_holding_out_takes_the_same_share_of_each_class_and_every_sample_once():
     labels = np.repeat([0, 1, 2], [100, 500, 400])
-    rest, held_out = hold_out(labels, 100)
-    assert np.array_equal(np.sort(np.concatenate([rest, held_out])), np.arange(1000))
-    assert np.abs(np.bincount(labels[held_out]) - [10, 50, 40]).max() <= 1
-    assert all(map(np.array_equal, hold_out(labels, 100), (rest, held_out)))
+    numbers = np.arange(1000).astype(np.uint8)[:, None, None, None]
+    rest, held_out = source((1, 1, 1), pixels=numbers, labels=labels).hold_out(100)
+    read = [part.read(np.arange(len(part)), 0) for part in (rest, held_out)]
+    everything = source((1, 1, 1), pixels=numbers, labels=labels).read(np.arange(1000), 0)[0]
+    assert torch.equal(torch.cat([images for images, _ in read]).sort(0)[0], everything.sort(0)[0])
+    assert (torch.bincount(read[1][1]) - torch.tensor([10, 50, 40])).abs().max() <= 1
+    assert np.array_equal(source((1, 1, 1), pixels=numbers, labels=labels).hold_out(100)[1]._rows, held_out._rows)
 
 
-def test_batches_are_normalised_floats_and_class_indices_of_the_rows_of_a_split():
-    images = stored()
-    split = source(images, rows=[7, 3, 4])
+def test_batches_are_normalized_floats_and_class_indices_of_the_rows_of_a_split():
+    split = source().part(np.array([7, 3, 4]))
     inputs, targets = split.read(np.array([2, 0]), epoch=0)
     assert inputs.dtype == torch.float32 and targets.dtype == torch.int64 and len(split) == 3
-    assert torch.allclose(inputs, (torch.from_numpy(images.images[[4, 7]]).float() - 127.5) / 64)
+    assert torch.allclose(inputs, (torch.from_numpy(PIXELS[[4, 7]]).float() - 127.5) / 64)
     assert targets.tolist() == [4, 7]
 
 
 def test_grey_becomes_three_equal_colours_and_colours_one_grey():
     grey = torch.rand(2, 1, 4, 4)
-    colours = recolour(grey, 3)
+    colours = recolor(grey, 3)
     assert colours.shape == (2, 3, 4, 4) and torch.equal(colours[:, 2:], grey)
-    assert torch.allclose(recolour(colours, 1), grey)
+    assert torch.allclose(recolor(colours, 1), grey)
 
 
 def test_other_numbers_of_channels_are_refused():
     with pytest.raises(DataError, match="data.channels=2: made up has images of 3 channels"):
-        source(stored(), shape=(2, 8, 8))
+        source((2, 8, 8))
 
 
 @pytest.mark.parametrize("size", [4, 8, 13])
@@ -64,14 +66,14 @@ def test_an_image_of_one_colour_keeps_it_at_every_size(size):
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (3, 13, 13), (1, 5, 5)])
 def test_a_sample_has_the_same_bits_in_every_batch(shape):
-    images = source(stored(), shape, partial(crop_and_flip, seed=3))
+    images = source(shape, partial(crop_and_flip, seed=3))
     everything, _ = images.read(np.arange(20), epoch=2)
     for indices in ([5], [19, 5, 0], range(7, 20)):
         assert torch.equal(images.read(np.array(indices), epoch=2)[0], everything[list(indices)])
 
 
 def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed():
-    made = {key: crop_and_flip(stored().images, np.arange(20), *key) for key in ((0, 3), (1, 3), (0, 4))}
+    made = {key: crop_and_flip(PIXELS, np.arange(20), *key) for key in ((0, 3), (1, 3), (0, 4))}
     assert all(np.array_equal(one, made[0, 3]) is (key == (0, 3)) for key, one in made.items())
 
 

@@ -190,7 +190,7 @@ def random_text(draw: random.Random, pieces: int) -> str:
 @pytest.mark.parametrize("build", VOCABULARIES.values(), ids=VOCABULARIES)
 def test_where_a_long_text_is_cut_no_token_changes(tmp_path, build):
     vocabulary, draw, places = build(tmp_path / "tokenizer"), random.Random(1), 0
-    assert vocabulary._can_be_cut
+    assert vocabulary.can_be_cut
     for _ in range(60):
         text = random_text(draw, 60)
         (whole,) = vocabulary.tokens([text], rendered=True)
@@ -211,7 +211,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(tmp_path, monkeypatch, bui
     for most in (1, 2, 7, 50):
         assert vocabulary.first_tokens(texts, most, rendered=True) == [tokens[:most] for tokens in whole]
     assert vocabulary.first_tokens(texts, None, rendered=True) == whole
-    assert vocabulary._can_be_cut == (build in VOCABULARIES.values())
+    assert vocabulary.can_be_cut == (build in VOCABULARIES.values())
 
 
 def test_a_vocabulary_with_gaps_is_as_large_as_its_last_token_says(tmp_path):
