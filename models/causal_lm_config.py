@@ -26,9 +26,7 @@ _FAMILY = Family("transformers", kinds={}, sizes={}, keys={}, unseen=(), complet
 def config_file(config: str | None) -> Path:
     """Return the path of config.json from what ``model.config`` says. Raises ModelError if there is none."""
     if config is None:
-        raise ModelError(
-            "model=transformers: set model.init_from= a folder with weights, or model.config= a file config.json"
-        )
+        raise ModelError("set model.init_from= a folder with config.json and weights, or model.config= a config.json")
     path = expand_home(config)
     path = path if path.suffix == ".json" else folder_of(config) / "config.json"
     if not path.is_file():
@@ -67,10 +65,8 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
     if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or made.is_encoder_decoder:
         raise ModelError(f"{path} describes a {kind} model, which is no causal language model of transformers")
     if made.get_text_config() is not made:
-        inner = [key for key in made.sub_configs if key != "text_config"]
-        raise ModelError(
-            f"{path} describes a {kind} model with {', '.join(inner)}; model=transformers trains text only"
-        )
+        inner = ", ".join(key for key in made.sub_configs if key != "text_config")
+        raise ModelError(f"{path} describes a {kind} model with {inner}; model=transformers trains text only")
     if getattr(made, "output_router_logits", False):
         raise ModelError(
             f"{path} has output_router_logits=true, which adds a router's loss over the whole batch to the model's; "

@@ -190,17 +190,13 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
     for name, layer in module.named_modules(prefix=prefix):
         kind = type(layer).__name__
         if isinstance(layer, torch.jit.ScriptModule):
-            raise ModelError(
-                f"layer {name!r} is compiled by TorchScript, and cannot be built again: give the nn.Module instead"
-            )
+            raise ModelError(f"layer {name!r} is compiled by TorchScript, and cannot be rebuilt: give the nn.Module")
         if isinstance(layer, nn.SyncBatchNorm):
             raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
         if any(map(is_lazy, own_tensors(layer).values())):
             raise ModelError(f"layer {name!r} ({kind}) is lazy: call the model once before")
         if type(layer).get_extra_state is not nn.Module.get_extra_state:
-            raise ModelError(
-                f"layer {name!r} ({kind}) has get_extra_state(): keep this state as a buffer (register_buffer)"
-            )
+            raise ModelError(f"layer {name!r} ({kind}) has get_extra_state(): keep state as a buffer (register_buffer)")
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             which = f"embedding {name or kind}"
             if layer.sparse:

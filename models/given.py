@@ -38,9 +38,7 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
     if _objects is None or key not in _objects:
         raise UserError(f"{key} was given by a Python program: give it again, by training.train(..., {key}=...)")
     if fingerprint and fingerprint != getattr(_objects[key], "fingerprint", ""):
-        raise UserError(
-            f"this process was given another {key} than the first rank, or than before: call torch.manual_seed first"
-        )
+        raise UserError(f"this process was given another {key} than the first rank or before: call torch.manual_seed")
     return _objects[key]
 
 

@@ -340,9 +340,7 @@ def as_sums(loss: Any) -> Any:
     if isinstance(terms, nn.CrossEntropyLoss):
         return TorchCrossEntropy(terms)
     if getattr(loss, "weight", None) is not None:
-        raise ModelError(
-            f"{name}(weight=...) weighs the places of a batch, which layouts cut differently; use pos_weight= instead"
-        )
+        raise ModelError(f"{name}(weight=...) weighs the places of a batch, which layouts cut; use pos_weight= instead")
     return ElementwiseLoss(terms)
 
 

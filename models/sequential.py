@@ -106,10 +106,8 @@ def _whole(build: Callable[[], nn.Module]) -> nn.Module:
 def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
     """Return ``net`` if it computes its children in their order, otherwise a module with ``net`` as its only child."""
     if not isinstance(net, nn.Module) or isinstance(net, _WRAPPERS) or hasattr(net, "_orig_mod"):
-        given = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
-        raise ModelError(
-            f"chain_of takes an nn.Module, not {given}. Write nn.Sequential(*layers); train.compile=true compiles it"
-        )
+        kind = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
+        raise ModelError(f"chain_of takes an nn.Module, not {kind}. Write nn.Sequential(*layers) or train.compile=true")
     if _is_plain_sequential(net) and not whole and [*net._modules] != [MODULE]:
         return net
     if loss_of(net) is not None:
