@@ -12,12 +12,7 @@ if TYPE_CHECKING:  # both import torch
     from parallel.plan import Plan
     from planner.memory import Memory
 
-_RESULTS = {
-    "best_val_loss": "best validation loss",
-    "test_loss": "test loss",
-    "test_accuracy": "test accuracy",
-    "test_perplexity": "test perplexity",
-}
+_RESULTS = ("best_val_loss", "test_loss", "test_accuracy", "test_perplexity")
 _FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # how far a bubble is above the ideal, and how many times it, to print the reason
 
 
@@ -145,11 +140,13 @@ def describe_results(
     name = summary.get("monitor", "val_loss")
     known = {f"best_{name}": ("best", "best_step"), "test_loss": (summary.get("tested_weights"), "tested_step")}
     weights = {key: f"{of} weights, step {summary[step]}" for key, (of, step) in known.items() if summary.get(step)}
-    for key, words in {f"best_{name}": f"best {name}", **_RESULTS}.items():
+    words = {f"best_{name}": f"best {name}", "best_val_loss": "best validation loss"}
+    for key in dict.fromkeys((f"best_{name}", *_RESULTS)):
         if summary.get(key) is not None:
             extent = (extents or {}).get("val" if "val" in key else "test") if key.endswith("loss") else None
             notes = "; ".join(filter(None, (extent, weights.get(key))))
-            lines.append(f"{words} {number(key, summary[key])}" + (f" ({notes})" if notes else ""))
+            said = words.get(key, key.replace("_", " "))
+            lines.append(f"{said} {number(key, summary[key])}" + (f" ({notes})" if notes else ""))
     return "\n".join([*lines, *_speed(summary, idle), f"files: {run_dir}"])
 
 
