@@ -167,16 +167,21 @@ def tables(found: Found, setup: Setup, words: Sequence[str], cluster: Cluster | 
     parts = [part.name for part in fields(Seconds) if any(getattr(c.seconds, part.name) for c in found.best)]
     best = best_of_each(found)
     named = [*enumerate(found.best[:_SHOWN], 1), *(("best", candidate) for candidate in best.values())]
-    idle = [candidate.devices.count - candidate.layout.processes for _, candidate in named]
-    head = ["", "layout", *["idle"] * any(idle), "total", *parts, "GiB", "of"]
-    head += ["tokens/s" if setup.data.seq_len else "samples/s"]
-    rows = [
-        [str(name), candidate.name, *[str(devices)] * any(idle), *_row(candidate, setup, parts, peak)]
-        for (name, candidate), devices in zip(named, idle, strict=True)
-    ]
+    batch, tokens, rows = setup.cfg.train.global_batch_size, setup.data.seq_len, []
+    flops = 3 * batch * sum(work.flops + work.attention - work.masked for work in setup.work[0])
+    for name, one in named:
+        total, processes = one.seconds.total, one.layout.processes
+        row = {"": str(name), "layout": one.name, "idle": str(one.devices.count - processes), "total": f"{total:.3g}"}
+        row |= {part: f"{getattr(one.seconds, part):.3g}" for part in parts}
+        row |= {"GiB": f"{one.memory.total / 2**30:.3g}", "of": f"{one.devices.memory / 2**30:.3g}"}
+        row["tokens/s" if tokens else "samples/s"] = f"{batch * (tokens or 1) / total:,.0f}"
+        if peak is not None:
+            row["MFU"] = f"{flops / total / (processes * peak):.0%}"
+        rows.append(row)
+    head = [key for key in rows[0] if key != "idle" or any(row["idle"] != "0" for row in rows)]
     yield "seconds of a step:"
     yield ""
-    yield columns([head + ["MFU"] * (peak is not None), *rows])
+    yield columns([head, *([row[key] for key in head] for row in rows)])
     yield ""
     if peak is not None and (uncounted := sorted({name for work in setup.work[0] for name in work.uncounted})):
         yield f"no FLOP formula for {', '.join(uncounted)}: counted as 0"
@@ -201,18 +206,6 @@ def batchnorm_of(candidate: Candidate, setup: Setup) -> list[str]:
         f"BatchNorm normalizes by the micro-batch: {candidate.name} has {samples} samples in each, as "
         f"parallel=single parallel.chunks={chunks}"
     ] * setup.has_batchnorm
-
-
-def _row(candidate: Candidate, setup: Setup, parts: Sequence[str], peak: float | None) -> list[str]:
-    batch, total = setup.cfg.train.global_batch_size, candidate.seconds.total
-    shown = [f"{getattr(candidate.seconds, part):.3g}" for part in parts]
-    speed = f"{batch * (setup.data.seq_len or 1) / total:,.0f}"
-    memory = [f"{n / 2**30:.3g}" for n in (candidate.memory.total, candidate.devices.memory)]
-    row = [f"{total:.3g}", *shown, *memory, speed]
-    if peak is not None:
-        flops = 3 * batch * sum(work.flops + work.attention - work.masked for work in setup.work[0])
-        row.append(f"{flops / total / (candidate.layout.processes * peak):.0%}")
-    return row
 
 
 def best_of_each(found: Found) -> dict[str, Candidate]:
