@@ -173,41 +173,35 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
 
     They are ``parallel.devices`` or, if it is not set, the GPUs in turn. Stages without a GPU are all put on the CPU.
     """
-    device_type, count = hardware.device_type, hardware.count
+    name, named, device_type, count = parallel.name, parallel.devices, hardware.device_type, hardware.count
+    other = suggest(replicas=True, stages=info.stages)
     if info.gpu_only and device_type != "cuda":
-        raise PlanError(
-            f"parallel={parallel.name} runs on GPUs only, but device={device_type} has none; use "
-            f"parallel={suggest(replicas=True, stages=info.stages)}, which runs on any device"
-        )
+        raise PlanError(f"parallel={name} runs on GPUs only, but device={device_type} has none; use parallel={other}")
     if not info.several_devices:
-        if parallel.devices is not None:
+        if named is not None:
             raise PlanError(
-                f"parallel={parallel.name} uses one device per rank, and parallel.devices is only supported by "
+                f"parallel={name} uses one device per rank, and parallel.devices is only supported by "
                 f"parallel={' and '.join(names_where(several_devices=True))}. Leave it out"
             )
         return ()
     if parallel.axes:
         raise PlanError(
-            f"parallel={parallel.name} runs in one process, and parallel.axes divides the work among several; use "
-            f"parallel={suggest(replicas=True, stages=info.stages)}, or leave parallel.axes out"
+            f"parallel={name} runs in one process, and parallel.axes divides the work among several; use "
+            f"parallel={other}, or leave parallel.axes out"
         )
-    for name in parallel.devices or ():
-        kind, _, index = str(name).partition(":")
+    for device in named or ():
+        kind, _, index = str(device).partition(":")
         if kind != device_type or (count is not None and index not in ("", *map(str, range(count)))):
             here = "" if count is None else f" (here {count} of them)"
             raise PlanError(
-                f"parallel.devices names {name}, but all devices of a run must be of the type {device_type}{here}"
+                f"parallel.devices names {device}, but all devices of a run must be of the type {device_type}{here}"
             )
-    if not info.stages:
-        return tuple(parallel.devices or (f"{device_type}:{i}" for i in range(count or 1)))
-    if parallel.devices is None:
-        return tuple(device_type if count is None else f"{device_type}:{i % count}" for i in range(parallel.pp))
-    if len(parallel.devices) != parallel.pp:
+    wanted = parallel.pp if info.stages else count or 1
+    if named and info.stages and len(named) != wanted:
         raise PlanError(
-            f"parallel.devices names {len(parallel.devices)} devices for parallel.pp={parallel.pp} stages; name one "
-            "per stage (the same one may be named twice)"
+            f"parallel.devices names {len(named)} devices for parallel.pp={wanted} stages; name one per stage"
         )
-    return tuple(parallel.devices)
+    return tuple(named or (device_type if count is None else f"{device_type}:{i % count}" for i in range(wanted)))
 
 
 def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool | None]:
