@@ -66,10 +66,8 @@ def beside(predicted: Mapping[int, Sequence[Interval]], measured: Mapping[int, S
     ranks = list(measured.values())
     steps = steady_steps(ranks)
     drawn = step_of_median_duration(ranks, steps)
-    both = {
-        "predicted": predicted,
-        f"measured, of median duration among {len(steps)} steps": {r: own[drawn] for r, own in measured.items()},
-    }
+    name = f"measured, of median duration among {len(steps)} steps"
+    both = {"predicted": predicted, name: {rank: own[drawn] for rank, own in measured.items()}}
     return _draw(both, title, plot.MEDIUM, 1.9 + 2 * len(predicted) * 0.8)
 
 

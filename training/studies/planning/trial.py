@@ -62,13 +62,8 @@ def try_layout(cfg: Root, candidate: Candidate, seconds: float) -> Trial:
         return Trial(problem="out of memory" if failed.kind == "signal" else failed.text.strip().splitlines()[-1][:200])
     summaries, took, busy, measured = zip(*found, strict=True)
     done = {rank: measured[rank] for rank in plan.mesh(0).pipeline(0) if plan.pipelined}
-    return Trial(
-        took[0],
-        max(summaries[0]["peak_memory_bytes"]),
-        max(busy) if plan.device_type == "cpu" else None,
-        _idle([*done.values()]) if done else None,
-        done,
-    )
+    busiest, idle = max(busy) if plan.device_type == "cpu" else None, _idle([*done.values()]) if done else None
+    return Trial(took[0], max(summaries[0]["peak_memory_bytes"]), busiest, idle, done)
 
 
 def _watched(world: World, *run: Any) -> tuple[dict[str, Any], float, float, Sequence[Sequence[Interval]]]:
