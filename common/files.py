@@ -113,10 +113,8 @@ def folder_of(weights: str | os.PathLike) -> Path:
 
 def jsonable(value: Any) -> Any:
     """Return a copy of a value that consists of JSON's types. NaN and infinity become None."""
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, (int, str)):
         return value
-    if isinstance(value, int):
-        return int(value)  # an IntEnum is written as its number
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
