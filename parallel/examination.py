@@ -130,7 +130,6 @@ def examine(
     sample: Batch,
     samples: Sequence[Batch] = (),
     training: bool = True,
-    some: Callable[[int], Batch] | None = None,
 ) -> Examination:
     """Pass a micro-batch, and twice its samples, through the layers and the loss.
 
@@ -139,13 +138,12 @@ def examine(
     Args:
         chain: The model.
         sample: A micro-batch.
-        samples: Samples that are known, in whose range integer inputs lie.
+        samples: Samples that are known. Integer inputs lie in their range, and the loss is asked with targets of the
+            first ones whether it is a sum over samples.
         training: Whether the mode is training, not evaluation.
-        some: Returns so many samples, with whose targets the loss is asked whether it is a sum over them; None if it is
-            not asked.
     """
     with seeded(0):
-        return _Examiner(chain, sample, samples, training).examine(some)
+        return _Examiner(chain, sample, samples, training).examine()
 
 
 ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError)  # of layers and losses
@@ -166,8 +164,9 @@ class _Examiner:
         ranges = zip(self.inputs[0], map(_range, columns), strict=False)
         self.ranges = {id(tensor): limits for tensor, limits in ranges if limits is not None}
         self.replaced: set[nn.Parameter] = set()
+        self.targets = samples[0].targets if samples else None
 
-    def examine(self, some: Callable[[int], Batch] | None) -> Examination:
+    def examine(self) -> Examination:
         """See the function."""
         chain, given, before, module = self.chain, self.inputs, self.inputs, nn.Module()
         found = Examination([*chain.names, LOSS])
@@ -193,8 +192,8 @@ class _Examiner:
 
         name, module, given = (LOSS, nn.Module(), given) if own is None else (chain.names[-1], module, before)
         facts = found.loss = self._observe(name, module, call, given, loss=True)
-        if some is not None and not (facts.draws or found.which("gathers") or is_by_sample(own or chain.loss)):
-            facts.passes = self._differs_by_halves(facts, call, module, some)
+        if self.targets is not None and not (facts.draws or found.which("gathers") or is_by_sample(own or chain.loss)):
+            facts.passes = self._differs_by_halves(facts, call, module, self.targets)
         return found
 
     def _observe(self, name: str, module: nn.Module, call: Call, given: Given, loss: bool = False) -> Facts:
@@ -267,9 +266,11 @@ class _Examiner:
         with torch.set_grad_enabled(self.training), computing(Samples(len(batch), notes=notes)), mode:
             return call(module, tensors, batch)
 
-    def _differs_by_halves(self, loss: Facts, call: Call, module: nn.Module, some: Callable[[int], Batch]) -> bool:
+    def _differs_by_halves(self, loss: Facts, call: Call, module: nn.Module, targets: Tensor) -> bool:
         whole, dims = len(self.batches[1]), _sample_dims(loss.given)
         few = min(_ASKED, whole)
+        rows = torch.linspace(0, len(targets) - 1, few, dtype=torch.float64).long()
+        (targets,) = as_tuple(converted(targets[rows], torch.float32))
 
         def sums(first: int, count: int) -> Tensor:
             part = some_samples(outputs, dims, first, count, few)
@@ -278,7 +279,7 @@ class _Examiner:
         with suppress(Exception), torch.no_grad():  # a user's code
             outputs = some_samples(loss.given[1], dims, 0, few, whole)
             if dims and sum(tensor.numel() for tensor in outputs) <= MOST_OUTPUTS:
-                outputs, (targets,) = made_up(outputs), as_tuple(converted(some(few).targets, torch.float32))
+                outputs = made_up(outputs)
                 if loss.name != LOSS:
                     module = self.chain.build([loss.name], 0, CPU)[loss.name]
                 both = sums(0, few // 2) + sums(few // 2, few // 2)

@@ -27,7 +27,7 @@ from parallel.strategies import strategy_info
 from planner.work import Works, work_of
 
 _DIGITS = 12  # of a digest
-_SAMPLES = 8  # of each split, of which the digest is
+_SAMPLES = 8  # of each split, of which the digest is; of data that is not in memory, for an examination
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Setup:
     @cached_property
     def examination(self) -> Examination:
         """The facts of the layers and of the loss in training."""
-        return examine(self.chain, self.sample, self.known or [self.sample], some=self.some)
+        return examine(self.chain, self.sample, self.known or [self.some(_SAMPLES)])
 
     @property
     def extents(self) -> dict[str, str]:
