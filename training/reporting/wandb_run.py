@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from common.files import write_atomically
 from common.machine import changed_environment
 from conf.masking import mask_secrets
@@ -90,6 +88,7 @@ class WandbRun:
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
         """Log a histogram, see ``Loggers.histogram``."""
+        import numpy as np
         import wandb
 
         with _service_ended_on_error():
