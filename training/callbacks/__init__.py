@@ -149,8 +149,6 @@ def build(section: Any, kind: type = object) -> dict[str, Any]:
     tree = to_dict({"callbacks": section})["callbacks"] or {}
     if isinstance(tree, list):
         tree = {str(place): callback for place, callback in enumerate(tree)}
-    elif not isinstance(tree, dict):
-        tree = {str(tree): tree}
     made = {}
     for name, callback in tree.items():
         target = target_of(place := f"callbacks.{name}", callback)
