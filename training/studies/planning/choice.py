@@ -119,14 +119,10 @@ def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] =
 def pick(cfg: Root, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
     """Return the fastest of some layouts, which are sorted by their predicted seconds.
 
-    If the next few have close predictions and the same recomputation, a short run of each decides. Also returns their
-    seconds per step, by name.
+    If several predictions are close, a short run of each decides. Also returns their seconds per step, by name.
     """
-    first, most = candidates[0], _NEAR * candidates[0].seconds.total
-    alike = [one for one in candidates if one.layout.recompute == first.layout.recompute]
-    few = [one for one in alike if one.seconds.total <= most][:_MOST_TRIED]
-    if len(few) == 1:
-        return first, {}
+    if len(few := nearest(candidates)) == 1:
+        return few[0], {}
     print("those that are predicted to be close, in a short run of each:", flush=True)
     seconds = {}
     for candidate in few:
@@ -137,6 +133,13 @@ def pick(cfg: Root, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[st
     if not seconds:
         raise PlanError("no layout that was predicted to be fast runs; see above")
     return min(few, key=lambda candidate: seconds.get(candidate.name, math.inf)), seconds
+
+
+def nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Return the first candidate and the next few with close predictions and the same recomputation."""
+    first = candidates[0]
+    alike = (candidate for candidate in candidates if candidate.layout.recompute == first.layout.recompute)
+    return [candidate for candidate in alike if candidate.seconds.total <= _NEAR * first.seconds.total][:_MOST_TRIED]
 
 
 def compared_with_prediction(run_dir: Path) -> str:
