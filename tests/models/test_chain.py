@@ -16,7 +16,6 @@ from parallel.shape_inference import trace
 from parallel.stage import Stage
 
 CPU = torch.device("cpu")
-EMBEDDING, HEAD = "embedding.wte.weight", "head.lm_head.weight"
 
 
 def tiny() -> Chain:
@@ -48,13 +47,6 @@ def test_building_a_stage_builds_nothing_else():
 
     Chain([layer(name) for name in "abcd"], loss=SquaredError()).build(["b", "c"], 1, CPU)
     assert set(built) == {"b", "c"}
-
-
-def test_tied_weights_are_one_parameter_where_both_ends_are_in_one_stage():
-    layers = tiny().build(tiny().names, 7, CPU)
-    assert layers["head"].lm_head.weight is layers["embedding"].wte.weight
-    assert HEAD not in dict(layers.named_parameters())
-    assert tiny().canonical(HEAD) == tiny().canonical(EMBEDDING) == EMBEDDING
 
 
 def test_an_unknown_layer_is_an_error_that_lists_the_known():
@@ -120,16 +112,6 @@ def test_the_head_s_cast_weight_is_kept_for_a_step_and_follows_the_optimizer_aft
         assert not torch.equal(head._weight_as(torch.bfloat16), cast)
         assert torch.equal(head._weight_as(torch.bfloat16), weight.detach().bfloat16())
         last.begin(training=True, step=2)
-
-
-def test_copies_are_equal_also_where_their_modules_are_initialised_differently():
-    """An embedding is drawn from a normal distribution and a linear layer from a uniform one."""
-    layers = [LayerSpec("words", lambda: nn.Embedding(7, 4)), LayerSpec("head", lambda: nn.Linear(4, 7))]
-    chain = Chain(layers, loss=SquaredError(), tied={"head.weight": "words.weight"})
-    whole = chain.build(chain.names, 5, CPU)
-    head = chain.build(["head"], 5, CPU)
-    assert torch.equal(head["head"].weight, whole["words"].weight)
-    assert torch.equal(head["head"].bias, whole["head"].bias)
 
 
 class Initialised(nn.Linear):

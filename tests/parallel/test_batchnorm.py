@@ -4,7 +4,6 @@ import dataclasses
 
 import torch
 from cases import Layout, Recipe, weights_of
-from torch import nn
 
 from models.batchnorm import BatchNorm2d
 from parallel.batchnorm import RunningStatistics
@@ -43,19 +42,3 @@ def test_after_a_step_that_was_not_finite_the_next_ones_statistics_are():
         statistics.take()
     statistics.update()
     torch.testing.assert_close(norm.running_mean, 0.1 * images.mean((0, 2, 3)))
-
-
-def test_a_layer_that_no_forward_calls_keeps_its_statistics():
-    idle, trained = BatchNorm2d(3), BatchNorm2d(3)
-    nn.init.constant_(idle.running_mean, 5.0)
-    stage = nn.ModuleList([idle, trained])
-    statistics = RunningStatistics([stage], microbatches=2, replicas=None)
-    for _ in range(2):
-        statistics.begin()
-        for _ in range(2):
-            trained(torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)) + 1)
-            statistics.add(stage)
-        statistics.take()
-        statistics.update()
-    assert torch.equal(idle.running_mean, torch.full((3,), 5.0)) and torch.equal(idle.running_var, torch.ones(3))
-    assert trained.running_mean.min() > 0.1 and trained.num_batches_tracked == 2

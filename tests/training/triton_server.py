@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commandline import free_port
 
-from launchers.meeting import LOOPBACK, listen
+from launchers.meeting import LOOPBACK
 
 BACKEND = Path(__file__).resolve().parent / "triton_install" / "onnxruntime"
 START_S = 180.0
@@ -38,7 +39,7 @@ class TritonServer:
         for name, path in {**packages, **{path.name: path for path in (home / "packages").iterdir()}}.items():
             (backends / "python" / name).symlink_to(path)
         (backends / "onnxruntime").symlink_to(BACKEND)
-        ports = {name: _free_port() for name in ("http", "grpc", "metrics")}
+        ports = {name: free_port() for name in ("http", "grpc", "metrics")}
         self.http, self.grpc, self._metrics = (f"{LOOPBACK}:{port}" for port in ports.values())
         command = [
             str(server / "bin" / "tritonserver"),
@@ -113,11 +114,6 @@ def installed() -> Path:
     if missing:
         pytest.skip(f"the Triton server needs {', '.join(missing)} (Debian: apt-get install libpython3.11)")
     return Path(home)
-
-
-def _free_port() -> int:
-    with listen(LOOPBACK, 0) as listener:
-        return listener.getsockname()[1]
 
 
 def _home_of_library(stub: Path) -> Path:
