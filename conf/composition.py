@@ -187,10 +187,8 @@ class Loader(ConfigLoaderImpl):
             return cfg
         named(cfg, cfg.hydra.runtime.choices, self._code)
         if self._program is not None:
-            hydra = cfg.hydra
+            hydra = pop_hydra(cfg)
             hydra.runtime.choices = {}
-            with open_dict(cfg):
-                del cfg.hydra
             cfg = self._program(cfg)
             cfg.hydra = hydra
         return check_keys(with_schema(cfg))
@@ -220,9 +218,14 @@ def compose(
     parsed, hydra = parse(arguments), Hydra("train", Loader(arguments, saved, program))
     cfg = hydra.compose_config(_name(parsed), [*parsed.overrides, "hydra.mode=RUN"], RunMode.RUN)
     if not with_hydra:
-        with open_dict(cfg):
-            del cfg.hydra
+        pop_hydra(cfg)
     return cfg
+
+
+def pop_hydra(cfg: DictConfig) -> Any:
+    """Remove Hydra's section from a configuration, and return it."""
+    with open_dict(cfg):
+        return cfg.pop("hydra")
 
 
 def compose_and_run(

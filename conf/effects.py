@@ -9,6 +9,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from conf.words import key_of
+from parallel.strategies import names_where
 
 # Keys, or whole sections, and the values of other keys without which they have no effect. Defaults may be idle.
 _NEEDS = {
@@ -21,7 +22,7 @@ _NEEDS = {
     "train.eval_batches": "train.eval_every!=null or mode=eval", "train.monitor_direction": "train.eval_every!=null",
 }  # fmt: skip
 # The same for a run. A sweep may have them for those of its jobs that use them.
-_PIPELINES = "parallel=pipelined or parallel=pipe_ddp or parallel=pipe_fsdp"
+_PIPELINES = " or ".join(f"parallel={name}" for name in names_where(stage_per_rank=True))
 _CHOSEN = "parallel=auto or parallel.strategy!=null"  # then any layout is possible
 _NEEDS_OF_RUN = {
     "launcher.max_parallel": "-m", "sample": "model.vocab_size", "sample.tokens": "mode=sample or mode=export",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commandline import ROOT, records
 
-from conf.composition import Composed
+from conf.composition import Composed, pop_hydra
 from conf.composition import compose as composed_of
 from conf.instantiate import to_config, to_dict
 from data.loader import TrainBatches
@@ -58,12 +58,9 @@ def again(run_dir: Path, *words: str):
 
 def typed(*words: str, folder: Path | str = ".") -> Composed:
     """What a command line composes, with how it was composed."""
-    from omegaconf import open_dict
-
     cfg = composed_of(words, with_hydra=True)
-    with open_dict(cfg):
-        hydra = cfg.pop("hydra")
-        hydra.runtime.output_dir = str(folder)
+    hydra = pop_hydra(cfg)
+    hydra.runtime.output_dir = str(folder)
     return Composed.of(cfg, hydra)
 
 

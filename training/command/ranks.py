@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from common.errors import UserError, printable
 from conf import COMMAND
-from conf.composition import Composed, Program, compose, register_start
+from conf.composition import Composed, Program, compose, pop_hydra, register_start
 from conf.instantiate import to_config, to_dict
 from conf.masking import hide, mask_secrets
 from launchers import World, stopping
@@ -145,8 +145,7 @@ def resolved(cfg: DictConfig, start: Sequence[Any]) -> tuple[dict[str, Any], Pat
     register_start((float(began), f"{int(run_id, 16):06x}", float(now)))  # no path is made of anything else
     run_dir = cfg.hydra.runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
     HydraConfig.instance().set_config(cfg)
-    with open_dict(cfg):
-        del cfg.hydra
+    pop_hydra(cfg)
     return to_dict(cfg), Path(run_dir)
 
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import TrainingError, UserError, format_exception
-from conf.composition import Composed
+from conf.composition import Composed, pop_hydra
 from conf.effects import check_effects
 from conf.instantiate import to_dict
 from conf.masking import mask_files, mask_secrets
@@ -122,8 +122,8 @@ def _check_metrics(cfg: DictConfig, folder: Path) -> None:
     from training.run.checks.model import check_names
     from training.run.prepare import model_and_data
 
-    sections = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    check_names(*model_and_data(plain(Composed(sections, folder)).cfg))
+    pop_hydra(cfg)
+    check_names(*model_and_data(plain(Composed(cfg, folder)).cfg))
 
 
 def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
