@@ -105,9 +105,11 @@ class Composed:
 
     def differences(self) -> tuple[dict[str, str], list[str]]:
         """Return the option of each group, and the other typed words, which may contain secrets."""
-        choices = self.choices or {}
+        choices, cfg = self.choices or {}, self.cfg
+        if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
+            return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, [*self.typed]
         chosen = {group: option for group in (*GROUPS, *ON_TOP) if (option := choices.get(group)) is not None}
-        chosen["model"] = self.cfg.model.name
+        chosen["model"] = cfg.model.name
         chosen |= _lists(choices)
         options = {*GROUPS, *ON_TOP, "callback"}
         return chosen, [word for word in self.typed if key_of(word) not in options and not word.startswith("hydra")]

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import LaunchError
@@ -188,8 +188,13 @@ class Meeting:
             return describe_stall(found[0], self.names, self.timeout_s) if found[0] else None
         if not waited:
             return None
-        doing = f"the store where the ranks meet, on its machine, does not answer {self.names[self.world.rank]}"
-        return describe_stall({0: replace(here(), doing=doing)}, self.names, self.timeout_s)
+        step = here().step
+        since = f"since step {step}" if step else "before step 1"
+        return (
+            f"{self.names[0]} has not moved {since} (parallel.timeout_s={self.timeout_s:g}): the store where the ranks "
+            f"meet, on its machine, does not answer {self.names[self.world.rank]}. It is stopped, or the network "
+            "to it or its machine is down"
+        )
 
     def _find_silent(self) -> dict[int, Note]:
         """Return the notes of the ranks that neither leave nor give up, after all others had time to do so."""
