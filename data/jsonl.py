@@ -124,8 +124,8 @@ class RowData(DataSet):
         return self.row_tokens.prompts(texts)
 
     def _check(self, rows: RowFiles) -> SeenRows:
-        tokens = self.row_tokens
-        most = _CHECK_ALL if tokens.template is None else _CHECK_ALL // 10
+        tokens, templated = self.row_tokens, self.row_tokens.template is not None
+        most = _CHECK_ALL // 10 if templated else _CHECK_ALL
 
         def check(folder: Path) -> None:
             every, answered, seen = len(rows) <= most, False, SeenRows(len(rows))
@@ -138,9 +138,12 @@ class RowData(DataSet):
                 return rendered
 
             for some in np.array_split(np.arange(len(indices)), -(-len(indices) // _AT_A_TIME)):
-                answered |= any(spans for _, spans in encoded_rows(rows, indices[some], tokens, render))
+                if templated:
+                    answered |= any(spans for _, spans in encoded_rows(rows, indices[some], tokens, render))
+                else:
+                    rows.read(indices[some], tokens)
                 seen.add_lengths(encoded_rows(rows, indices[some[some % encode_each == 0]], tokens))
-            if not answered:
+            if templated and not answered:
                 roles = f" (there are {', '.join(seen.roles)})" * bool(seen.roles)
                 raise DataError(
                     f"{rows.files[0]}: nothing would count in the loss, because no row has a message with the role "
@@ -435,23 +438,22 @@ def chat_hint(names: Sequence[str]) -> str:
 
 def _row(line: bytes, row_tokens: RowTokens) -> Row:
     """Return the row in a line. Raises ValueError if the line is not such a row; the message says what it is."""
-    fields, option = row_tokens.fields, CHATS if row_tokens.messages else Rows.option
     try:
         row = json.loads(line.decode("utf-8-sig"))  # Windows' editors write a byte-order mark before the first row
     except ValueError as error:
         where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"not JSON ({where})") from None
     if not isinstance(row, dict):
-        raise ValueError(f"not a JSON object with the field {fields[0]!r} but of type {type(row).__name__}")
+        raise ValueError(f"not a JSON object with the field {row_tokens.fields[0]!r} but of type {type(row).__name__}")
     try:
         return row_tokens.take(row)
     except (KeyError, ValueError) as error:
-        problem = str(error)
-        if missing := [field for field in fields if field not in row]:
+        problem, option = str(error), CHATS if row_tokens.messages else Rows.option
+        if missing := [field for field in row_tokens.fields if field not in row]:
             present = ", ".join(map(repr, list(row)[:10])) or "none"
             problem = f"the field {missing[0]!r} ({option}) is missing; there are: {present}"
         elif row_tokens.messages:
-            problem = f"the field {fields[0]!r} ({option}) {error}"
+            problem = f"the field {row_tokens.messages!r} ({option}) {error}"
         chats = [name for name, value in row.items() if is_chat(value) and name != row_tokens.messages]
         raise ValueError(problem + chat_hint(chats)) from None
 

@@ -13,7 +13,7 @@ import numpy as np
 from common.errors import DataError
 from common.files import expand_home
 from data.templates import Chat, ChatTemplate, Span
-from data.vocabulary import Vocabulary
+from data.vocabulary import HALF_CHARACTER, Vocabulary
 
 # A chat; a prompt and its answer; or a text.
 Row = Chat | Sequence[str]
@@ -148,7 +148,12 @@ class RowTokens:
         """
         if self.messages is not None:
             return chat_of(values[self.messages], values.get("tools"))
-        return ["\n".join([_text_of(values, field) for field in part]) for part in self._parts]
+        try:
+            texts = ["\n".join([values[field] for field in part]) for part in self._parts]
+            "".join(texts).encode()  # JSON can write half a character
+        except (TypeError, UnicodeEncodeError):
+            raise ValueError(_no_text(values, self.fields)) from None
+        return texts
 
     def encode(
         self, rows: Sequence[Row], most: int | None = None, threads: int = 1
@@ -241,18 +246,15 @@ class RowTokens:
         )
 
 
-def _text_of(values: Mapping[str, Any], field: str) -> str:
-    text = values[field]
-    if not isinstance(text, str):
-        raise ValueError(f"the field {field!r} is not a string but of type {type(text).__name__}")
-    try:
-        _ = text.isascii() or text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the field {field!r} holds {text[error.start]!r} at character {error.start + 1}, half of a character (a "
-            "lone surrogate), which is not text and has no tokens"
-        ) from None
-    return text
+def _no_text(values: Mapping[str, Any], fields: Sequence[str]) -> str:
+    for field in fields:
+        if not isinstance(values[field], str):
+            return f"the field {field!r} is not a string but of type {type(values[field]).__name__}"
+    field, half = next((field, half) for field in fields if (half := HALF_CHARACTER.search(values[field])))
+    return (
+        f"the field {field!r} holds {half[0]!r} at character {half.start() + 1}, half of a character (a lone "
+        "surrogate), which is not text and has no tokens"
+    )
 
 
 def _chat(row: Row) -> Chat:
