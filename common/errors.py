@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import os
 import sys
 import traceback
@@ -68,6 +69,14 @@ def message_for_user(error: BaseException) -> str | None:
         reason = reason[reason.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in reason else reason
         where = f" ({'; '.join(notes)})" if (notes := getattr(error, "__notes__", ())) else ""
         return f"memory is exhausted{where}{reason and f': {reason}'}\n{_NEED_LESS}"
+    if isinstance(error, bdb.BdbQuit):
+        # The debugger has the frame in which it stopped. At the end of a function the traceback does not have it.
+        *_, (quitting, _) = traceback.walk_tb(error.__traceback__)
+        frame = quitting.f_locals.get("frame", quitting)
+        return (
+            f"the debugger ended in {frame.f_code.co_filename}, line {frame.f_lineno}. Workers have no terminal; "
+            "start a run of one process, parallel=single, or parallel=model_parallel for several stages"
+        )
     return None
 
 
@@ -111,7 +120,8 @@ def exit_is_failure() -> Iterator[None]:
         frames = traceback.extract_tb(leaving.__traceback__)
         at = [frame for frame in frames if not frame.filename.endswith("exit_hooks.py")][-1]  # wandb's own sys.exit
         raise TrainingError(
-            f"sys.exit() was called in {at.filename}, line {at.lineno}; a callback ends a run early by run.stop(reason)"
+            f"sys.exit() was called in {at.filename}, line {at.lineno}; the run is not finished. A callback ends a run "
+            "early by run.stop(reason)"
         ) from leaving
 
 

@@ -189,13 +189,15 @@ class Decoder(Forward):
         if (off := _difference(*computed[:, : _TOKENS // 2])) > _ROUNDING:
             raise ModelError(
                 f"{self.kind} is no causal language model with this configuration: what comes later changes the logits "
-                f"before it (a relative difference of {off:.1e}). Encoders need +model.settings.is_decoder=true"
+                f"before it (a relative difference of {off:.1e}), so it would be trained on the tokens that it is to "
+                "predict. Encoders have the key is_decoder: +model.settings.is_decoder=true"
             )
         loss = TokenCrossEntropy()(computed[:, :-1], tokens[:, 1:], None)
         mean = loss.loss / loss.count
         if (off := _difference(mean, output.loss)) > _EXACT:
             raise ModelError(
-                f"{self.kind} adds to its cross entropy: {output.loss:.4f}, not {mean:.4f}; change model.settings"
+                f"{self.kind} adds something to the loss of its logits, {mean:.4f}: its own is {output.loss:.4f}. "
+                "model=transformers trains on the cross entropy alone; switch the addition off by model.settings"
             )
 
     def _with_numbers(self, generator: torch.Generator) -> Any:

@@ -26,7 +26,10 @@ _FAMILY = Family("transformers", kinds={}, sizes={}, keys={}, unseen=(), complet
 def config_file(config: str | None) -> Path:
     """Return the path of config.json from what ``model.config`` says. Raises ModelError if there is none."""
     if config is None:
-        raise ModelError("set model.init_from= a folder with config.json and weights, or model.config= a config.json")
+        raise ModelError(
+            "model=transformers needs to know which: set model.init_from= a folder with config.json and weights, or "
+            "model.config= a config.json to train it from scratch"
+        )
     path = expand_home(config)
     path = path if path.suffix == ".json" else folder_of(config) / "config.json"
     if not path.is_file():

@@ -205,7 +205,8 @@ class Forward:
         (hidden,) = given
         if any(isinstance(size, torch.SymInt) for size in hidden.shape):
             raise ModelError(
-                f"the layers of {self.kind} get masks and positions for one length; use export.format=safetensors"
+                f"the layers of {self.kind} get masks and positions that are made for each length of a text, and a "
+                "program is for all lengths; use export.format=safetensors, a folder that transformers reads"
             )
         shape = len(hidden), hidden.shape[1] * layer.parts, hidden.shape[2]
         if type(hidden) in (Tensor, nn.Parameter):

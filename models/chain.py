@@ -34,6 +34,7 @@ from models.huggingface import HuggingFace
 from models.losses import Loss, as_sums, check_loss, loss_of
 from models.seeds import by_sample, derive_seed, seeded
 
+_MOST_LAYERS = 10_000  # each layer is several Python objects
 CPU = torch.device("cpu")
 ONE_LAYER = (
     "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
@@ -114,8 +115,9 @@ def shared_parameters(module: nn.Module, prefix: str = "") -> dict[str, str]:
 def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
     """Check a model's sizes before it is made. Raises ValueError, which names the key."""
     for key, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"model.{key}={value} must be at least 1")
+        if value < 1 or (key == "n_layer" and value > _MOST_LAYERS):
+            most = f" and at most {_MOST_LAYERS:,}" if key == "n_layer" else ""
+            raise ValueError(f"model.{key}={value} must be at least 1{most}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"model.dropout={dropout} must lie in [0, 1)")
 
@@ -148,8 +150,10 @@ class LayerSpec:
         if not isinstance(self.name, str) or not all(self.name.split(".")):
             raise ModelError(f"layer {self.name!r}: a name is a text such as 'h.0', without empty parts")
         if isinstance(self.build, nn.Module) or not callable(self.build):
-            kind = type(self.build).__name__
-            raise ModelError(f"layer {self.name!r}: build={kind} must be a function, such as partial(nn.Linear, 4, 2)")
+            raise ModelError(
+                f"layer {self.name!r}: build={type(self.build).__name__} must be a function that makes the layer, such "
+                "as functools.partial(nn.Linear, 4, 2); layers that exist become a chain by models.sequential.chain_of"
+            )
 
     def made(self) -> nn.Module:
         """Build the layer on the meta device, with dropout by sample, and in training mode but for parts in eval mode.
@@ -190,31 +194,42 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
     for name, layer in module.named_modules(prefix=prefix):
         kind = type(layer).__name__
         if isinstance(layer, torch.jit.ScriptModule):
-            raise ModelError(f"layer {name!r} is compiled by TorchScript, and cannot be rebuilt: give the nn.Module")
+            raise ModelError(
+                f"layer {name!r} is compiled by TorchScript, and cannot be built again on other devices: give the "
+                "nn.Module that it was made from (train.compile=true compiles it)"
+            )
         if isinstance(layer, nn.SyncBatchNorm):
             raise ModelError(f"layer {name!r} is a SyncBatchNorm: use a BatchNorm, and parallel.sync_batchnorm=true")
         if any(map(is_lazy, own_tensors(layer).values())):
             raise ModelError(f"layer {name!r} ({kind}) is lazy: call the model once before")
         if type(layer).get_extra_state is not nn.Module.get_extra_state:
-            raise ModelError(f"layer {name!r} ({kind}) has get_extra_state(): keep state as a buffer (register_buffer)")
+            raise ModelError(
+                f"layer {name!r} ({kind}) has get_extra_state(), and checkpoints contain parameters and buffers only: "
+                "keep this state as a buffer (register_buffer)"
+            )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             which = f"embedding {name or kind}"
             if layer.sparse:
                 raise ModelError(f"{which} has sparse gradients; leave sparse=True out")
             if layer.scale_grad_by_freq:
-                raise ModelError(f"{which} divides gradients by how often a word occurs; leave scale_grad_by_freq out")
+                raise ModelError(
+                    f"{which} divides gradients by how often a word occurs in a micro-batch, which depends on the "
+                    "layout; leave scale_grad_by_freq=True out"
+                )
     for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
         if type(tensor.data) is not Tensor:
-            kind = type(tensor.data).__name__
-            raise ModelError(f"{name} is a {kind}, no Tensor: give the model before it is quantized or distributed")
+            raise ModelError(
+                f"{name} is a {type(tensor.data).__name__}, and a run would make an ordinary tensor of it: give the "
+                "model before it is quantized or distributed"
+            )
     at: dict[tuple[int, int], tuple[str, bool]] = {}  # the first parameter at each place in memory
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters(prefix):
         if parameter.is_floating_point() and kinds.setdefault(parameter.dtype, name) == name and len(kinds) > 1:
             first, second = (f"{at} is {str(dtype).removeprefix('torch.')}" for dtype, at in kinds.items())
             raise ModelError(
-                f"parameter {first} and {second}: convert the model to one dtype, as net.float() does; "
-                "train.precision=bf16 computes in both"
+                f"parameter {first} and {second}, but a run computes with parameters of one dtype: convert the model "
+                "(net.float()); train.precision=bf16 computes in both"
             )
         if parameter.numel() == 0:
             continue
@@ -233,8 +248,9 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
         # torch has no public way to ask (private in 2.13).
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ModelError(
-                f"parameter {name} has a hook for its gradient, and the run trains a copy without it. Freeze it, or "
-                "change the gradient in forward: torch.where(mask, weight, weight.detach()) trains a part of a weight"
+                f"parameter {name} has a hook for its gradient, and the run trains a copy without it. Freeze the "
+                "parameter (requires_grad_(False)), or change the gradient in the layer's forward: "
+                "torch.where(mask, weight, weight.detach()) trains a part of a weight"
             )
 
 
@@ -339,8 +355,10 @@ class Chain:
     def __post_init__(self) -> None:
         for layer in self.layers if isinstance(self.layers, Sequence) else [self.layers]:
             if not isinstance(layer, LayerSpec):
-                kind = type(layer).__name__
-                raise ModelError(f"a chain is made of a list of LayerSpec, not of a {kind}: see chain_of")
+                raise ModelError(
+                    f"a chain is made of a list of LayerSpec(name, build), not of a {type(layer).__name__}; layers "
+                    "that exist become a chain by models.sequential.chain_of(nn.Sequential(...), loss)"
+                )
         object.__setattr__(self, "loss", as_sums(self.loss))
         check_loss(self.loss)
         if not (names := self.names):
@@ -363,7 +381,8 @@ class Chain:
         last = self.names[-1]
         if loss_of(self.skeleton([last])[last]) is not None:
             raise TrainingError(
-                f"model.loss: the last layer, {last}, computes the loss together with the logits; leave model.loss out"
+                f"model.loss: the last layer of this model, {last}, computes the loss together with the logits; leave "
+                "model.loss out, or write a model without a loss in its last layer"
             )
         return replace(self, loss=loss)
 

@@ -114,8 +114,8 @@ def check_cuts(
     if not table:
         lines = ", ".join(f'"{name}": Columns() or Rows()' for name in _linear(layers)[:4]) or '"NAME": Columns()'
         raise PlanError(
-            f"parallel.tp={tp} cuts layers, and this model does not say where: give its chain cut={{{lines}, …}} "
-            "(docs/own_model.md, 'Tensor parallelism'), or set parallel.tp=1"
+            f"parallel.tp={tp} cuts layers, and this model does not say where: give its chain a table of the products "
+            f"that are cut, cut={{{lines}, …}} (docs/own_model.md, 'Tensor parallelism'), or set parallel.tp=1"
         )
     check_table(table, layers, tied)
     for name in names:
@@ -194,7 +194,8 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
         one, other = (name.rpartition(".")[0] for name in (alias, owner))
         if cut_of(table, one) != cut_of(table, other):
             raise ModelError(
-                f"cut: {alias} and {owner} are one parameter, so {one} and {other} must be cut in the same way"
+                f"cut: {alias} and {owner} are one parameter, so {one} and {other} must be cut in the same way, "
+                "or neither"
             )
 
 

@@ -38,7 +38,10 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
     if _objects is None or key not in _objects:
         raise UserError(f"{key} was given by a Python program: give it again, by training.train(..., {key}=...)")
     if fingerprint and fingerprint != getattr(_objects[key], "fingerprint", ""):
-        raise UserError(f"this process was given another {key} than the first rank or before: call torch.manual_seed")
+        raise UserError(
+            f"this process was given a {key} with other numbers than the first rank, or than before: make it from the "
+            "same seed everywhere (torch.manual_seed)"
+        )
     return _objects[key]
 
 
@@ -59,8 +62,8 @@ def pack_given() -> bytes | None:
         return dumps(objects)
     except (TypeError, RuntimeError, pickle.PicklingError) as error:
         raise UserError(
-            f"{' and '.join(objects)} cannot be sent to the run's processes: {error}. A Chain of functions that build "
-            "layers can (docs/own_model.md, 'A model')"
+            f"{' and '.join(objects)} cannot be sent to the run's processes: {error}. A model can be sent as a "
+            "models.chain.Chain of functions that build its layers (docs/own_model.md, 'A model')"
         ) from error
 
 

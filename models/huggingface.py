@@ -81,8 +81,8 @@ class Family:
         kinds = content.get("architectures")
         if not isinstance(kinds, list) or not kinds:
             raise ModelError(
-                f'{where} names no architecture; write "architectures": ["{next(iter(self.kinds))}"] into it, or use '
-                "model=transformers"
+                f'{where} names no architecture; write "architectures": ["{next(iter(self.kinds))}"] into it if '
+                f"model={self.name} is right, or use model=transformers"
             )
         if (kind := str(kinds[0])) not in self.kinds:
             raise ModelError(f"{where} is {kind}; use model={WORDS.get(kind, 'transformers')}")

@@ -131,19 +131,22 @@ def check_loss(loss: Any) -> None:
         given = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
         name = f"{given.__module__}.{given.__name__}".removeprefix("builtins.")
         raise ModelError(
-            f"{name} is not a loss of this project, which returns models.losses.Sums and names its metrics. Use one of "
-            f"{', '.join(f'nn.{kind.__name__}()' for kind in _OF_TORCH)}, or write one (docs/own_model.md, 'A loss')"
+            f"{name} is not a loss of this project. A loss returns a sum and a count (models.losses.Sums), from which "
+            "the mean over the global batch is right in every layout, and names its metrics. Of torch's losses "
+            f"{', '.join(f'nn.{kind.__name__}()' for kind in _OF_TORCH)} are turned into that; docs/own_model.md, "
+            "'A loss', shows how to write another"
         )
     modules = [m for m in (loss, *getattr(loss, "__dict__", {}).values()) if isinstance(m, nn.Module)]
     if own := [name for module in modules for name, p in module.named_parameters() if p.requires_grad]:
         raise ModelError(
             f"the loss {type(loss).__name__} has parameters ({', '.join(own)}), which no run would train. Keep them in "
-            "the last layer, which can have a method loss(*tensors, targets, weights), or set requires_grad_(False)"
+            "the last layer: either it passes them on with its output, or it computes the loss itself, in a method "
+            "loss(*tensors, targets, weights). Parameters that are not trained need requires_grad_(False)"
         )
     if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
         raise ModelError(f"{type(loss).__name__}.metrics={metrics!r} must be names, such as ('accuracy',)")
     if taken := ", ".join(map(repr, sorted(_RECORDED.intersection(metrics)))):
-        raise ModelError(f"{type(loss).__name__}.metrics has the name {taken}, which is reserved; use another")
+        raise ModelError(f"{type(loss).__name__}.metrics has the name {taken}, which is reserved; choose another")
 
 
 def check_sums(name: str, metrics: tuple[str, ...], sums: Any) -> None:
@@ -302,7 +305,8 @@ class TorchCrossEntropy:
         """See ``Loss``. Raises ValueError if the classes are in the last dimension."""
         if output.dim() > 2 and targets.shape == output.shape[:-1] and targets.shape[1] != output.shape[2]:
             raise ValueError(
-                f"nn.CrossEntropyLoss takes [b, classes, ...], not {tuple(output.shape)}; use TokenCrossEntropy()"
+                f"nn.CrossEntropyLoss takes logits [b, classes, ...], and the model gives {tuple(output.shape)} for "
+                f"targets {tuple(targets.shape)}: use models.losses.TokenCrossEntropy(), or move the classes forward"
             )
         terms, of_classes = _terms(self.terms, output, targets), self.terms.weight
         counts, classes = torch.ones_like(terms), targets
@@ -340,7 +344,10 @@ def as_sums(loss: Any) -> Any:
     if isinstance(terms, nn.CrossEntropyLoss):
         return TorchCrossEntropy(terms)
     if getattr(loss, "weight", None) is not None:
-        raise ModelError(f"{name}(weight=...) weighs the places of a batch, which layouts cut; use pos_weight= instead")
+        raise ModelError(
+            f"{name}(weight=...) weighs the places of a batch, which every layout cuts differently; weigh classes by "
+            "pos_weight=, or write a loss (docs/own_model.md, 'A loss')"
+        )
     return ElementwiseLoss(terms)
 
 

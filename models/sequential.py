@@ -57,8 +57,9 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
         source = copy.deepcopy(given).cpu()
     except (TypeError, RuntimeError) as error:
         raise ModelError(
-            f"this model cannot be copied: {error}. Make pruning and weight_norm of torch.nn.utils permanent first "
-            "(prune.remove, remove_weight_norm), or use torch.nn.utils.parametrizations"
+            f"this model cannot be copied: {error}. If torch.nn.utils has pruned it or added weight_norm or "
+            "spectral_norm, make that permanent first (prune.remove, remove_weight_norm), or use "
+            "torch.nn.utils.parametrizations"
         ) from error
     _use_our_batchnorm(source)
     if not any(module.training for module in net.modules()):
@@ -107,7 +108,10 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
     """Return ``net`` if it computes its children in their order, otherwise a module with ``net`` as its only child."""
     if not isinstance(net, nn.Module) or isinstance(net, _WRAPPERS) or hasattr(net, "_orig_mod"):
         kind = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
-        raise ModelError(f"chain_of takes an nn.Module, not {kind}. Write nn.Sequential(*layers) or train.compile=true")
+        raise ModelError(
+            f"chain_of takes an nn.Module, not {kind}. Write nn.Sequential(*layers), or a Chain of layers "
+            "(docs/own_model.md, 'A model'). parallel=ddp and train.compile=true wrap the model by themselves"
+        )
     if _is_plain_sequential(net) and not whole and [*net._modules] != [MODULE]:
         return net
     if loss_of(net) is not None:

@@ -1,7 +1,11 @@
 """What goes wrong in a layer says where in the step, under every strategy; a lack of memory says the way out."""
 
+import bdb
 import gc
+import io
 import math
+import os
+import pdb
 import re
 import traceback
 
@@ -178,3 +182,17 @@ def test_exhausted_memory_ends_in_the_way_out(ranks, tmp_path, fault):
     assert "2.00 GiB." in first or "4503599627370496 bytes" in first
     words = ("parallel.chunks", "train.activation_checkpointing=true", "parallel=fsdp", "mode=plan")
     assert all(word in way_out for word in words)
+
+
+def debug() -> None:
+    """As ``breakpoint()`` does where there is no input."""
+    pdb.Pdb(stdin=open(os.devnull), stdout=io.StringIO()).set_trace()
+
+
+def test_a_debugger_without_a_terminal_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    with pytest.raises(bdb.BdbQuit) as quitting:
+        debug()
+    said = message_for_user(quitting.value)
+    line = debug.__code__.co_firstlineno + 2
+    assert f"{__file__}, line {line}." in said and "have no terminal" in said and "parallel=single" in said
