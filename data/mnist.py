@@ -61,6 +61,8 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def _find(root: Path, name: str) -> Path:
+    if not root.is_dir():
+        raise DataError(f"data.root={root} is not a folder that exists. {_WAY_OUT}")
     places = [folder / f"{name}{end}" for folder in (root, root / "raw", root / "MNIST/raw") for end in ("", ".gz")]
     if (path := next(filter(Path.is_file, places), None)) is None:
         raise DataError(f"data.root={root} holds no {name} and no {name}.gz. {_WAY_OUT}")

@@ -184,12 +184,14 @@ _seen = {"user", "assistant"}  # the roles of messages that the template writes,
 def _rendered(template: Template, marks: _Generation, special: dict[str, str], most: int, row: list) -> dict[str, Any]:
     if not row:
         return {"has_blocks": marks.has_blocks}
-    messages, tools, continued = row
+    (messages, tools, continued), in_parts = row, _takes_parts(template)
 
     def render(messages: list[dict], add_generation_prompt: bool = False, tools: list | None = tools) -> str:
         random.seed(0)  # for Jinja's lipsum() and random, so that a row is the same at each read
         marks.written, marks.spans = [], []
         options = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        if in_parts:
+            messages = [{**message, "content": _parts(message.get("content"))} for message in messages]
         for part in template.generate(messages=messages, **options, **special):
             marks.written.append(part)
         text = "".join(marks.written)
@@ -253,6 +255,22 @@ def _structures(value: Any) -> Iterator[Any]:
         yield value
         for part in value.values() if isinstance(value, dict) else value:
             yield from _structures(part)
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+@cache
+def _takes_parts(template: Template) -> bool:
+    """Return whether a template writes a text only if it is in a list of parts, as templates of vision models do."""
+
+    def writes(content: Any) -> bool:
+        with suppress(Exception):  # a template can raise any error
+            return "probe" in template.render(messages=[{"role": "user", "content": content}])
+        return False
+
+    return not writes("probe") and writes(_parts("probe"))
 
 
 class _Generation(Extension):

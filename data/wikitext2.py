@@ -42,6 +42,8 @@ class WikiText2(LanguageData):
 
 
 def _find(root: Path, split: str) -> Path:
+    if not root.is_dir():
+        raise DataError(f"data.root={root} is not a folder that exists. {_WAY_OUT}")
     names = [name.format(split) for name in _NAMES]
     if (name := next((name for name in names if (root / name).is_file()), None)) is None:
         raise DataError(f"data.root={root} holds none of {', '.join(names)}. {_WAY_OUT}")

@@ -58,6 +58,16 @@ def test_a_long_row_may_be_long():
     assert chat(whole).render(turns(text, "x")) == (f"{text}x", [(len(text), len(text) + 1)])
 
 
+def test_a_template_that_reads_only_parts_of_text_gets_parts():
+    """As those of vision models: such a template writes nothing of a message that is one text."""
+    parts = "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    text = (
+        f"{{% for m in messages %}}<{{{{ m.role }}}}>{parts}{{% endfor %}}"
+        + "{{ '<assistant>' if add_generation_prompt }}"
+    )
+    assert chat(text).render(turns("a", "b")) == ("<user>a<assistant>b", [(18, 19)])
+
+
 def test_one_process_renders_row_after_row_and_each_alike():
     template = chat("{{ messages[-1].content }}{{ range(10**4) | random }}{{ lipsum(n=1) }}{{ strftime_now('%F %H') }}")
     template.check()
