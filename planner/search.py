@@ -175,10 +175,9 @@ def layouts(
             possible = [n for n in possible if n * ranks * pp % nodes_for(n * ranks * pp, per_node) == 0]
             for dp in numbers("dp", sorted({*possible[:1], *possible[-1:]}), possible):
                 for chunks in numbers("chunks", cuts := divisors(batch // dp), cuts):
-                    layout = PlannedLayout(
-                        dp=dp, pp=pp, chunks=chunks, samples=batch // dp // chunks, node=per_node, **keys
-                    )
-                    if layout.samples >= least and (not whole or dp * ranks * pp == devices):
+                    samples = batch // dp // chunks
+                    if samples >= least and (not whole or dp * ranks * pp == devices):
+                        layout = PlannedLayout(dp=dp, pp=pp, chunks=chunks, samples=samples, node=per_node, **keys)
                         yield from _strategies(layers, layout, fixed)
 
 
