@@ -38,6 +38,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.errors import LaunchError
+
 # torch 2.13 renamed it and warns at the old name.
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
@@ -174,8 +176,14 @@ class Mesh:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
         longest = int(max(_all_gather(torch.tensor([len(mine)], device=device), group)))
         padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
-        # JSON ignores trailing spaces.
-        return [json.loads(message.cpu().numpy().tobytes()) for message in _all_gather(padded, group)]
+        messages = _all_gather(padded, group)
+        try:  # JSON ignores trailing spaces
+            return [json.loads(message.cpu().numpy().tobytes()) for message in messages]
+        except ValueError as error:
+            raise LaunchError(
+                f"a rank sent a message that is not JSON ({error}): the network has changed it, or another program "
+                "talks to this run's ports (SECURITY.md). Start the run again"
+            ) from None
 
     def new_group(self, groups: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
         """Make each group of several ranks; return that of this rank, if any. All ranks call this."""

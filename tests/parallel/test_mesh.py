@@ -11,6 +11,7 @@ from cases import Layout, Recipe, build
 from probes import gathered_along
 from small_models import chain_and_batches
 
+from common.errors import LaunchError
 from parallel import mesh as mesh_module
 from parallel.mesh import COPIES, PEERS, PIPELINE, REPLICAS, SHARDS, TENSOR, Mesh
 from parallel.strategy import build_strategy
@@ -106,6 +107,6 @@ def test_a_message_that_another_program_has_replaced_ends_the_run_and_executes_n
     command = pickle.dumps(Command(tmp_path / "executed"))
     monkeypatch.setattr(mesh_module, "_all_gather", replaced)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    with pytest.raises(ValueError):
+    with pytest.raises(LaunchError, match="a message that is not JSON .* another program talks to this run's ports"):
         Mesh({COPIES: 2}, 0).gather("a text")
     assert sent[1].strip() == b'"a text"' and not (tmp_path / "executed").exists()
