@@ -1,4 +1,4 @@
-"""The reports that failed workers write, and the error of the worker that failed first."""
+"""Reports of failed workers, and the error of the worker that failed first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launchers.stopping import Stopped
 
 _LOG_LINES = 20
 
-# The messages of gloo and NCCL if the other end has gone or does not answer.
+# The messages of gloo and NCCL if a peer has ended or does not answer.
 _PEER_MESSAGES = (
     "connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket closed",
     "timed out waiting", "timeout waiting for key", "wait timeout", "application timeout caused pair closure",
@@ -25,13 +25,13 @@ _PEER_MESSAGES = (
 
 
 class WorkerFailed(LaunchError):
-    """A local worker ended before its work was done. This is the first failure, not one that followed from it.
+    """A local worker ended before its work was done. This is the first failure, not a consequence of it.
 
     Attributes:
         rank: The global rank that failed first.
-        kind: "exception" (it raised), "message" (it raised a UserError), "signal" (it was killed), "exit" (it left
-            without raising) or "stall" (others waited for it until they timed out).
-        text: That rank's traceback or message; otherwise a description and the last lines of its log.
+        kind: "exception" (it raised), "message" (it raised a UserError), "signal" (it was killed), "exit" (it ended
+            without an error) or "stall" (other ranks waited for it until they timed out).
+        text: The traceback or message of that rank; otherwise a description and the last lines of its log.
     """
 
     def __init__(self, rank: int, kind: str, text: str):
@@ -79,7 +79,7 @@ class Death:
 
     @property
     def aborted(self) -> bool:
-        """Whether the worker aborted without a report, as it does if NCCL's watchdog finds that it waited too long."""
+        """Whether the worker aborted without a report, as after a time-out of NCCL's watchdog."""
         return self.exitcode == -signal.SIGABRT and not self.report
 
 
@@ -96,7 +96,7 @@ def remove_empty_log(log_dir: str | os.PathLike, rank: int) -> None:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Return whether ``error`` only reports that another process was lost or does not answer."""
+    """Return whether ``error`` only says that another process was lost or does not answer."""
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
     error = _first(error)
@@ -116,7 +116,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first error of the chain, which a clean-up that fails on a closed connection would hide."""
+    """Return the first error of the chain. A clean-up may fail later, on a closed connection, and hide it."""
     while earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = earlier
     return error
@@ -151,9 +151,9 @@ def read_report(path: str | os.PathLike) -> dict | None:
 
 
 def root_cause(deaths: list[Death], log_dir: str | os.PathLike) -> WorkerFailed:
-    """Return the error of the worker that failed first, among workers that the launcher has not ended itself.
+    """Return the error of the worker that failed first. Workers that the launcher has ended are left out.
 
-    A kill comes before a worker's own error, and this before a silent exit or an abort. A lost connection comes last,
+    A kill comes before an error of a worker, an error before a silent exit or an abort. A lost connection comes last,
     because the other workers see it in all these cases. Among equal kinds, the earlier failure is returned.
     """
     death = min(deaths, key=_severity)

@@ -1,4 +1,4 @@
-"""Shares what each rank is doing. A thread writes notes to the store, and a rank whose wait timed out reads them."""
+"""Ranks tell each other their work: a thread writes notes to the store, and a rank reads them after a time-out."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from launchers.world import Peer, World
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-# The time between beats; longer if ranks may wait long for each other, because a store in a file grows with each beat.
+# The time between beats. It grows with the time-out, because a store in a file grows with each beat.
 _EVERY_S, _BEATS_PER_TIMEOUT = 1.0, 60
 _POLL_S, _RANKS_PER_POLL = 0.05, 64
-# After a rank has given up, the ranks that waited for it fail at once. Other ranks began to wait later.
+# After a rank gives up, the ranks that wait for it fail at once. Other ranks began to wait later.
 _GIVE_UP_S, GIVE_UP_LATE_S = 4.0, 15.0
-# Within this time a rank that closes its connections because it gave up writes so. A rank that died does not.
+# A rank that gives up writes so within this time after closing its connections. A dead rank writes nothing.
 _TOLD_S = 1.0
 _STACK_FRAMES = 12
-_READ_S = 5.0  # how long rank 0 waits for the others to read that it ends
+_READ_S = 5.0  # how long rank 0 waits until the other ranks have read its end
 # How a rank has left or is about to leave.
 _DONE, STOPPED, _GAVE_UP, _LOST_A_PEER, _UNSAID = "done", "stopped", "gave up", "lost a peer", "its output says why"
 
@@ -39,12 +39,12 @@ class Note:
 
     Attributes:
         step: The last completed step.
-        doing: The work that it began then.
-        since: When it began, in seconds since the epoch.
+        doing: The work after this step.
+        since: When this work began, in seconds since the epoch.
         left: How the rank has left, in words if it has failed; empty while it runs.
-        exit_code: The exit code with which it leaves.
-        stack: If the work takes long, the stack of its main thread, one line per frame, the innermost first.
-        number: Each beat has another, so that a rank that waits sees that this one is alive.
+        exit_code: Its exit code.
+        stack: The stack of its main thread if the work takes long: one line per frame, the innermost first.
+        number: The number of the beat. It changes with each beat, which shows that the rank is alive.
     """
 
     step: int
@@ -77,18 +77,18 @@ def here() -> Note:
 
 @contextmanager
 def watched(meeting: Meeting, describe: Callable[[BaseException], tuple[int, str]] | None = None) -> Iterator[Meeting]:
-    """Show the other ranks what this rank is doing while the block runs.
+    """Show the other ranks the work of this rank while the block runs.
 
     Args:
         meeting: The ranks that have met.
-        describe: Returns the exit code and the message of an error, for ranks that wait for this one. Rank 0 then waits
-            until they have read how it ends, if it ends before all are ready.
+        describe: Returns the exit code and the message of an error, for the ranks that wait for this one. If rank 0
+            ends before all ranks are ready, it waits until they have read them.
 
     Yields:
         The meeting.
 
     Raises:
-        LaunchError: If the block has failed because other ranks were lost, and they were lost because some do not move.
+        LaunchError: If the block fails because other ranks have given up waiting for a rank that does not move.
     """
     try:
         yield meeting
@@ -109,7 +109,7 @@ def watched(meeting: Meeting, describe: Callable[[BaseException], tuple[int, str
 
 
 def _await_leaving(store: Store, size: int) -> None:
-    """Wait until the others have read how rank 0 ends: if it hosts the store, they cannot do so after it has ended."""
+    """Wait until the other ranks have read how rank 0 ends: the store may end with its process."""
     deadline = time.monotonic() + _READ_S
     with suppress(Exception):  # the store is gone
         while time.monotonic() < deadline:
@@ -119,7 +119,7 @@ def _await_leaving(store: Store, size: int) -> None:
 
 
 def poll_s(ranks: int) -> float:
-    """Return how long a rank waits between two queries to the store, so that all ranks send some thousand a second."""
+    """Return the seconds between two queries of a rank to the store. All ranks together send up to 1,300 a second."""
     return _POLL_S * max(1.0, ranks / _RANKS_PER_POLL)
 
 
@@ -130,7 +130,7 @@ def read_notes(store: Store, ranks: Iterable[int]) -> dict[int, Note]:
 
 
 def describe_stall(notes: dict[int, Note], names: list[str], timeout_s: float) -> str:
-    """Return a message that names the ranks for which all others have given up waiting, and what they are doing."""
+    """Return a message that names the ranks for which all other ranks have given up waiting, and their work."""
     lines, stacks = [], []
     for rank, at in sorted(notes.items()):
         since = f"since step {at.step}" if at.step else "before step 1"
@@ -142,7 +142,7 @@ def describe_stall(notes: dict[int, Note], names: list[str], timeout_s: float) -
 
 
 class Meeting:
-    """Ranks that have met. A thread writes this rank's notes to the store; if this rank gives up, it reads the others'.
+    """Ranks that have met. A thread writes this rank's notes; if this rank gives up, it reads those of the other ranks.
 
     Attributes:
         world: This rank's world.
@@ -151,7 +151,7 @@ class Meeting:
         names: Their names in messages, by rank.
         timeout_s: How long they wait for each other, in seconds.
         left: How this rank leaves, in words if it has failed; empty while it runs.
-        exit_code: The exit code with which it leaves.
+        exit_code: Its exit code.
         ready: Whether all ranks are ready to begin.
     """
 
@@ -165,7 +165,7 @@ class Meeting:
         self._thread.start()
 
     def close(self) -> None:
-        """Note that this rank leaves. This does not wait for a store that does not answer."""
+        """Note that this rank leaves. A store that does not answer delays this by a second at most."""
         self.left = self.left or _DONE
         self._ended.set()
         self._thread.join(_TOLD_S)
@@ -177,7 +177,7 @@ class Meeting:
             waited: Whether a wait of this rank has timed out; otherwise it has lost a connection.
 
         Returns:
-            The message; None if no wait has timed out, if those of all ranks have, or if a rank was lost otherwise.
+            The message; None if no rank has timed out, if all ranks have, or if a rank was lost for another reason.
         """
         self.left = _GAVE_UP if waited else _LOST_A_PEER
         found: list[dict[int, Note]] = []
@@ -197,11 +197,11 @@ class Meeting:
         )
 
     def _find_silent(self) -> dict[int, Note]:
-        """Return the notes of the ranks that neither leave nor give up, after all others had time to do so."""
+        """Return the notes of the ranks that neither leave nor give up, after all ranks had time to do so."""
         mine, begin, notes = here(), time.monotonic(), {}
         while True:
             self._put()
-            with suppress(Exception):  # the notes that were read last are used
+            with suppress(Exception):  # keep the notes of the last reading
                 notes = read_notes(self.store, range(self.world.size))
             silent = {rank: at for rank, at in notes.items() if not at.left and rank != self.world.rank}
             asked_s = time.monotonic() - begin

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, and watching them until they have ended."""
+"""Starts the ranks of a run on this machine and watches them until they have ended."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _LEAVE_S = 10.0
 def start_fork_server(preload: Sequence[str] = ()) -> None:
     """Start the process that forks workers. It imports the modules ``preload`` and torch while the caller continues.
 
-    It is the standard library's fork server, of which there is one, so a second call does nothing. Libraries are
-    imported with the environment at its start. The modules must start no thread and use no device.
+    This is the fork server of the standard library. A process has only one, so a second call does nothing. It imports
+    libraries with the environment at its start. The modules must start no thread and use no device.
     """
     resource_tracker.ensure_running()  # first, because it unblocks signals
     # Signals may be sent to all processes of a terminal or a job. A worker unblocks them when it can handle them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SIGNALS})
     try:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        # SAFEPATH: the working directory, which may have a package "training" too, does not come before the others.
+        # SAFEPATH: the working directory does not come first. It may have a package "training", too.
         with changed_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}), _without_main():
             multiprocessing.set_forkserver_preload([*preload, *_PRELOAD])
             forkserver.ensure_running()
@@ -70,8 +70,8 @@ def run_workers(
 ) -> None:
     """Run ``entry(world, *args)`` in ``processes`` processes of this machine; return when all have finished.
 
-    Workers have this process's environment, meet in a private folder, communicate over the loopback interface only, and
-    end with this process, however it ends.
+    Workers have the environment of this process, meet in a private folder, and communicate over the loopback interface
+    only. They end with this process, however it ends.
 
     Args:
         entry: A function at the top level of an importable module (not of the script that runs).
@@ -79,19 +79,19 @@ def run_workers(
         processes: The number of ranks.
         log_dir: A folder, created if it is missing. Ranks other than 0 write stdout and stderr to rank_0001.log, ...
             there; files that stay empty are removed. Rank 0 keeps this process's console.
-        max_restarts: How often all workers are restarted after a failure, unless it is an exception whose attribute
-            `repeats` is true. The failure is printed. See `launchers.world.restarts`.
+        max_restarts: How often all workers are restarted after a failure. The failure is printed. An exception with a
+            true attribute `repeats` ends the run. See `launchers.world.restarts`.
         stoppable: Whether entry checks launchers.stopping and raises Stopped. If so, and if this process handles the
-            signals of launchers.stopping, the first one is passed on to the workers and not raised.
-        timeout_s: How long workers wait for each other, in seconds, for the message about a worker that does not move.
+            signals of launchers.stopping, the first signal is passed on to the workers and not raised.
+        timeout_s: Seconds that workers wait for each other, for the message about a worker that does not move.
 
     Raises:
         LaunchError: If the workers cannot be forked.
-        WorkerFailed: If a worker has failed. It is the error of the rank that failed first; all workers have ended.
-        Interrupted: If this process got SIGINT, a signal of launchers.stopping that was not passed on, or a second one,
-            or if such a signal has ended a worker that is not stoppable. All workers have ended. It is a
+        WorkerFailed: If a worker has failed. This is the error of the rank that failed first; all workers have ended.
+        Interrupted: If this process has received SIGINT, a signal of launchers.stopping that it did not pass on, or a
+            second signal, or if a signal has ended a worker that is not stoppable. All workers have ended. This is a
             KeyboardInterrupt.
-        Stopped: If the workers have stopped on request. It is a KeyboardInterrupt, too.
+        Stopped: If the workers have stopped on request. This is a KeyboardInterrupt, too.
     """
     log_dir = os.path.abspath(log_dir)
     with ExitStack() as stack:
@@ -130,17 +130,17 @@ def call_in_workers(
 ) -> list[Any]:
     """Call ``function(world, *args)`` in new processes of this machine; return its result on each rank.
 
-    The ranks print nothing, and nothing of their state stays in this process, such as a model or a context on a GPU.
+    The ranks print nothing. None of their state stays in this process, such as a model or a context on a GPU.
 
     Args:
         function: A function at the top level of an importable module. Its result must be picklable.
         args: Its picklable arguments.
         processes: The number of ranks.
         log_dir: The folder for the output of the ranks; None to discard it.
-        timeout_s: How long workers wait for each other, in seconds.
+        timeout_s: Seconds that workers wait for each other.
 
     Raises:
-        WorkerFailed: See ``run_workers``, also for its other errors.
+        WorkerFailed: See ``run_workers``, which also lists further errors.
     """
     start_fork_server([function.__module__])
     with tempfile.TemporaryDirectory(prefix="launchers-") as folder:
@@ -180,7 +180,7 @@ class _Workers:
 
         Raises:
             Stopped: If the workers have stopped on request.
-            Interrupted: If this process was asked to stop at once, or a worker that cannot stop by itself was.
+            Interrupted: If this process, or a worker that cannot stop by itself, was asked to stop at once.
         """
         self._start()
         # A worker that has ended without finishing has failed or was asked to stop, whatever its exit code.
@@ -209,14 +209,14 @@ class _Workers:
         return stall or root_cause(deaths, self._job.log_dir), may_restart
 
     def end(self) -> None:
-        """End all workers and the processes that they have started by SIGKILL, and wait until they have ended."""
+        """End all workers, and the processes that they have started, by SIGKILL; wait until they have ended."""
         started = [(process, process.pid) for process in self._processes if process.pid is not None]
         for process, pid in started:
-            # Processes that an ended worker has started may still run. If none does, macOS denies permission.
+            # Children of an ended worker may still run. If none does, macOS denies permission.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             process.kill()  # it may not lead its group yet
-        # Only a process that is stuck in the kernel (a lost GPU) survives SIGKILL, and waiting longer does not help.
+        # Only a process that is stuck in the kernel (a lost GPU) survives SIGKILL. Waiting longer does not help.
         deadline = time.monotonic() + _END_S
         for process, _ in started:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -231,10 +231,10 @@ class _Workers:
             raise LaunchError(f"workers cannot be forked: {error!r}") from error
 
     def _stall(self) -> WorkerFailed | None:
-        """Return an error that names the ranks for which others have waited until NCCL's watchdog ended them.
+        """Return an error that names the ranks that have not moved for as long as NCCL's watchdog waits.
 
-        These ranks have not moved for as long as the watchdog waits. None if there are no such ranks, because then a
-        rank has ended for another reason.
+        The watchdog has ended the ranks that waited for them. None if there are no such ranks: then a rank has ended
+        for another reason.
         """
         deadline = time.monotonic() + GIVE_UP_LATE_S  # NCCL's watchdogs do not end ranks at the same time
         while True:
@@ -262,7 +262,7 @@ class _Workers:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the script or notebook, because every process that multiprocessing starts would import it and so run it."""
+    """Hide the script or notebook: each process of multiprocessing would import it and so run it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

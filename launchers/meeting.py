@@ -33,30 +33,29 @@ _NAME_S = 20.0  # how long rank 0's own name may be unknown: Kubernetes publishe
 _PROBE_S, _PROBES = 5.0, 64  # of so many machines at once
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-# A store outlives the first process group that used it. A second connect() in this process (one call of a Python
-# program after another, under one torchrun) reuses it under another prefix, so that it sees none of the first one's
-# keys.
+# A store outlives its first process group. A second connect() in this process (a Python program under torchrun may call
+# train() twice) uses the store again under another prefix, and so sees no keys of the first connection.
 _opened: dict[str, Store] = {}
 _connections = itertools.count()
 
 
 def connect(world: World, timeout_s: float) -> Store | None:
-    """Wait until all ranks have called this, each of them equally often; return the store that they share.
+    """Wait until all ranks have called this equally often, and return their common store.
 
-    Ranks that ``run_workers`` has started meet in a file of its private folder. Other ranks meet at MASTER_ADDR, where
-    the store is hosted by torchrun or otherwise by rank 0, on a socket that listens on MASTER_ADDR only (torch's own
-    listens on all interfaces). If MASTER_ADDR is a loopback address, ``use_loopback`` is called, too.
+    The workers of ``run_workers`` meet in a file of its private folder. Other ranks meet at MASTER_ADDR. There torchrun
+    or otherwise rank 0 hosts the store, on a socket that listens on MASTER_ADDR only (torch's own listens on all
+    interfaces). If MASTER_ADDR is a loopback address, this calls ``use_loopback``.
 
     Args:
         world: This rank's world.
-        timeout_s: How long to wait for the others, in seconds; also the store's own time-out for later calls.
+        timeout_s: Seconds to wait for the other ranks; also the time-out of the store in later calls.
 
     Returns:
         The store; None if there is only one rank.
 
     Raises:
-        LaunchError: If a rank does not connect in time (the message names it), two processes have the same rank, or
-            rank 0 cannot listen.
+        LaunchError: If a rank does not connect in time (the message names it), if two processes have the same rank, or
+            if rank 0 cannot listen.
     """
     if world.size == 1:
         return None
@@ -88,8 +87,8 @@ def connect(world: World, timeout_s: float) -> Store | None:
 def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float) -> list:
     """Gather the values of all ranks, by rank.
 
-    This polls, because a store's wait() logs C++ frames when it times out. Rank 0 reads all keys, and the others read
-    its result: a thousand ranks that ask for a thousand keys each would keep the store busy.
+    This polls the store, because wait() logs C++ frames after a time-out. Rank 0 reads all keys, and the other ranks
+    read its result: a thousand ranks that ask for a thousand keys each would keep the store busy.
     """
     deadline, pause_s = time.monotonic() + timeout_s, poll_s(world.size)
     keys, gathered = [f"{what}-{rank}" for rank in range(world.size)], f"{what}-gathered"
@@ -109,14 +108,14 @@ def _exchange(world: World, store: Store, what: str, mine: Any, timeout_s: float
         store.set(gathered, json.dumps([json.loads(store.get(key)) for key in keys]))
     given = json.loads(store.get(gathered))
     store.add(f"seen-{what}", 1)
-    # The host of the store stays until the others have read the result, which they cannot do after it has ended.
+    # The store may end with this process: it stays until the other ranks have read the result.
     while world.rank == 0 and store.add(f"seen-{what}", 0) < world.size and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return given
 
 
 def local_store(path: str | os.PathLike, ranks: int = -1, timeout_s: float = 300.0, connection: int = 0) -> Store:
-    """Return the store of the workers of ``run_workers``, for them and for the process that has started them."""
+    """Return the store of the workers of ``run_workers``, in a worker or in the launching process."""
     from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
     where = str(path)
@@ -173,7 +172,7 @@ def _wait_for_listener(world: World, host: str, port: int, timeout_s: float) -> 
 
 
 def _retry(attempt: Callable[[float], Any], kind: type[OSError], timeout_s: float) -> Any:
-    """Call ``attempt(seconds left)`` until it raises no error of ``kind``, and return its result or raise the last."""
+    """Call ``attempt(seconds left)`` until it raises no error of ``kind``; return its result, or raise the last."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -193,20 +192,20 @@ def _retry(attempt: Callable[[float], Any], kind: type[OSError], timeout_s: floa
 def rendezvous(
     world: World, timeout_s: float, describe: Callable[[BaseException], tuple[int, str]] | None = None
 ) -> Iterator[World]:
-    """Meet the other ranks, and show them what this rank is doing while the block runs.
+    """Meet the other ranks, and show them the work of this rank while the block runs.
 
     Args:
         world: This rank's world.
-        timeout_s: How long to wait for the others, in seconds.
-        describe: Returns the exit code and the message of an error. If rank 0 ends before all are ready, the others end
-            with it, and with these.
+        timeout_s: Seconds to wait for the other ranks.
+        describe: Returns the exit code and the message of an error. If rank 0 ends with an error before all ranks are
+            ready, the other ranks end with the same code and message.
 
     Yields:
-        This rank's world, with the ranks that have met; a single rank's as it is.
+        This rank's world with the ranks that have met; unchanged if there is only one rank.
 
     Raises:
-        LaunchError: If ranks do not connect, if machines cannot reach each other, or if the block has failed because
-            of ranks that do not move. The message names the ranks.
+        LaunchError: If ranks do not connect, if machines cannot reach each other, or if the block fails because ranks
+            do not move. The message names the ranks.
     """
     if world.origin == "torchrun":
         stopping.stop_without_parent()
@@ -222,11 +221,11 @@ def rendezvous(
 def find_peers(world: World, store: Store, timeout_s: float) -> list[Peer]:
     """Return the machine and address of each rank, by rank. All ranks must call this.
 
-    One rank of each machine connects to one of each other machine, through the interface that gloo and NCCL will use:
-    the one that GLOO_SOCKET_IFNAME names, otherwise the one that leads to MASTER_ADDR (both variables are then set).
+    One rank of each machine connects to one rank of each other machine, through the interface of gloo and NCCL:
+    GLOO_SOCKET_IFNAME names it, otherwise it is the interface that leads to MASTER_ADDR (both variables are then set).
 
     Raises:
-        LaunchError: On every rank and within ``timeout_s``, if some cannot connect. The message names the pairs.
+        LaunchError: On every rank, within ``timeout_s``, if two ranks cannot connect. The message names the pairs.
     """
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with listen(local_address(), 0) as listener:
@@ -251,7 +250,7 @@ def find_peers(world: World, store: Store, timeout_s: float) -> list[Peer]:
 
 
 def _probe(peer: Peer, limit_s: float) -> str:
-    """Connect to ``peer``; return the error in words, which is empty if the connection succeeds."""
+    """Connect to ``peer``; return the error in words, or an empty string if the connection succeeds."""
     try:
         with socket.create_connection((peer.address, peer.port), timeout=limit_s):
             return ""
@@ -280,22 +279,22 @@ def describe_peers(peers: list[Peer]) -> str:
 
 
 def use_loopback() -> None:
-    """Let gloo and NCCL use the loopback interface, unless the user has named another.
+    """Let gloo and NCCL use the loopback interface, unless the user has named another interface.
 
-    This must be called before any process group exists. Otherwise both select the interface of the machine's host name
-    and listen to the network.
+    Call this before any process group exists. Otherwise both select the interface of the machine's host name and listen
+    on the network.
     """
     _use_interface("lo" if sys.platform == "linux" else "lo0")
 
 
 def local_address() -> str:
-    """Return the address of the interface that gloo and NCCL will use, an IPv4 address if it has one.
+    """Return the address of the interface of gloo and NCCL: an IPv4 address if the interface has one.
 
-    The interface is the one that GLOO_SOCKET_IFNAME names, otherwise the one that leads to MASTER_ADDR. The variables
-    that name it are then set, unless the user has set them.
+    GLOO_SOCKET_IFNAME names the interface. Otherwise it is the interface that leads to MASTER_ADDR. The variables of
+    gloo and NCCL are then set to its name, unless the user has set them.
 
     Raises:
-        LaunchError: If there is no such interface, or none that leads to MASTER_ADDR.
+        LaunchError: If the named interface does not exist, or if none leads to MASTER_ADDR.
     """
     host, port = master_address()
     addresses = _addresses()
@@ -351,7 +350,7 @@ def _preferred(host: str, port: int, kind: socket.SocketKind) -> tuple:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address of ``host`` only; port 0 selects a free port.
 
-    IPv4 is preferred: a client that asks for "localhost" tries both families, while a socket listens on one.
+    IPv4 is preferred: a client of "localhost" tries both families, while a socket listens on one.
     """
     family, *_, address = _preferred(host, port, socket.SOCK_STREAM)
     return socket.create_server(address, family=family, backlog=1024)

@@ -1,7 +1,7 @@
 """Rank 0 prepares a run and sends it to the other ranks, which end if the run cannot begin.
 
-They wait for its contents, and later until all are ready, for as long as rank 0 lives; its beats say how it ends. All
-of this is within ``rendezvous``.
+The other ranks wait for the run, and later until all ranks are ready, as long as rank 0 lives. Its beats say how it
+ends. All of this happens within ``rendezvous``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from launchers.stopping import Stopped, wanted
 
 
 def tell(meeting: Meeting, content: Any) -> None:
-    """Send the other ranks the content for which they wait in ``hear``."""
+    """Send the other ranks what ``hear`` returns there."""
     meeting.store.set("job-0", json.dumps(content))
 
 
 def hear(meeting: Meeting) -> Any:
-    """Wait for the content that rank 0 sends, for as long as rank 0 is alive.
+    """Wait until rank 0 sends the run, as long as rank 0 lives, and return it.
 
     Raises:
         SystemExit: If rank 0 has done its work without a run.
         Stopped: If rank 0 or this rank was asked to stop.
         EndedTogether: If rank 0 has ended with an error.
-        LaunchError: If rank 0 sends no beats any more.
+        LaunchError: If rank 0 no longer sends beats.
     """
     note(0, "waiting for rank 0")
     # SLURM signals all tasks, and rank 0 queues the job again.
@@ -41,9 +41,9 @@ def hear(meeting: Meeting) -> Any:
 
 
 def ready_together(meeting: Meeting, timeout_s: float) -> None:
-    """Wait until all ranks call this, for as long as they are alive, since a rank may read its data for the first time.
+    """Wait until all ranks call this, as long as they live: a rank may take long to read its data for the first time.
 
-    From then on ranks wait ``timeout_s`` seconds for each other. Raises the errors of ``hear``.
+    Then ranks wait ``timeout_s`` seconds for each other. Raises the errors of ``hear``.
     """
     meeting.store.set_timeout(timedelta(seconds=timeout_s))
     meeting.timeout_s = timeout_s
@@ -60,9 +60,9 @@ def ready_together(meeting: Meeting, timeout_s: float) -> None:
 
 
 def _await(meeting: Meeting, what: str, ranks: Sequence[int], stops: bool) -> None:
-    """Wait until each of ``ranks`` has put its key "WHAT-RANK" into the store, for as long as they send beats.
+    """Wait until each of ``ranks`` has set its key "WHAT-RANK" in the store, as long as it sends beats.
 
-    A request to stop ends the wait if it ``stops``.
+    If ``stops``, a request to stop ends the wait.
     """
     heard = dict.fromkeys(ranks, (Note(0, "starting", time.time()), time.monotonic()))
     with _host_lives(meeting):
@@ -96,7 +96,7 @@ def _check_alive(meeting: Meeting, rank: int, at: Note, since: float) -> None:
 
 @contextmanager
 def _host_lives(meeting: Meeting) -> Iterator[None]:
-    """Turn errors about a lost store before the first step into the error that its host has ended."""
+    """If the store is lost before the first step, raise an error that its host has ended."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Requests to stop: handlers note some signals, and a run checks for them at points where it can end.
+"""Requests to stop: handlers note some signals, and a run checks for them where it can end.
 
 The signals are SIGTERM, SIGHUP (the terminal was closed), SIGUSR1 and SIGUSR2.
 """
@@ -19,19 +19,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # EX_TEMPFAIL of sysexits.h: the run has ended early and can be continued, so a queue may start it again.
 EXIT_CODE = 75
 # `timeout` signals a process and then its group, and a launcher passes on a signal that its whole group has received.
-# A signal that follows within this time is therefore the same request, not a second one.
+# A signal within this time is therefore the same request, not a second one.
 SAME_REQUEST_S = 3.0
 
 
 class Interrupted(KeyboardInterrupt):
     """The launching process was asked to stop and has ended its workers.
 
-    It is a KeyboardInterrupt, so that no `except Exception` of a caller treats a request to stop as a failed run.
+    This is a KeyboardInterrupt, so that no `except Exception` of a caller treats a request to stop as a failed run.
 
     Attributes:
-        signum: The signal that was received.
+        signum: The received signal.
         left: The state of the workers or jobs, in words.
-        exit_code: The exit code that a shell expects of a process that this signal has ended; 1 for SIGINT.
+        exit_code: 128 + signum, as shells expect after a signal; 1 for SIGINT.
     """
 
     def __init__(self, signum: int, left: str = "all workers have ended"):
@@ -47,7 +47,7 @@ class Interrupted(KeyboardInterrupt):
 class Stopped(KeyboardInterrupt):
     """The run ended early, on request, and can be continued from its checkpoint.
 
-    It is a KeyboardInterrupt, so that no `except Exception` of a caller treats a request to stop as a failed run.
+    This is a KeyboardInterrupt, so that no `except Exception` of a caller treats a request to stop as a failed run.
     ``steps`` is the number of steps that the run has trained and saved.
     """
 
@@ -58,12 +58,12 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass
 class _State:
-    """The first and the second signal that were received, by their numbers, and the monotonic time of the first."""
+    """The numbers of the first and the second received signal, and the monotonic time of the first."""
 
     first: int | None = None
     since: float = 0.0
     second: int | None = None
-    waiting: int = 0  # the number of StopSignals that are entered, in which a second signal is only noted
+    waiting: int = 0  # the number of entered StopSignals; while there are some, a second signal is only noted
     at_once: bool = False
     parent: int | None = None
 
@@ -74,8 +74,8 @@ _state = _State()
 def install_handlers() -> list[signal.Signals]:
     """From now on, note the first of the SIGNALS instead of ending, and end this process at the second.
 
-    This must be called in the main thread. Returns those of the signals that would have ended this process: one that is
-    ignored, or for which a program has a handler, stays so.
+    Call this in the main thread. It returns the signals that it handles: those that would have ended this process. A
+    signal that is ignored, or that a program handles, stays so.
     """
     taken = [signum for signum in SIGNALS if signal.getsignal(signum) is signal.SIG_DFL]
     for signum in taken:
@@ -85,7 +85,7 @@ def install_handlers() -> list[signal.Signals]:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """In the block, note signals as after ``install_handlers``; outside of the main thread, none."""
+    """In the block, note signals as after ``install_handlers``. This has no effect outside of the main thread."""
     taken = install_handlers() if threading.current_thread() is threading.main_thread() else []
     try:
         yield
@@ -97,7 +97,7 @@ def handled() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Ignore the SIGNALS at the end of a program: Python would let them end it while it leaves."""
+    """Ignore the SIGNALS at the end of a program: they would end Python while it exits."""
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
@@ -110,7 +110,7 @@ def wanted() -> bool:
 
 
 def noted() -> int | None:
-    """Return the first signal; None if none was delivered."""
+    """Return the first signal; None if no signal was delivered."""
     return _state.first
 
 
@@ -120,12 +120,12 @@ def second_signal() -> int | None:
 
 
 def stop_without_parent() -> None:
-    """Let `wanted` return true after the parent process has ended, since no other process would stop this one."""
+    """Let `wanted` return true after the parent process has ended: no other process would stop this one."""
     _state.parent = os.getppid()
 
 
 def at_once() -> None:
-    """Let even the first signal end this process from now on, for use when there is no work to save."""
+    """From now on, end this process at the first signal. Call this if there is no work to save."""
     _state.at_once = True
     if _state.first is not None:
         _leave_at_once(_state.first)
@@ -134,13 +134,13 @@ def at_once() -> None:
 class StopSignals:
     """While entered, SIGINT is noted, as the SIGNALS are after `install_handlers`; `check` raises a noted signal.
 
-    A handler that raised at once could do so while a worker is half started, which would then never be ended. A second
-    signal is only noted, too, because other processes must be ended before this one. Outside of the main thread SIGINT
-    is not noted, because Python delivers signals to the main thread only.
+    A handler that raises at once could leave a half-started worker, which nothing would end. A second signal is only
+    noted, too, because other processes must end before this one. SIGINT is noted in the main thread only, to which
+    Python delivers signals.
 
     Args:
-        stoppable: Whether the code inside can stop by itself. If so, the first of the SIGNALS is not raised. It is
-            `wanted`, and the caller passes it on.
+        stoppable: Whether the code inside can stop by itself. If so, the first of the SIGNALS is not raised: `wanted`
+            returns true, and the caller passes the signal on.
     """
 
     def __init__(self, stoppable: bool = False) -> None:
@@ -166,7 +166,7 @@ class StopSignals:
         return self._stoppable and wanted()
 
     def check(self) -> None:
-        """Raise Interrupted if a signal was received since this was entered."""
+        """Raise Interrupted if a signal was received since the block began."""
         signum = self._interrupted or second_signal() or (None if self._stoppable else noted())
         if signum is not None:
             raise Interrupted(signum)

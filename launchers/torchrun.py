@@ -1,7 +1,7 @@
 """torchrun with an exit code that a queue understands: ``python -m launchers.torchrun`` in place of ``torchrun``.
 
-torchrun ends with code 1, however its ranks have ended. A queue such as Kubernetes then counts a run that has saved
-and asks to be continued as a failed one.
+torchrun ends with code 1, however its ranks have ended. A queue such as Kubernetes would then count a run that has
+saved its state to be continued as a failed run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         main(arguments)
     except ChildFailedError as error:
-        # The first rank to end decides, because torchrun then sends SIGTERM to the others, wherever they are.
+        # The first rank to end decides: torchrun then sends SIGTERM to the other ranks, whatever they are doing.
         _, first = error.get_first_failure()
         if first.exitcode != EXIT_CODE:
             raise

@@ -1,4 +1,4 @@
-"""A worker of run_workers: its process calls the user's function and reports how it ends."""
+"""A worker of run_workers: a process that calls the user's function and reports how it ends."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from launchers.failure import log_path, write_report
 from launchers.meeting import use_loopback
 from launchers.world import LOCAL_ROLE, STORE_FILE, World
 
-_PEER_DELAY_S = 2.5  # how much later a rank that lost its connection ends than the rank that broke it
+_PEER_DELAY_S = 2.5  # a rank that lost a connection ends so much later than the rank that broke it
 
 
 @dataclass(frozen=True)
 class Job:
-    """The work that all workers of one start have in common.
+    """The common part of the work of all workers of one start.
 
     Attributes:
         processes: Number of workers.
@@ -83,16 +83,16 @@ def _take_console(*passed) -> None:
 
 @unfailing_output()
 def work(_console: None, job: Job, rank: int, entry: Callable, args: tuple) -> NoReturn:
-    """Call ``entry(world, *args)`` as `rank`, in a process that was forked for it, and leave without any clean-up.
+    """Call ``entry(world, *args)`` as `rank`, in a process that was forked for it, and end without any clean-up.
 
-    The console is taken over when it is unpickled. The exit code is 1 after an exception, which is written to the job's
-    report, and launchers.stopping.EXIT_CODE after a Stopped.
+    Unpickling the console takes it over. The exit code is 1 after an exception, which is written to the report of the
+    rank, and launchers.stopping.EXIT_CODE after a Stopped.
     """
     # Processes that the worker starts are in its group and end with it.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     threading.Thread(target=_leave_with_launcher, name="leave-with-launcher", daemon=True).start()
-    # A worker uses the platform's default again, not the fork server, for the processes that read data.
+    # The processes that read data start by the default of the platform again, not from the fork server.
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()  # the fork server has the variables of its own start
     os.environ.update(job.environment_of(rank))
@@ -118,19 +118,19 @@ def work(_console: None, job: Job, rank: int, entry: Callable, args: tuple) -> N
 
 
 def redirect_output(log_dir: str | os.PathLike, rank: int) -> None:
-    """Send file descriptors 1 and 2 to the rank's log, since native code and child processes do not use sys.stdout."""
+    """Send file descriptors 1 and 2 to the log of the rank: native code and child processes do not use sys.stdout."""
     os.makedirs(log_dir, exist_ok=True)
     log = os.open(log_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # Output is written by line, so that the file shows how far a killed process came.
+    # Each line is written at once, so that the file shows how far a killed process came.
     for stream in (sys.stdout, sys.stderr):  # declared as TextIO, which lacks a method that the actual classes have
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fail(error: BaseException, report: Path, shown: bool = True) -> NoReturn:
-    """Report an error, print it if it is to be ``shown``, and end the process with code 1."""
+    """Report an error, print it if ``shown``, and end the process with code 1."""
     written = None
     with contextlib.suppress(OSError):  # a full disk
         written = write_report(report, error)
@@ -142,7 +142,7 @@ def fail(error: BaseException, report: Path, shown: bool = True) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process now. A normal exit would destroy process groups, which can wait for peers that are gone."""
+    """End the process now. A normal exit would destroy process groups and could wait for peers that have ended."""
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
@@ -152,7 +152,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _leave_with_launcher() -> None:
-    """Kill this process and its group as soon as the launching process has ended, since no other process does."""
+    """Kill this process and its group as soon as the launching process has ended."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None  # this is a worker's process
     launcher.join()

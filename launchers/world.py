@@ -22,7 +22,7 @@ STORE_FILE = "LAUNCHERS_STORE_FILE"
 LOOPBACK = "127.0.0.1"
 _CLOCK_S = 600
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ports that systems assign by themselves
-_STEP = 1009  # ports between two steps of one job, so that they differ from those of the jobs after it
+_STEP = 1009  # distance of the ports of two steps of one job: the next job has the next port
 _SCONTROL_S = 10.0
 
 
@@ -141,15 +141,15 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often the ranks were started before by run_workers or torchrun, or their job by a queue."""
+    """Return how often run_workers or torchrun has started the ranks before, or a queue their job."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def launcher_start(environ: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
-    """Return when torchrun was started, in seconds since the epoch, and six digits that name it.
+    """Return the start time of torchrun, in seconds since the epoch, and six digits that name it.
 
-    Both are the same at each restart. The time is rounded down to ten minutes, because the start time that the system
-    reports for a process drifts with its clock. None for a process that torchrun has not started.
+    Both are the same at each restart. The time is rounded down to ten minutes, because the start time of a process
+    drifts with the clock of the system. None if torchrun has not started this process.
     """
     if _origin(environ) != "torchrun":
         return None
@@ -263,9 +263,9 @@ def tasks_per_node(text: str) -> list[int]:
 
 @functools.lru_cache
 def node_address(node: str) -> str:
-    """Return the address by which SLURM reaches ``node``, because the system may not be able to resolve its name.
+    """Return the address by which SLURM reaches ``node``: the system may not resolve its name.
 
-    It is the name itself if SLURM does not know an address.
+    If SLURM does not know an address, this is the name itself.
     """
     try:
         shown = subprocess.run(

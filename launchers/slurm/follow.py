@@ -1,4 +1,4 @@
-"""Follows submitted runs until they end, and reports why a run has failed. Accounting (sacct) is not needed."""
+"""Follows submitted runs until they end, and reports why a run has failed. It needs no accounting (sacct)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ADVICE = {
 
 
 class State(NamedTuple):
-    """A job as squeue shows it: its state, why it waits or has failed, and its nodes in short form, n[1-2]."""
+    """A job in squeue: its state, why it waits or has failed, and its nodes in short form, n[1-2]."""
 
     name: str
     reason: str
@@ -42,18 +42,18 @@ class State(NamedTuple):
 
 
 def wait(jobs: Sequence[Job], poll_s: float, tell: Callable[[str], None]) -> None:
-    """Wait until all ``jobs`` have ended. ``job.error`` is then the error of a job that has failed.
+    """Wait until all ``jobs`` have ended. ``job.error`` is then the error of a failed job.
 
-    If there is only one job, the output of its rank 0 is shown meanwhile.
+    If there is only one job, this prints the output of its rank 0 meanwhile.
 
     Args:
         jobs: The result of ``submit``.
-        poll_s: The time between two queries of the queue, in seconds.
+        poll_s: Seconds between two queries of the queue.
         tell: Called with a line for the user when a job starts to wait, waits for another reason, or starts to run.
 
     Raises:
         Interrupted: On SIGINT or a signal of launchers.stopping, after the jobs were cancelled.
-        LaunchError: If the queue does not answer any more. The jobs are cancelled if possible.
+        LaunchError: If the queue no longer answers. The jobs are cancelled if possible.
     """
     shown = [_show(jobs[0].output, sys.stdout), _show(jobs[0].errors, sys.stderr)] if len(jobs) == 1 else []
     answered = time.monotonic()
@@ -82,7 +82,7 @@ def wait(jobs: Sequence[Job], poll_s: float, tell: Callable[[str], None]) -> Non
 
 
 def look(jobs: Iterable[str]) -> dict[str, State]:
-    """Return the states of those of ``jobs`` that the queue knows (it forgets a job minutes after its end).
+    """Return the states of the ``jobs`` that the queue knows. It forgets a job minutes after its end.
 
     Raises:
         LaunchError: If the queue does not answer.
@@ -97,7 +97,7 @@ def look(jobs: Iterable[str]) -> dict[str, State]:
 
 
 def update(job: Job, state: State | None, tell: Callable[[str], None]) -> None:
-    """Update ``job`` with its state in the queue; None if the queue does not know the job (any more)."""
+    """Update ``job`` with its state in the queue; None if the queue does not know the job."""
     if state is None or state.name in _ENDED:
         job.ended = job.ended or time.monotonic()
         late = None in read_reports(job.folder, job.id, job.ranks).values()
@@ -116,7 +116,7 @@ def update(job: Job, state: State | None, tell: Callable[[str], None]) -> None:
 def explain(job: Job, state: State | None) -> LaunchError | None:
     """Return the error that ended ``job`` in its last ``state``; None if all its ranks have done their work.
 
-    It is the error of the rank that failed first, otherwise one with the job's state and the last lines of its output.
+    This is the error of the rank that failed first, or otherwise the state of the job and the last lines of its output.
     """
     reports = read_reports(job.folder, job.id, job.ranks)
     if (state is None or state.name == "COMPLETED") and all(report == {} for report in reports.values()):
@@ -145,7 +145,7 @@ def explain(job: Job, state: State | None) -> LaunchError | None:
 
 
 def _deaths(text: str) -> Iterator[Death]:
-    """Yield how tasks have ended, in the order in which srun says so. Of several in a line, the first is named."""
+    """Yield how tasks have ended, in the order of the lines of srun. Of several tasks in a line, the first is named."""
     numbers = {signal.strsignal(number): number for number in signal.valid_signals()}
     for task, code, words in re.findall(_ENDED_TASK, text, re.MULTILINE):
         if code or words in numbers:
@@ -153,7 +153,7 @@ def _deaths(text: str) -> Iterator[Death]:
 
 
 def _cancel(jobs: Sequence[Job]) -> str:
-    """Cancel the jobs that have not ended; return in words which ones are cancelled or may still run."""
+    """Cancel the jobs that have not ended; return in words which jobs are cancelled or may still run."""
     ids = [job.id for job in jobs if not job.done]
     names = f"job{'s' * (len(ids) > 1)} {', '.join(ids)}"
     try:
@@ -164,7 +164,7 @@ def _cancel(jobs: Sequence[Job]) -> str:
 
 
 def _show(path: Path, stream: TextIO) -> Iterator[None]:
-    """Each time that this is resumed, print the lines that were added to ``path``, without SLURM's own lines."""
+    """Each time that this is resumed, print the new lines of ``path``, without the lines of SLURM itself."""
     offset, rest = 0, b""
     while True:
         with suppress(OSError), open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Queues runs: launchers/train.sbatch is filled in and passed to sbatch. No command used here needs accounting."""
+"""Queues runs: fills in launchers/train.sbatch and passes it to sbatch. No command here needs accounting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.errors import LaunchError
 _ROOT = Path(__file__).resolve().parents[2]
 _TEMPLATE = _ROOT / "launchers" / "train.sbatch"
 _COMMAND_S = 30.0
-_SUBMIT_S = 300.0  # long, because a job that is queued after sbatch has timed out would run unnoticed
+_SUBMIT_S = 300.0  # long: a job that is queued after a time-out of sbatch would run unnoticed
 # The options of sbatch on which the launcher relies to follow a job, or which it has as its own options.
 _RESERVED = {
     "array", "error", "export", "nodes", "ntasks", "ntasks-per-node", "output", "parsable", "signal", "test-only",
@@ -36,8 +36,8 @@ class Job:
         ranks: The number of its processes.
         done: Whether it has ended. ``follow.wait`` sets this and the attributes below.
         error: The error with which it has failed; None if it has not failed.
-        shown: The last line about it that was shown to the user.
-        ended: When the queue first reported that it has ended, or did not know it.
+        shown: The last line about it on the console.
+        ended: When the queue first reported its end, or did not know it.
     """
 
     id: str
@@ -69,7 +69,7 @@ def submit(
     name: str,
     env: Mapping[str, str] | None = None,
 ) -> list[Job]:
-    """Queue a job for each of ``log_dirs``, all of the same shape, as one array if there are several.
+    """Queue a job for each of ``log_dirs``, all of the same shape; several are one array.
 
     Args:
         arguments: The arguments of Python in each task of each job, such as ["-m", "module", "argument"]. The code
@@ -77,7 +77,7 @@ def submit(
         log_dirs: For each job, the folder for the logs of the ranks other than 0.
         options: The section ``launcher`` of the configuration (conf/schema.py).
         processes: The number of ranks of each job.
-        folder: The folder for the script, the output of rank 0 and the ranks' reports, which all nodes must share.
+        folder: The folder for the script, the output of rank 0 and the reports of the ranks. All nodes must share it.
         name: The name of the jobs.
         env: More environment variables for the ranks.
 
@@ -113,7 +113,8 @@ def submit(
         "export": "ALL",  # also where SBATCH_EXPORT=NONE is set
         **{str(key).replace("_", "-"): value for key, value in (options.sbatch or {}).items()},
     }
-    # The ranks run in a container (pyxis: container_image). With sbatch, the script would, which calls srun.
+    # The ranks run in a container (pyxis: container_image). As options of sbatch, these would put the script there, too,
+    # which calls srun.
     container = {key: flags.pop(key) for key in list(flags) if re.match(r"(no-)?container", key)}
     python = "python" if "container-image" in container else sys.executable
     script = folder / "job.sh"
@@ -147,7 +148,7 @@ def check_options(options: Any) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, since it may contain secrets. Its folder is made if missing."""
+    """Write a file that only this user can read: it may contain secrets. Its folder is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     path.write_text(text, encoding="utf-8")
@@ -175,7 +176,7 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def _script(command: Sequence[str], setup: Sequence[str], env: Mapping[str, str], srun: Sequence[str]) -> str:
-    """Return the template with the shell lines ``setup``, the variables ``env``, and ``command`` in place of its own.
+    """Return the template with the shell lines ``setup``, the variables ``env`` and the given ``command``.
 
     ``srun`` are options of srun.
     """

@@ -18,8 +18,8 @@ from launchers.stopping import Stopped
 from launchers.worker import fail, redirect_output
 from launchers.world import World, restarts
 
-# The signal that announces the time limit. launchers/train.sbatch blocks it from the first instruction on, so it is
-# never delivered and cannot end the workers of a data loader. launchers.stopping checks whether it is pending.
+# The signal that announces the time limit. launchers/train.sbatch blocks it from the first instruction on. It is never
+# delivered, so it cannot end the workers of a data loader. launchers.stopping checks whether it is pending.
 SIGNAL = signal.SIGUSR2
 MAX_REQUEUES = 100
 _KILLED_S = 120.0
@@ -44,8 +44,8 @@ def read_reports(folder: Path, job: str, ranks: int) -> dict[int, dict | None]:
 def work(entry: Callable[[World], None], folder: Path, log_dir: Path, max_requeues: int) -> None:
     """Run ``entry(world)`` as one task of a job, and leave a report on how it has ended.
 
-    An exception ends the process with code 1, without any clean-up that could wait for a peer. After Stopped the job is
-    queued again.
+    An exception ends the process with code 1, without any clean-up that could wait for a peer. After Stopped, the job
+    is queued again.
 
     Args:
         entry: The work of the task.
@@ -76,9 +76,9 @@ def requeued(world: World, max_requeues: int = MAX_REQUEUES) -> Iterator[None]:
     """Queue this job again if the block raises Stopped, and wait until SLURM ends this attempt.
 
     Raises:
-        LaunchError: If the job was queued again ``max_requeues`` times already, or once and has trained no step since;
-            if the queue refuses; or if the block was stopped by SIGTERM, which means that the job was cancelled or that
-            SLURM itself queues it again.
+        LaunchError: If the job was queued again ``max_requeues`` times already; if it was queued again and has trained
+            no step since; if the queue refuses; or if SIGTERM stopped the block: then the job was cancelled, or SLURM
+            itself queues it again.
     """
     try:
         yield
