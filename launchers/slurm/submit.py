@@ -113,8 +113,8 @@ def submit(
         "export": "ALL",  # also where SBATCH_EXPORT=NONE is set
         **{str(key).replace("_", "-"): value for key, value in (options.sbatch or {}).items()},
     }
-    # The ranks run in a container (pyxis: container_image). As options of sbatch, these would put the script there, too,
-    # which calls srun.
+    # The ranks run in a container (pyxis: container_image). Options of sbatch would put the script there, too, which
+    # calls srun.
     container = {key: flags.pop(key) for key in list(flags) if re.match(r"(no-)?container", key)}
     python = "python" if "container-image" in container else sys.executable
     script = folder / "job.sh"
