@@ -107,7 +107,7 @@ class MappedFile:
 
 @contextmanager
 def downloading(what: str, way_out: str) -> Iterator[None]:
-    """Limit how long a server may not answer inside the block, and add a fix to the error if the download fails.
+    """Limit the time that a server has to answer inside the block, and add a fix to the error of a failed download.
 
     Raises:
         DataError: If the download fails or hangs. The message ends with ``way_out``. The OSError of a full disk is not

@@ -110,23 +110,23 @@ class Source(ABC):
 
 
 def check_at_least(least: int, **options: float) -> None:
-    """Raise DataError, which names the key, if an option of a data set is below ``least``."""
+    """Raise DataError with the name of the key if an option of a data set is below ``least``."""
     for name, value in options.items():
         if value < least:
             raise DataError(f"data.{name}={value}: it must be at least {least}")
 
 
 def check_fractions(fractions: Mapping[str, float], prefix: str = "") -> None:
-    """Raise DataError, which names the keys, if fractions to hold out are negative, or leave nothing to train on."""
+    """Raise DataError with the keys if fractions to hold out are negative, or leave nothing to train on."""
     if min(fractions.values(), default=0) < 0 or sum(fractions.values()) >= 1:
         named = " and ".join(f"{prefix}{key}={value}" for key, value in fractions.items())
         raise DataError(f"{named} must be 0 or more, and less than 1 together")
 
 
 def by_part(starts: np.ndarray, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each part that has some of the positions, [b], with the indices of these.
+    """Yield (part, indices): a part that contains some of ``positions``, [b], and the indices of these positions.
 
-    ``starts``, [parts + 1], are the position at which each part begins, and the end of the last one.
+    ``starts``, [parts + 1], has the first position of each part, and the end of the last part.
     """
     part_of = np.searchsorted(starts, positions, side="right") - 1
     for part in np.unique(part_of).tolist():

@@ -87,7 +87,7 @@ class PublishedImages(ImageData):
     Samples to validate on are always the same training images, with equal shares of each class.
 
     Attributes:
-        folds: One of so many training images is used to validate.
+        folds: One in ``folds`` training images is held out to validate.
         way_out: The fix for missing or damaged files, for messages.
         augmentation: The function that augments training images; None if they are not augmented.
     """

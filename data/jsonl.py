@@ -265,11 +265,11 @@ class BucketedRows(TokenRows, VariableLength):
 def encoded_rows(
     rows: RowFiles, indices: np.ndarray, row_tokens: RowTokens, convert: Callable[..., list] | None = None, **how: Any
 ) -> list:
-    """Return what ``convert`` makes of rows, int [b]; by default their tokens and which of them count in the loss.
+    """Read rows and convert them. By default, return the tokens of each row and which of them count in the loss.
 
     Args:
         rows: The files.
-        indices: The rows.
+        indices: The numbers of the rows, int [b].
         row_tokens: The form of rows.
         convert: A function of the rows, in place of RowTokens.encode.
         how: ``most`` and ``threads``: see RowTokens.encode.
@@ -299,14 +299,14 @@ def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int, cache_dir: s
 
 
 class RowFiles(ABC):
-    """Files of rows, in the state that they had when this object was made.
+    """Files of rows. A file that changes after this object was made is an error when it is read.
 
     No file stays open between reads, so threads, forked and spawned processes can share the object, and the number of
     files is not limited.
 
     Attributes:
         files: The files.
-        size: Their bytes, of compressed files those of their content.
+        size: Their total size in bytes. Compressed files count with their content.
         key: A hash of the files and their state, for the cache.
         option: The option that names the fields of texts.
     """
@@ -314,7 +314,7 @@ class RowFiles(ABC):
     option: str
 
     def __init__(self, files: Sequence[Path], read: Sequence[Path] | None = None):
-        """Note the state of files, which are absolute paths. ``read`` are those with their content, if others."""
+        """Record the state of files (absolute paths). ``read``: the unpacked files; None if none is packed."""
         self.files = list(files)
         self._read = self.files if read is None else list(read)
         self._stamps = [_stamp(os.stat(path)) for path in self._read]
@@ -432,7 +432,7 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
 
 
 def chat_hint(names: Sequence[str]) -> str:
-    """Return what to type for the first of these fields, which hold chats, as the end of a message; empty for none."""
+    """Return the end of a message: what to type for the first of these fields with chats; empty if there are none."""
     return f"; {names[0]!r} is a chat: type {CHATS}{names[0]}" if names else ""
 
 

@@ -116,7 +116,7 @@ class VariableLength(Source):
 
 
 class Steps:
-    """The samples of the steps that have one size of the global batch, and do not vary in length.
+    """The batches of consecutive steps with one global batch size, for samples of fixed length.
 
     An epoch permutes the samples, unless the source is ordered, and its steps use them in turn. This is a pure function
     of (seed, epoch, step) that does not depend on replicas.
@@ -126,11 +126,11 @@ class Steps:
         size: The samples of a step, over all replicas.
         done: The last step that had another size; 0 if there is none.
         epoch: The epoch of the next step.
-        row: The number of samples of that epoch that are used already.
+        row: The number of samples of that epoch that earlier steps used.
     """
 
     def __init__(self, source: Source, size: int, seed: int, before: Steps | None = None, done: int = 0):
-        """Begin with the step and the sample after those of ``before``, which ends with the step ``done``."""
+        """Continue after the step ``done``, the last one of ``before``, with the next sample of the epoch."""
         self.source, self.size, self.seed, self.done, self._before = source, size, seed, done, before
         self.epoch = self.row = 0
         if before is not None:
@@ -194,12 +194,12 @@ class Buckets(Steps):
         return indices[np.sort(by_length[order], axis=1)]
 
     def _left(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions in the order from which these steps take them."""
+        """Return the samples at these positions of an epoch in the order that earlier steps left."""
         before = self._before if self.first(epoch) else None
         return super().order(epoch, positions) if before is None else before.order(epoch, positions)
 
     def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions of an epoch as these steps use them; then those that they leave."""
+        """Return the samples at these positions of an epoch: those of these steps in their order, then the rest."""
         numbers, places = np.divmod(positions - self.first(epoch), self.size)
         used = {n: self._batch(epoch, n) for n in np.unique(numbers).tolist() if n < self.count(epoch)}
         places = zip(numbers.tolist(), places.tolist(), self._left(epoch, positions).tolist(), strict=True)
@@ -475,7 +475,7 @@ def read_in_processes(batches: Dataset, steps: range, num_workers: int) -> Itera
 
 
 class _InWorker(Dataset):
-    """The batches as a worker sends them, which is as arrays, through its pipe.
+    """The batches as arrays, which a worker sends through its pipe.
 
     Tensors would be sent through /dev/shm, which is small in a container (64 MB in Docker), and a batch that does not
     fit is lost without an error in the process that waits for it.

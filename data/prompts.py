@@ -93,7 +93,7 @@ class RowTokens:
     Attributes:
         fields: The fields that are read of each row.
         messages: The field of the chat; None if rows are no chats.
-        key: Everything on which the tokens depend, except for the rows.
+        key: Everything that determines the tokens, except for the rows.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class RowTokens:
         return [self._text(i, row) for i, row in enumerate(rows)]
 
     def counts(self, chat: Chat, role: str) -> bool:
-        """Return whether what a role says in a chat counts in the loss."""
+        """Return whether the messages of a role in a chat count in the loss."""
         if role == "assistant" or self.template is None or not self._overlap_only:
             return role == "assistant"
         more = [{**m, "content": f"{m.get('content', '')}x"} if m["role"] == role else m for m in chat.messages]
@@ -198,7 +198,7 @@ class RowTokens:
         return len({sum(end - start for start, end in spans) for spans in both}) > 1
 
     def reads(self, *keys: str) -> bool:
-        """Return whether the template has one of these keys of messages."""
+        """Return whether the template names one of these keys of messages."""
         return self.template is not None and any(key in self.template.text for key in keys)
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:

@@ -15,8 +15,8 @@ class SeenRows:
     """Numbers of rows that were checked.
 
     Attributes:
-        rows: The number of rows, also of those that were not encoded.
-        lengths: For each encoded row, the number of its inputs, and of those before the first target that counts.
+        rows: The number of rows, encoded or not.
+        lengths: For each encoded row, the number of inputs, and of inputs before the first target that counts.
         roles: For each role of chats, the number of messages, and whether they count in the loss.
         unread: For each key of messages that does not occur in the template, the number of messages.
     """

@@ -107,7 +107,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def _ask(template: ChatTemplate, request: Any) -> Any:
-    """Return the answer of a template's process to a request. If there is none, end the process, raise DataError."""
+    """Send a request to a template's process and return the answer. Without one, end the process, raise DataError."""
     line = json.dumps(request, default=str).encode() + b"\n"  # Parquet has dates and decimals
     try:
         process = _idle[template].pop()

@@ -56,7 +56,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
 
 class TokenWindows(Source):
-    """Language-model samples of T = seq_len tokens, cut one after the other from a sequence of n tokens.
+    """Language-model samples of T = seq_len tokens: consecutive parts of a sequence of n tokens.
 
     Sample i has the inputs tokens[i*T : i*T + T] and as targets the token that follows each. There are therefore
     (n - 1) // T samples, and every token except for the first and a remainder at the end is predicted exactly once.

@@ -1,4 +1,4 @@
-"""English that every machine with this project has: PyTorch's documentation of its own functions."""
+"""English text on every machine with this project: PyTorch's documentation of its functions."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Vocabulary(ABC):
             yield np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
 
     def first_tokens(self, texts: Sequence[str], most: int | None, **how: Any) -> list[list]:
-        """Return at most the first ``most`` tokens of each text, and encode little more; None: all.
+        """Return the first ``most`` tokens of each text (None: all). Only the beginning of a long text is encoded.
 
         ``how`` are the further arguments of ``tokens``.
         """
@@ -137,16 +137,16 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False, placed: bool = False) -> list[Any]:
-        """Return the tokens of each text or part of a text, as int; ``placed``: each with its place, as Placed.
+        """Return the tokens of each text or part of a text; with ``placed``, each with its place (see Placed).
 
         Special tokens in it are recognized; GPT-2's <|endoftext|> only if the text was ``rendered`` by a template.
         """
 
     def difference(self, folder: Path, reader: str = "AutoTokenizer") -> str | None:
-        """Return a text for which a class of transformers reads other tokens in a folder, with both.
+        """Return a text that a tokenizer of transformers, read from ``folder``, encodes differently, with both results.
 
-        None if there is none among some that tokenizers treat differently, or if transformers is not installed or does
-        not read the folder.
+        The texts are some that tokenizers treat differently. Returns None if all have the same tokens, if transformers
+        is not installed, or if it does not read the folder.
         """
         if importlib.util.find_spec("transformers") is None:
             return None
@@ -417,7 +417,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
-    """Return the tokens that a run adds to GPT-2's, in their order, each with its description or None.
+    """Return the tokens that a run adds to GPT-2's, in order, each with its description or None.
 
     The value is a mapping, its JSON text (as typed on the command line), or None for no tokens.
 
