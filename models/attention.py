@@ -1,7 +1,7 @@
-"""Causal self-attention, with a cache of keys and values for texts that are continued token by token.
+"""Causal self-attention, with a cache of keys and values for generating a text token by token.
 
-All layers of such a model must use the cache (``Chain.continues``): attention layers keep their keys and values in it,
-and layers that add positions get the positions of the tokens from it.
+All layers of a model with ``Chain.continues`` must use the cache: attention layers keep their keys and values in it,
+and layers that add positions read the positions of the tokens from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class KeyValueCache:
     """Keys and values of all attention layers; slot i of a row belongs to the row's position i.
 
     The first forward takes whole texts from position 0 on, padded at the end. Attention is causal, so no token sees the
-    padding after it. Each further forward takes one token per row, whose position ``advance`` sets.
+    padding after it. Each further forward takes one token per row. ``advance`` sets the positions of these tokens.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -46,9 +46,9 @@ class KeyValueCache:
         return torch.arange(length, device=device) if self._positions is None else self._positions[:, None]
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep a layer's new keys and values and attend to all of them: all [b, heads, t, width], as is the result.
+        """Keep a layer's new keys and values, and attend to all kept ones. All tensors are [b, heads, t, width].
 
-        Keys and values may have fewer heads, each for a group of query heads.
+        Keys and values may have fewer heads. Several query heads then share each of them.
         """
         if self._visible is None:
             b, heads, t, width = k.shape
@@ -92,7 +92,7 @@ def caching(layers: nn.Module, cache: KeyValueCache | None) -> Iterator[None]:
 
 
 class CausalAttention(UsesCache, nn.Module):
-    """The part of attention that the language models have in common: everything between its two projections."""
+    """Attention between the projection to queries, keys and values and the output projection."""
 
     def __init__(self, width: int, dropout: float) -> None:
         """``width`` is that of each head."""
@@ -100,9 +100,9 @@ class CausalAttention(UsesCache, nn.Module):
         self.width, self.attention = width, CausalAttentionDropout(dropout)
 
     def attend(self, projected: Tensor) -> Tensor:
-        """Attend with queries, keys and values that lie side by side, [b, t, 3 c] -> [b, t, c].
+        """Attend with queries, keys and values side by side, [b, t, 3 c] -> [b, t, c].
 
-        A rank that has some of the heads gives their columns alone.
+        A rank with some of the heads passes only the columns of these heads.
         """
         b, t, c = projected.shape[0], projected.shape[1], projected.shape[2] // 3
         q, k, v = (part.view(b, t, -1, self.width).transpose(1, 2) for part in projected.split(c, dim=2))

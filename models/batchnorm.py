@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# (x [b, c, ...], weight [c], bias [c], eps, moments [2, c]) -> normalised x. It writes x's mean and unbiased variance
+# (x [b, c, ...], weight [c], bias [c], eps, moments [2, c]) -> normalized x. It writes x's mean and unbiased variance
 # into ``moments``, which is finite.
 Normalise = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
 
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor) -> Tensor:
-    """Normalise x [b, c, ...] by its own statistics over all but the channels; see ``Normalise``."""
-    # With momentum 1 torch writes the micro-batch's statistics into the buffers of the running statistics (0 times the
-    # old values are added, which must be finite), so that no further kernel is needed to compute them.
+    """Normalize x [b, c, ...] by its own statistics over all dimensions but the channels; see ``Normalise``."""
+    # With momentum 1, torch writes the micro-batch's statistics into the buffers of the running statistics, without a
+    # further kernel. It adds 0 times the old values, so these must be finite.
     mean, variance = moments.unbind()
     return F.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
 
@@ -31,7 +31,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
     """The base class of the layers below: torch's layers (same keys, same numbers) for steps of several micro-batches.
 
     Attributes:
-        normalise: How a micro-batch is normalised in training. A strategy may set one that works across replicas.
+        normalise: The function that normalizes a micro-batch in training. A strategy may set one for all replicas.
         moments: [2, c] mean and unbiased variance of the newest micro-batch.
     """
 
@@ -55,7 +55,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.moments.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [b, c, ...]."""
+        """Normalize [b, c, ...]."""
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)
@@ -63,7 +63,7 @@ class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def become(norm: nn.Module, kind: type[StepBatchNorm]) -> None:
-    """Make a BatchNorm of torch one of these, with all that belongs to it."""
+    """Turn a BatchNorm of torch into a layer of this ``kind``, in place."""
     norm.__class__, norm.normalise = kind, normalise  # pyright: ignore  # torch's stub knows tensors and modules only
     # Not saved in checkpoints, because every step sets it.
     moments = torch.stack((norm.running_mean, norm.running_var)).zero_()  # pyright: ignore[reportArgumentType]

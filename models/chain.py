@@ -190,7 +190,7 @@ class LayerSpec:
 
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
-    """Raise ModelError for what the copies that are trained, or checkpoints, would not have, and the like."""
+    """Raise ModelError for properties that the trained copy of a module, or a checkpoint, would lack."""
     for name, layer in module.named_modules(prefix=prefix):
         kind = type(layer).__name__
         if isinstance(layer, torch.jit.ScriptModule):
@@ -255,7 +255,7 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
 
 
 def keep_tensors(layer: nn.Module) -> None:
-    """Make buffers of the tensors that modules hold beside their parameters and buffers, so that these move too."""
+    """Turn tensors that are plain attributes of modules into buffers, so that they move with the modules."""
     for module in layer.modules():
         for key in [key for key, value in vars(module).items() if isinstance(value, Tensor)]:
             module.register_buffer(key, vars(module).pop(key), persistent=False)
@@ -323,19 +323,19 @@ class Chain:
         initialise: (full module name, module) -> None, called once for every submodule that holds parameters or buffers
             itself, under a seed made of the name, so that no module's numbers depend on another's. If one of them has
             no ``reset_parameters()`` (``nn.MultiheadAttention``), its layer is first constructed under a seed made of
-            the layer's name. None: every layer keeps the numbers that its constructor draws under this seed.
+            the layer's name. None: each layer keeps the numbers that its constructor draws under that seed.
         limits: The limits of the model on its inputs, such as {"positions": 1024, "vocabulary": 50304}.
         channels_last: Whether images are computed faster with their channels innermost in memory.
         embedding: The name of the token embedding's weight, if the vocabulary can grow (``model.extra_tokens``).
-        continues: Whether a text can be continued with a ``models.attention.KeyValueCache``, which every layer must use
-            that reads other tokens, or positions.
+        continues: Whether a text can be continued with a ``models.attention.KeyValueCache``. Every layer that reads
+            other tokens or positions must use it.
         hugging_face: How Hugging Face stores such a model, if it has one (``models.huggingface``).
         fingerprint: The fingerprint of weights that the chain contains instead of drawing them from the run's seed. It
             must be equal on all ranks.
         base: The chain whose layers are frozen and have adapters here (``models.lora``).
         cut: How layers are cut among ranks, by patterns of module names (``models.cut``); empty: they cannot be.
-        prove: Raises ModelError if the layers do not compute what the model computes from which they were made; called
-            once before a run. None: there is no other model.
+        prove: Raises ModelError if the layers do not compute the same as the model from which they were made. It is
+            called once before a run. None: there is no such model.
     """
 
     layers: Sequence[LayerSpec]
@@ -417,7 +417,7 @@ class Chain:
     ) -> Layers:
         """Build layers with their initial weights.
 
-        A tied weight whose owner is in another stage is drawn here again, with the owner's layer::
+        If the owner of a tied weight is in another stage, the weight is drawn again, with the owner's layer::
 
             stage 0                        stage 1
             embedding.wte.weight  ------>  head.lm_head.weight

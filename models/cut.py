@@ -5,8 +5,8 @@ A region of a layer begins with products that are cut by ``Columns`` and ends wi
     x whole --> columns of rank 0 --> ... --> rows of rank 0 --+
             \-> columns of rank 1 --> ... --> rows of rank 1 --+--> sum, whole
 
-What lies between computes with fewer columns (heads) than the whole layer has, and must not mix them. Such a table is
-all that a model says; ``parallel.axes.tensor`` does the rest::
+Between the two, a rank computes with a part of the layer's columns (heads), and must not mix them. A model only says
+this table; ``parallel.axes.tensor`` does the rest::
 
     cut = {
         "h.*.attn.c_attn": Columns(groups=3, unit=64),  # queries, keys and values side by side, heads of 64
@@ -38,8 +38,8 @@ class Columns:
     Attributes:
         groups: How many equal matrices lie side by side in it. Each is cut by itself.
         unit: How many neighbouring outputs stay together: the width of a head.
-        shared: Whether several other heads use each of these, as of keys and values. There may be fewer of them than
-            ranks, which then compute all of them and use one.
+        shared: Whether several query heads use each head, as for keys and values. If there are fewer heads than ranks,
+            each rank computes all of them and uses one.
     """
 
     groups: int = 1
@@ -53,7 +53,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Rows:
-    """Divides the inputs of an ``nn.Linear``, as ``Columns`` has left them. The ranks' results are added up."""
+    """Divides the inputs of an ``nn.Linear`` that ``Columns`` has divided. The results of the ranks are summed."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
 
 
 def own_computation(module: nn.Module) -> str:
-    """Return what a linear layer or an embedding computes beyond torch's own; empty if nothing."""
+    """Return what a linear layer or an embedding computes in addition to torch's layer; empty if nothing."""
     if isinstance(module, nn.Embedding) and (module.padding_idx is not None or module.max_norm is not None):
         return "padding_idx or max_norm"
     own = type(module).forward not in (nn.Linear.forward, nn.Embedding.forward)
@@ -208,7 +208,7 @@ def own_computation(module: nn.Module) -> str:
 
 
 def check_pairs(table: Mapping[str, CutOf], layer: str, module: nn.Module) -> None:
-    """Check that a layer with divided outputs also adds its parts up. Raises ModelError."""
+    """Check that a layer with ``Columns`` has ``Rows``, too, and the other way around. Raises ModelError."""
     cuts = {name: cut_of(table, name) for name, _ in module.named_modules(prefix=layer)}
     kinds: dict[type, list[str]] = {}
     for name, cut in cuts.items():

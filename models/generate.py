@@ -20,8 +20,8 @@ class Draws:
     Attributes:
         temperature: Logits are divided by it; 0: always the likeliest token.
         top_k: Draw among this many of the likeliest tokens; None: all.
-        top_p: Draw among the fewest likeliest tokens whose probabilities add up to this much, in (0, 1], of the tokens
-            that ``top_k`` leaves.
+        top_p: Of the tokens that ``top_k`` leaves, draw among the smallest set of the likeliest tokens with this total
+            probability, in (0, 1].
         seed: The seed. Tokens are drawn on the CPU, so that equal logits give equal tokens on every device.
     """
 
@@ -56,8 +56,8 @@ def generate(
         positions: The model sees at most this many of the newest tokens. None: all.
         vocab_size: Only tokens below it are drawn (the model's vocabulary may be padded).
         device: The device of the model.
-        cached: Whether keys and values are kept, which the model must support (``Chain.continues``). They are kept
-            until the longest text exceeds ``positions``, because then every token changes the position of all others.
+        cached: Whether keys and values are kept. The model must support it (``Chain.continues``). They are kept until
+            the longest text exceeds ``positions``: from then on, each new token changes the positions of all tokens.
     """
     texts = [list(prompt) for prompt in prompts]
     longest = max(map(len, texts)) + count

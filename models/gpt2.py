@@ -1,6 +1,6 @@
 """GPT-2: pre-norm Transformer decoder with learned positions, tanh GELU, biases and a tied head.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; sizes and initialisation as in
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; sizes and initialization as in
 the released code. ``models.huggingface`` maps names and shapes onto Hugging Face's checkpoints, both ways.
 """
 

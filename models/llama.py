@@ -1,7 +1,7 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU, most often a tied head.
 
 Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), SmolLM2, Qwen2.5 (biases on queries, keys and values)
-and Qwen3 (normalised queries and keys). Names, sizes and numbers are those of transformers' ``LlamaForCausalLM``,
+and Qwen3 (normalized queries and keys). Names, sizes and numbers equal those of transformers' ``LlamaForCausalLM``,
 ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``.
 """
 
@@ -57,7 +57,7 @@ def frequencies(size: Size, device: torch.device) -> Tensor:
 
 
 class Attention(UsesCache, nn.Module):
-    """Causal self-attention [b, t, n_embd] -> same; each head of keys serves a group of query heads."""
+    """Causal self-attention [b, t, n_embd] -> same. Several query heads share each head of keys and values."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ class Size:
         n_embd: The width; independent of ``n_head`` times ``head_dim``.
         n_layer: Number of layers.
         n_head: Query heads.
-        kv_heads: Heads of keys and values, each of which serves n_head / kv_heads query heads.
+        kv_heads: Heads of keys and values. n_head / kv_heads query heads share each of them.
         head_dim: The width of a head, even.
         mlp_width: The width between the projections of an MLP.
         vocab_size: Words, padding included.
@@ -29,7 +29,7 @@ class Size:
             original_max_position_embeddings. None: they are not stretched.
         norm_eps: Added to the mean square in a norm.
         qkv_bias: Whether the projections to queries, keys and values have biases (Qwen2).
-        qk_norm: Whether each head's queries and keys are normalised (Qwen3).
+        qk_norm: Whether each head's queries and keys are normalized (Qwen3).
         tied: Whether the head is the embedding.
         init_std: The standard deviation of the initial weights.
     """
@@ -64,7 +64,7 @@ SIZES = {
     "tinyllama-1.1B": Size(2048, 22, 32, 4, 64, 5632, 32000, 2048, tied=False),
 }
 
-KEYS = {  # this project's names, and those of Hugging Face's config.json
+KEYS = {  # this project's names: the names in Hugging Face's config.json
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp_width": "intermediate_size",
     "vocab_size": "vocab_size", "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",

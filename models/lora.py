@@ -20,7 +20,7 @@ from models.fused_cross_entropy import FusedHead
 
 
 class Factor(nn.Linear):
-    """One of an adapter's two matrices; the first, A, is drawn as torch draws a linear layer."""
+    """A matrix of an adapter. The first one, A, is initialized as torch initializes a linear layer."""
 
 
 class ZeroFactor(Factor):
@@ -34,8 +34,8 @@ class ZeroFactor(Factor):
 class FrozenLinear(nn.Linear):
     """A linear layer that is not trained, [..., in] -> [..., out].
 
-    Autocast casts its weight again for every micro-batch, and every cast would be kept for the backward. Here the
-    weight is cast again in the backward.
+    Autocast casts the weight for every micro-batch, and torch would keep each cast weight for the backward. Here the
+    backward casts the weight again.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,9 +133,9 @@ def merge(layers: nn.Module) -> None:
 
 
 def _why_refused(chain: Chain) -> dict[str, str]:
-    """Return, for each module that has a weight, why it cannot have an adapter; "" if it can."""
+    """Return {module with a weight: the reason why it cannot have an adapter, or "" if it can}."""
     modules = dict(chain.skeleton().named_modules())
-    # torch's encoder layer and a fused head use the weights of these layers without calling the layers.
+    # torch's encoder layer and a fused head read the weights of these layers, but do not call the layers.
     uncalled = {part for m in modules.values() if isinstance(m, nn.TransformerEncoderLayer) for part in m.children()}
     uncalled |= {m.projection for m in modules.values() if isinstance(m, FusedHead)}
     tied = {*chain.tied, *chain.tied.values()}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.errors import ModelError
 
 IGNORED = -100  # torch's own ignore_index
-# Names of the other numbers in a step's record of metrics.jsonl.
+# Names in a step's record of metrics.jsonl that metrics cannot have.
 _RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped"}
 
 
@@ -48,9 +48,9 @@ replicas = Replicas()
 def gather(features: Any) -> Any:
     """Return the rows of all replicas, in the order of the global batch, for a loss or a layer that compares samples.
 
-    The gradient of a replica's rows is the sum of what all replicas give them. A loss that computes the whole batch's
-    value on each replica, and returns its ``Sums``, thus trains as in one process. All replicas must call it equally
-    often. The samples that fill up the last batch of an evaluation are left out.
+    The gradient of a replica's rows is the sum of the gradients from all replicas. If a loss computes the value of the
+    whole batch on each replica and returns its ``Sums``, it trains as in one process. All replicas must call this
+    function equally often. It leaves out the samples that fill up the last batch of an evaluation.
 
     Args:
         features: [b, ...], or a tuple of such tensors.
@@ -194,7 +194,7 @@ def is_by_sample(loss: Any) -> bool:
 def loss_of(layer: Any) -> Callable[..., Any] | None:
     """Return the method ``loss`` of a last layer that computes the loss itself; None for other layers.
 
-    A loss of torch that a layer keeps under this name is not one.
+    An attribute ``loss`` that is a module, such as a loss of torch, is not this method.
     """
     loss = getattr(layer, "loss", None)
     return loss if callable(loss) and not isinstance(loss, nn.Module) else None

@@ -54,7 +54,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the default generators of the host and of ``device``, and of no other device.
+    """Seed the default generators of the host and of ``device``, but of no other device.
 
     The host's is seeded, too, because ``torch.rand(())``, which may decide whether a layer is skipped, draws there.
     ``torch.manual_seed`` seeds every backend, which takes 60 times as long, for each layer of each micro-batch.
@@ -89,7 +89,7 @@ class Samples:
         first: The first one's index in the global batch.
         seed: The run's seed.
         step: The number of the step.
-        notes: If it is a list, each dropout adds (module, shape of its input) to it, and draws nothing.
+        notes: If it is a list, each dropout module appends (its name, shape of its input) and draws nothing.
     """
 
     count: int
@@ -135,7 +135,7 @@ def forget() -> None:
 
 
 def samples_of(x: Tensor) -> Samples | None:
-    """Return the samples in the rows of ``x``; None outside of a training step, and if its rows are not samples."""
+    """Return the samples in the rows of ``x``; None outside a training step, or if the rows are not samples."""
     samples = getattr(_forward, "samples", None)
     if samples is None:
         samples = _of_seed.get(torch.default_generator.initial_seed())
@@ -145,9 +145,9 @@ def samples_of(x: Tensor) -> Samples | None:
 
 
 class Part(NamedTuple):
-    """Which elements of a whole sample a rank has that shares the layer with others (``parallel.axes.tensor``).
+    """The elements of a sample on one of several ranks that divide a layer (``parallel.axes.tensor``).
 
-    Of each ``period`` neighbouring elements of the whole it has ``length``, from ``start`` on.
+    Of every ``period`` consecutive elements of the whole sample, the rank has ``length``, from ``start`` on.
     """
 
     length: int
@@ -161,8 +161,8 @@ class BySample(nn.modules.dropout._DropoutNd):
     Attributes:
         full_name: The module's name in the whole chain.
         spread: The first dimension along which all elements share a random number; None: each has its own.
-        part: Takes the shape of a mask and the number of samples. Returns which part of a whole sample's mask it is, or
-            None if it is all of it. None: always all of it.
+        part: (shape of a mask, number of samples) -> the part of a whole sample's mask; None for the whole mask. If the
+            attribute is None, masks are always whole.
     """
 
     full_name = ""
@@ -224,7 +224,7 @@ class CausalAttentionDropout(Dropout):
             generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
             seed = samples.seed_of_call(self.full_name)
             part = None if self.part is None else self.part(q.shape, samples.count)
-            if part is not None:  # of the heads; each rank has others
+            if part is not None:  # each rank has its own heads
                 seed = derive_seed(seed, part.start)
             for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
                 generator.manual_seed(derive_seed(seed, samples.first + i))
@@ -257,12 +257,12 @@ def _threshold(p: float) -> int:
 
 
 def _mask(mask: Tensor, seed: int, first: int, count: int, p: float, part: Part | None = None) -> Tensor:
-    """Fill ``mask``, [count r, ...] and contiguous, with 0 for dropped elements and 1 / (1 - p) for the others."""
+    """Fill a contiguous ``mask`` [count r, ...] with 0 for dropped elements and 1 / (1 - p) for kept ones."""
     rows = mask.view(count, -1)
     size, device = rows.shape[1], mask.device
     starts = torch.arange(first, first + count, device=device).mul_(SAMPLE).add_(seed)[:, None]
     steps = torch.arange(size, device=device)
-    if part is not None:  # where they are in the whole
+    if part is not None:  # their positions in the whole sample
         steps = steps // part.length * part.period + part.start + steps % part.length
     steps.mul_(ELEMENT)
     each = max(1, (_CPU_BLOCK if device.type == "cpu" else _OTHER_BLOCK) // max(size, 1))
@@ -272,7 +272,7 @@ def _mask(mask: Tensor, seed: int, first: int, count: int, p: float, part: Part 
 
 
 def _mixed(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser without its last shift, which does not change the high bits. ``z`` is overwritten."""
+    """Hash as SplitMix64 does, but without the last shift, which does not change the high bits. Overwrites ``z``."""
     shifted = (z >> 30).bitwise_and_(2**34 - 1)
     z.bitwise_xor_(shifted).mul_(FACTOR_1)
     torch.bitwise_right_shift(z, 27, out=shifted).bitwise_and_(2**37 - 1)

@@ -84,7 +84,7 @@ def chain_of_module(build: Callable[[], nn.Module], loss: Any) -> Chain:
 
 
 def names_of_module(weights: dict[str, Tensor], tied: dict[str, str], layers: Sequence[str]) -> dict[str, Tensor]:
-    """Return a chain's weights as ``load_state_dict`` takes them, of the module from which the chain was made.
+    """Return a chain's weights for ``load_state_dict`` of the module from which the chain was made.
 
     Args:
         weights: The weights, by the chain's names.
@@ -96,7 +96,7 @@ def names_of_module(weights: dict[str, Tensor], tied: dict[str, str], layers: Se
 
 
 def prefix_of(layers: Sequence[str]) -> str:
-    """Return the beginning that a chain's names have before the names of the module from which it was made."""
+    """Return the prefix of a chain's names that the module's own names do not have."""
     return f"{MODULE}." if list(layers) == [MODULE] else ""
 
 
@@ -120,7 +120,7 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
 
 
 def _is_plain_sequential(net: nn.Module) -> bool:
-    """Return whether ``net`` only computes its children, without hooks or parameters beside theirs, for example."""
+    """Return whether ``net`` only computes its children in order, without hooks and parameters beside them."""
     own = vars(net)
     if isinstance(net, torch.jit.ScriptModule):
         return False
