@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -61,7 +62,11 @@ def read_job(folder: Path) -> Job | None:
 
 def read_jobs(folder: Path) -> list[tuple[Path, Job]]:
     """Return every job below the sweep directory ``folder`` with its directory, by number."""
-    found = [(path.parent, job) for path in folder.rglob(JOB) if (job := read_job(path.parent)) is not None]
+    found = []
+    for path, names, files in os.walk(folder):
+        if JOB in files and (job := read_job(Path(path))) is not None:
+            found.append((Path(path), job))
+            names.clear()  # a run's checkpoints and logs contain no jobs
     return sorted(found, key=lambda pair: pair[1].num)
 
 
