@@ -140,13 +140,12 @@ def _has_workers(cfg: Root) -> bool:
 
 def to_text(composed: Composed) -> str:
     """Return the configuration for the console: the typed words, or with print_config=true all of it."""
-    from training.reporting.console import describe_configuration
-
     if composed.cfg.print_config:
         shown = {key: value for key, value in mask_secrets(to_dict(composed.cfg)).items() if key != COMMAND}
         return OmegaConf.to_yaml(OmegaConf.create(shown)).rstrip()
     chosen, changes = composed.differences()
-    return describe_configuration(chosen, mask_secrets(changes))
+    lines = [" ".join(f"{group}={option}" for group, option in chosen.items()), " ".join(mask_secrets(changes))]
+    return "\n".join(filter(None, lines))
 
 
 # -- the ways to run -------------------------------------------------------------------------------------------------

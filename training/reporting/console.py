@@ -37,12 +37,6 @@ def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
     return "  ".join([*results, f"({extent})"] if extent else results)
 
 
-def describe_configuration(choices: Mapping[str, str], changes: Sequence[str]) -> str:
-    """Return the configuration of a run: the option of each group, and the other typed words."""
-    lines = [" ".join(f"{group}={option}" for group, option in choices.items()), " ".join(changes)]
-    return "\n".join(filter(None, lines))
-
-
 def columns(lines: Sequence[Sequence[str]]) -> str:
     """Return lines of cells as a table; a line may end early."""
     whole = [line for line in lines if len(line) == len(lines[0])]

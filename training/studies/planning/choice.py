@@ -100,7 +100,7 @@ def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] =
     if queued and not (cfg.parallel.name == AUTO and on_paper(cfg)):
         raise PlanError(
             f"{key} measures this machine, and launcher=slurm runs on others: type parallel=auto with cluster=NAME of "
-            "conf/cluster, or type the number"
+            "conf/cluster, or the layout itself, such as parallel=ddp parallel.chunks=2"
         )
     found, setup = predict_on_paper(cfg) if queued else predict_here(cfg)
     off = paper_is_off(cluster_of(cfg)[0], found) if queued else [_HERE_IS_OFF]
