@@ -131,7 +131,8 @@ def take(config: DictConfig) -> None:
     kind = "sweep" if sweeps else "run"
     name, key = config.hydra[kind].dir, f"hydra.{kind}.dir"
     if not name:
-        raise TrainingError(f"{key} is empty: name a directory, or leave it out for one below {'multirun' if sweeps else 'outputs'}/")
+        default = "multirun/" if sweeps else "outputs/"
+        raise TrainingError(f"{key} is empty: name a directory, or leave it out for one below {default}")
     if name.startswith("~"):  # a folder of this name would be made, which `rm -r ~` does not mean
         raise TrainingError(f"{key}={name}: ~ is not replaced here; write a whole path, such as $HOME/runs/a")
     folder = Path(name)
