@@ -1,10 +1,10 @@
 """The output of a run.
 
-recorder.py       where numbers go while a run trains: metrics.jsonl, loggers, progress bar
+recorder.py       writes the numbers of a run to metrics.jsonl, the loggers and the progress bar
 loggers.py        the interface of loggers, and the one for CSV files
 *_run.py          wandb, TensorBoard, MLflow
-progress.py       the progress bar, and the time that is left
-environment.py    what a run was made with: commit, machine, packages, command
+progress.py       the progress bar with the remaining time
+environment.py    the environment of a run: commit, machine, packages, command
 metrics.py        metrics.jsonl and other files of numbers
 summary.py        summary.json, at the end
 console.py        the text on the console: configuration, plan, mode=plan's table of memory, results

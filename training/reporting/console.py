@@ -13,13 +13,13 @@ if TYPE_CHECKING:  # both import torch
     from planner.memory import Memory
 
 _RESULTS = ("best_val_loss", "test_loss", "test_accuracy", "test_perplexity")
-_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # how far a bubble is above the ideal, and how many times it, to print the reason
+_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # the reason of a bubble is printed if it exceeds the ideal by both
 
 
 def number(name: str, value: float | None) -> str:
-    """Return a result as the console shows it everywhere: losses with 3 decimals, or 4 digits if they are below 1.
+    """Format a result for the console. Losses have 3 decimals, or 4 digits if they are below 1.
 
-    The name determines the kind of number: "loss", "val_accuracy", "test_perplexity". None, as files have it, is NaN.
+    The name determines the format: "loss", "val_accuracy", "test_perplexity". None stands for NaN, as in JSON files.
     """
     if value is None:
         return "nan"
@@ -32,13 +32,13 @@ def number(name: str, value: float | None) -> str:
 
 
 def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
-    """Return an evaluation's results in one line, with the part of the split that it covers, if not all of it."""
+    """Format an evaluation's results in one line, with the evaluated part of the split if that is not all of it."""
     results = [f"{name} {number(name, value)}" for name, value in record.items()]
     return "  ".join([*results, f"({extent})"] if extent else results)
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells as a table; a line may end early."""
+    """Format lines of cells as a table. A line may have fewer cells than the first one."""
     whole = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
@@ -47,8 +47,8 @@ def columns(lines: Sequence[Sequence[str]]) -> str:
 def describe_plan(setup: Any) -> str:
     """Describe the model, the data and the layout: stages with their layers and parameters, and the split of a batch.
 
-    If the cost of the stages was measured, their fractions of it are shown, otherwise those of all parameters, copies
-    of tied ones included.
+    Each stage is shown with its fraction of the measured cost, or of all parameters if no cost was measured. Copies of
+    tied parameters count.
     ``setup`` is the ``training.run.setup.Setup`` of the run.
     """
     from parallel.axes import axes_of
@@ -123,8 +123,11 @@ def describe_results(
 ) -> str:
     """Return a run's results, its speed, and the directory of its files.
 
-    ``extents`` is the evaluated part of the split "val" or "test", if not all of it. ``idle`` is the reason why a
-    bubble may be far above the ideal.
+    Args:
+        summary: The content of summary.json.
+        run_dir: The directory of the run.
+        extents: The evaluated part of the splits "val" and "test", unless that is all of the split.
+        idle: Why the bubble is above the ideal; empty if this is unknown.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -145,7 +148,7 @@ def describe_results(
 
 
 def call_of(words: Iterable[str], given: Iterable[str] | None = None) -> str:
-    """Return the command with some words, or a Python program's call, with the names of the objects ``given``."""
+    """Return a command line with these words, or a call of ``training.train`` with the names of ``given`` objects."""
     if given is None:
         return shlex.join(["python", "train.py", *words])
     return f"training.train({', '.join([*map(json.dumps, words), *(f'{name}=...' for name in given)])})"
@@ -158,7 +161,7 @@ def what_to_type(link: str, length: Sequence[str], typed: Sequence[str], python:
         link: The checkpoint or run directory.
         length: The overrides for the length of the training, and for the learning rate if a longer run would restart
             its schedule.
-        typed: The words that the user typed and that a checkpoint does not keep.
+        typed: The typed words that are not saved in a checkpoint.
         python: Whether to return calls for a Python program.
     """
     given = () if python else None

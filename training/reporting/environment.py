@@ -24,8 +24,8 @@ _GIT_NEEDS = ("PATH", "HOME", "XDG_CONFIG_HOME")
 def describe(command: list[str] | None = None) -> dict[str, Any]:
     """Describe the commit, machine, packages and command of this run.
 
-    The result has neither environment variables nor the host's name. Values that cannot be determined are None. This
-    asks torch for GPUs, so call it in a process that may use them.
+    Environment variables and the host's name are left out. Values that cannot be determined are None. Call this only
+    in a process that may use GPUs, because it asks torch for them.
 
     ``command`` is the command line, ``sys.argv`` if None; its secrets are masked.
     """
@@ -44,15 +44,15 @@ def describe(command: list[str] | None = None) -> dict[str, Any]:
 
 
 def git_state(tracked_file: str | Path = __file__) -> tuple[str | None, bool | None]:
-    """Return the commit of this project's checkout, and whether files were changed; both None if it is not a checkout.
+    """Return the commit of this project's checkout, and whether files were changed. Both are None without a checkout.
 
-    This asks git about a file, not a folder, because a copy of the project inside another repository is not part of it.
+    Git is asked about a file, because a copy of the project in another repository must not be taken for a checkout.
     """
     file = Path(tracked_file).resolve()
     folder = file.parent
     # Git must not get variables of a run's configuration (GIT_CONFIG_…, GIT_DIR), which could make it start a program.
     kept = {name: os.environ[name] for name in _GIT_NEEDS if name in os.environ}
-    # Without optional locks, so that recording a run cannot make a commit fail that is made at the same time.
+    # Optional locks could make a simultaneous commit fail.
     git = partial(_run, "git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), env=kept)
     if git("ls-files", "--error-unmatch", file.name) is None:
         return None, None

@@ -24,7 +24,7 @@ class Job:
         num: The job's number.
         overrides: The words of its command line, one value each, with secrets masked.
         status: The state of the job.
-        error: The whole text of its error: a message that a user can act on, or a traceback.
+        error: The text of its error: a message for the user, or a traceback.
         seconds: The time from its start to its end.
     """
 
@@ -35,7 +35,7 @@ class Job:
     seconds: float | None = None
 
     def is_same(self, other: Job) -> bool:
-        """Return whether both jobs have the same overrides, apart from the checkpoint that they resume from."""
+        """Return whether both jobs have the same overrides, ignoring ``train.resume``."""
         ours, theirs = ([word for word in job.overrides if word[:13] != "train.resume="] for job in (self, other))
         return ours == theirs
 
@@ -46,7 +46,7 @@ def write_job(folder: Path, job: Job) -> None:
 
 
 def update_job(folder: Path, status: Status, **changes: Any) -> None:
-    """Change the record in ``folder``, if there is one."""
+    """Change the record in ``folder``. Does nothing if there is no record."""
     if (job := read_job(folder)) is not None:
         write_job(folder, replace(job, status=status, **changes))
 
@@ -92,5 +92,5 @@ def label(job: Job, keys: list[str]) -> str:
 
 
 def short(value: str) -> str:
-    """Return a value in short form: a number with many digits, as a sweeper draws it, is rounded to six."""
+    """Return a value in short form: numbers with more than six decimals are rounded to six digits."""
     return f"{float(value):.6g}" if re.fullmatch(r"-?\d*\.\d{7,}(e-?\d+)?", value) else value

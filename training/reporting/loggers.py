@@ -1,4 +1,4 @@
-"""The loggers that ``logger=`` and ``loggers=`` select, and what they have in common."""
+"""The interface of the loggers that ``logger=`` and ``loggers=`` select, and loggers without a service."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NoLogger(Logger):
 class CsvLogger(NoLogger):
     """Writes metrics.csv when the run ends: one line per step, with the evaluation after it.
 
-    It reads metrics.jsonl, which has every record, those of a resumed run in order.
+    The records are read from metrics.jsonl, which has those of a resumed run in order.
     """
 
     def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, file: str = "metrics.csv") -> None:
@@ -58,7 +58,7 @@ class Loggers:
     """Several loggers as one. If a logger raises, it is removed after a warning, and the run continues.
 
     Attributes:
-        all: The loggers, without ``NoLogger`` and those that have raised.
+        all: The active loggers: all except ``NoLogger`` and those that have raised an error.
     """
 
     def __init__(self, sections: Mapping[str, Any], build: Callable[[str, Any], Logger]) -> None:
@@ -79,7 +79,7 @@ class Loggers:
         self._call("log", record, step)
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
-        """Show a histogram in the loggers that can show it.
+        """Show a histogram in all loggers that have this method.
 
         Args:
             name: Its name, such as "gradients/head.weight".

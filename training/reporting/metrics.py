@@ -1,4 +1,4 @@
-"""The files with a run's numbers: ``metrics.jsonl``, written line by line, and JSON files, replaced as a whole."""
+"""The files of a run's numbers: ``metrics.jsonl``, written line by line, and JSON files, written as a whole."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ log = logging.getLogger("training")
 class MetricsFile:
     """A file with one JSON object per line, each written to the operating system immediately.
 
-    A full or unwritable disk does not end the training: lines that cannot be written wait in memory and are written
-    as soon as that is possible again. There is one warning per outage. The file contains whole lines only. If it was
-    removed, a new one is begun after a warning.
+    A full or unwritable disk does not end the training: lines are kept in memory until they can be written. There is
+    one warning per outage. The file contains whole lines only. If the file was removed, a warning is logged and a new
+    one is begun.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -85,7 +85,7 @@ class MetricsFile:
 def truncate_after(path: Path, step: int) -> None:
     """Cut a ``metrics.jsonl`` off before the first record whose "step" is larger, or that is not a JSON object.
 
-    A run that is resumed after ``step`` writes those records again. This needs no free space. If the file cannot be
+    A run that resumes after ``step`` writes the removed records again. No free space is needed. If the file cannot be
     changed, a warning is logged.
     """
     try:
@@ -132,7 +132,7 @@ def write_or_warn(path: str | os.PathLike, data: bytes | str) -> None:
 
 
 def write_table(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write records as a CSV file; its columns are their keys, in the order in which they first occur."""
+    """Write records as a CSV file. The columns are the keys of all records, in order of first occurrence."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for record in records for key in record)))
         writer.writeheader()
@@ -149,7 +149,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a ``metrics.jsonl``.
 
-    A missing file has no records. The list ends before a line that a killed run has left half written.
+    The list is empty if the file is missing. It ends before an incomplete line, which a killed run may leave.
     """
     records = []
     with suppress(OSError):
@@ -161,7 +161,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def after_warmup(seconds: Sequence[float]) -> Sequence[float]:
-    """Return the durations without those of the first steps, in which a run warms up (compilation, allocator, caches).
+    """Return the durations of steps without the warm-up (compilation, allocator, caches).
 
     Args:
         seconds: The duration of each step, in order.

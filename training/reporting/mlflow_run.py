@@ -16,7 +16,7 @@ _LONGEST_VALUE = 500  # characters of a parameter that every server accepts
 class MlflowRun:
     """One MLflow run; a resumed training continues the same.
 
-    MLflow cannot take points back: of a step that is logged again, the first values are kept.
+    MLflow cannot remove points: if a step is logged again, its first values are kept.
     """
 
     requires = "mlflow-skinny"

@@ -1,4 +1,4 @@
-"""The direction of a metric, and the metric of a run that says which weights are the best (``train.monitor``)."""
+"""The metric that decides which weights of a run are the best (``train.monitor``), and the direction of metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conf.messages import nearest
 
 LOSS = "val_loss"
 MINIMIZE, MAXIMIZE = "minimize", "maximize"
-# Numbers of summary.json besides those of evaluations.
+# Numbers of summary.json, without results of evaluations.
 SUMMARISED = "final_loss first_loss step_time_s samples_per_s tokens_per_s peak_memory_bytes bubble_fraction".split()
 _KEYS = ("train.monitor", "train.monitor_direction")
 _WORDS = {
@@ -25,7 +25,7 @@ _WORDS = {
         comet em exact match spearmanr agreement true tpr tnr likelihood loglikelihood throughput mfu""",
 }  # fmt: skip
 _DIRECTIONS = {word: direction for direction, words in _WORDS.items() for word in words.split()}
-# Behind these stands the point at which a metric is taken: tpr_at_fpr_1, bits_per_byte.
+# The rest of the name says at which point a metric is measured: tpr_at_fpr_1, bits_per_byte.
 _POINT = re.compile(r"_(?:at|per|to|vs|given)_|@")
 _UNCLEAR = set(
     """gap drop std var variance delta diff difference change ratio scale weight threshold minus reduction improvement
@@ -34,7 +34,7 @@ _UNCLEAR = set(
 
 
 class Monitor(NamedTuple):
-    """A metric of evaluations, by which weights are compared.
+    """A metric of evaluations to compare weights by.
 
     Attributes:
         name: The metric.
@@ -51,7 +51,8 @@ class Monitor(NamedTuple):
         Args:
             train: The section ``train``.
             name: The metric; None for ``train.monitor``.
-            typed: Its direction; None for ``train.monitor_direction`` if that is of this metric, or else by the name.
+            typed: Its direction; None for ``train.monitor_direction`` if ``name`` is ``train.monitor``, or else the
+                direction that the name tells.
             keys: The keys of the metric and of its direction, for the error.
 
         Raises:
@@ -67,7 +68,7 @@ class Monitor(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """The factor with which less is better."""
+        """1 if less is better, -1 if more is better."""
         return -1 if self.direction == MAXIMIZE else 1
 
     def is_better(self, value: float, best: float | None) -> bool:
@@ -76,7 +77,7 @@ class Monitor(NamedTuple):
 
 
 def direction_of(name: str) -> str | None:
-    """Return "minimize" or "maximize" for a number of a run; None if its name does not tell which is better.
+    """Return "minimize" or "maximize" for the name of a number; None if the name does not tell the direction.
 
     The last known word decides: "top1_error" is an error, "val_dice_loss" a loss.
     """
@@ -95,7 +96,7 @@ def _known(word: str) -> str | None:
 
 
 def _parts(token: str) -> list[str]:
-    """Return a token as it is if it is a known word, otherwise the words that its capitals begin: valLoss."""
+    """Split a token at its capitals, such as valLoss, unless it is a known word."""
     return [token] if _known(token) else re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+|\d+", token)
 
 

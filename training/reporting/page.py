@@ -15,7 +15,7 @@ def render(path: Path, about: Mapping[str, Any] | None, **shown: Any) -> str:
     Args:
         path: The page's own template, which extends ``layout`` and fills in its blocks ``title`` and ``content``.
         about: Commit, versions and machine, as ``training.reporting.describe`` returns them; None if unknown.
-        **shown: What the template may use; it is escaped.
+        **shown: Further variables of the template. Their values are escaped.
     """
     layout = template(Path(__file__).with_name("page.html.jinja"), html=True)
     return template(path, html=True).render(layout=layout, about=about, **shown)

@@ -1,4 +1,4 @@
-"""What a user watches: the progress of a run, and how long the rest takes."""
+"""The progress of a run or a command, with the remaining time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ STEPS_IN_AVERAGE = 30
 
 
 class Progress:
-    """The one line that a user watches: a bar on a terminal, plain lines everywhere else.
-
-    Shows step, loss, throughput and time left.
-    """
+    """Shows step, loss, throughput and remaining time: as a bar on a terminal, otherwise as plain lines."""
 
     def __init__(self, total_steps: int, first_step: int = 1) -> None:
         """Open the bar if standard error is a terminal. An evaluation has no steps, and no bar."""
@@ -42,11 +39,11 @@ class Progress:
             )
 
     def update(self, record: Mapping[str, Any], note: str = "") -> None:
-        """Show the record of a step, with a remark at the end of the line.
+        """Show the record of a step, with a note at the end of the line.
 
-        If the stream is not a terminal, only the first and the last step and one per ``SECONDS_BETWEEN_LINES`` are
-        shown. Use ``say`` for messages that must always be shown. The time left is by the pace of the last
-        ``STEPS_IN_AVERAGE`` steps, without the first one, which includes compiling and warming up.
+        Without a terminal, only the first step, the last step and one step per ``SECONDS_BETWEEN_LINES`` are shown. Use
+        ``say`` for messages that must always be shown. The remaining time is estimated from the last
+        ``STEPS_IN_AVERAGE`` steps. The first step does not count, because it includes compilation and warm-up.
         """
         now, step = time.monotonic(), record["step"]
         self._recent.append((now, step))
@@ -81,7 +78,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words, in two units: ``45 s``, ``1 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """Format seconds in at most two units: ``45 s``, ``1 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     rest = max(0, round(seconds))
     for size, name, smaller, smaller_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if rest >= size:
@@ -90,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def progress(done: int, total: int, since: float) -> str:
-    """Return how far a command is, and how long the rest takes at the same pace: ``18 of 27, 3 min 5 s left``.
+    """Format the progress and the remaining time of a command: ``18 of 27, 3 min 5 s left``.
 
     ``since`` is the monotonic time at which the first of ``total`` parts began.
     """

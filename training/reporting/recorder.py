@@ -27,14 +27,14 @@ class Recorder:
         self._progress = Progress(total_steps, first_step)
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Return whether metrics.jsonl has a record of ``step`` but no evaluation after it. False on other ranks."""
+        """Return whether metrics.jsonl has ``step`` without an evaluation. This is False on ranks other than 0."""
         if self._logger is None:
             return False
         records = [record for record in read_records(self._run_dir / METRICS) if record.get("step") == step]
         return bool(records) and not any("val_loss" in record for record in records)
 
     def step(self, record: dict[str, Any], note: str = "") -> None:
-        """Write the record of an optimizer step and show it, with a remark, on the progress bar."""
+        """Write the record of an optimizer step, and show it with a note on the progress bar."""
         self.record(record)
         if self._logger is not None:
             self._progress.update(record, note)
@@ -59,7 +59,7 @@ class Recorder:
         """Write summary.json and close everything.
 
         Args:
-            summary: The content of summary.json; None for a failed run, which gets no such file.
+            summary: The content of summary.json; None for a failed run, which has no summary.json.
         """
         if self._logger is None:
             return

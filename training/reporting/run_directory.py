@@ -1,8 +1,8 @@
 """Locks run directories: a directory has one run at a time, and a new run never overwrites another one.
 
-The lock is a POSIX record lock on the file ``.lock``, which names its holder; the system frees it whenever its holder
-ends. Unlike ``flock``, which filelock uses, it is not inherited by the processes that read data: these outlive a killed
-run by seconds, and the run must be able to resume before that.
+The lock is a POSIX record lock on the file ``.lock``, which names its holder. The system frees the lock when the holder
+ends. The processes that read data outlive a killed run by seconds. They would inherit an ``flock``, which filelock
+uses, but not this lock, so the run can be resumed at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def hold(folder: Path) -> None:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # another process has the lock: EAGAIN or, in POSIX, EACCES
+        except (BlockingIOError, PermissionError):  # another process holds the lock: EAGAIN or EACCES
             holder = printable(os.pread(descriptor, 200, 0).decode(errors="replace"))
             os.close(descriptor)
             if time.monotonic() > deadline:
@@ -76,7 +76,7 @@ def hold(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Remove the lock of a directory if this process holds it, and the directory if it was only made for the lock."""
+    """Remove the lock that this process holds, and the directory if it was made for the lock and is empty."""
     descriptor, made = _held.pop(folder.resolve(), (None, []))
     if descriptor is None:
         return
@@ -101,9 +101,9 @@ def locked_directories() -> Iterator[None]:
 
 @contextmanager
 def removed_if_unused(run_dir: Path, files: Path | None) -> Iterator[None]:
-    """Remove the files of the configuration from a run directory if the block fails and has left nothing else there.
+    """If the block fails, remove the configuration's files from a run directory that contains nothing else.
 
-    The directory itself then goes with its lock.
+    The directory itself is removed with its lock.
     """
     try:
         yield
@@ -133,7 +133,7 @@ def take(config: DictConfig) -> None:
     if not name:
         default = "multirun/" if sweeps else "outputs/"
         raise TrainingError(f"{key} is empty: name a directory, or leave it out for one below {default}")
-    if name.startswith("~"):  # a folder of this name would be made, which `rm -r ~` does not mean
+    if name.startswith("~"):  # a folder named ~ would be made, and `rm -r ~` removes the home folder
         raise TrainingError(f"{key}={name}: ~ is not replaced here; write a whole path, such as $HOME/runs/a")
     folder = Path(name)
     try:
@@ -155,9 +155,9 @@ def take(config: DictConfig) -> None:
 
 
 def check_free(folder: Path, cfg: DictConfig | Root) -> None:
-    """Check that a directory holds no run but the one that ``train.resume`` continues there. Raises TrainingError.
+    """Check that a directory holds no run, except one that ``train.resume`` continues. Raises TrainingError.
 
-    An evaluation continues no run: its numbers would replace the run's.
+    An evaluation must not use the directory of a run, because its numbers would replace those of the run.
     """
     resume, trains = cfg.train.resume, getattr(cfg.mode, "name", cfg.mode) != "eval"
     if trains and resume is not None and (resume == "auto" or _is_of(folder.resolve(), expand_home(resume).resolve())):
@@ -173,10 +173,10 @@ def check_free(folder: Path, cfg: DictConfig | Root) -> None:
 
 
 def _is_of(run_dir: Path, resume: Path) -> bool:
-    """Return whether a path to resume from is a run directory or one of its checkpoints, and not a run within it."""
+    """Return whether a path to resume from is the run directory itself or one of its checkpoints."""
     return resume == run_dir or resume.is_relative_to(run_dir / "checkpoints")
 
 
 def started_again() -> bool:
-    """Return whether torchrun or a queue has restarted this rank: then the run directory is that of the same run."""
+    """Return whether torchrun or a queue has restarted this rank, which then continues the run in the directory."""
     return World.detect() is not None and restarts() > 0

@@ -33,7 +33,8 @@ class Outcome:
         skipped: The number of steps without an update.
         checkpoint: The newest checkpoint.
         seconds: The duration of each step of this process.
-        terms: The number of targets that counted in the losses of those steps; of a text, its tokens without padding.
+        terms: The number of targets that counted in the losses of these steps. For text, this is the number of tokens
+            without padding.
     """
 
     steps: int = 0
@@ -59,7 +60,7 @@ class Outcome:
 
 
 class RankResult(NamedTuple):
-    """The results that a rank sends to the others; the intervals of its newest steps are on one clock for all ranks."""
+    """The results that each rank sends to all ranks. The intervals of all ranks are on one clock."""
 
     peak_memory: int
     state_bytes: dict[str, int]
@@ -98,7 +99,7 @@ def state_bytes(strategy: Strategy, state_of: StateOf) -> dict[str, int]:
 def summarize(
     setup: Any, strategy: Strategy, outcome: Outcome, test: dict[str, Any], ranks: list[RankResult]
 ) -> dict[str, Any]:
-    """Return the content of summary.json. ``test`` has the results on the test split, ``ranks`` those of all ranks."""
+    """Return the content of summary.json. ``test`` has the results on the test split, ``ranks`` one entry per rank."""
     plan, step_time, text = strategy.plan, ranks[0].step_time_s, setup.data.seq_len is not None
     samples = plan.global_batch_size / step_time if step_time else None
     monitor, bubble = Monitor.of(setup.cfg.train), None

@@ -41,11 +41,11 @@ class TensorBoardRun:
             self._writer.close()
 
     def _open(self, step: int, after: bool = False):
-        """Return the writer. If it begins with a record ``after`` a step, the step itself is of the resumed run."""
+        """Return the writer. ``after`` is whether the record follows ``step``, as an evaluation does."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Hides records that a killed run has written after the step that it now resumes from.
+            # Hides the records of a killed run that are newer than the step to resume from.
             self._writer = SummaryWriter(str(self._folder), purge_step=step + after)
             self._writer.add_text("config", _as_code(self._config), step)
         return self._writer

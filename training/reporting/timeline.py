@@ -96,7 +96,7 @@ def _span(ranks: Mapping[int, Sequence[Interval]]) -> tuple[float, float]:
 
 
 def _rows(axes: Axes, ranks: Mapping[int, Sequence[Interval]], width: float) -> list[Patch]:
-    """Draw the rows of ``draw`` in a figure of a width in inches, and return the legend's handles."""
+    """Draw one row per rank, and return the handles of the legend. The width of the figure is in inches."""
     everything = [i for step in ranks.values() for i in step]
     first, last = _span(ranks)
     span = 1e3 * (last - first)
@@ -211,13 +211,13 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
 
 
 def step_of_median_duration(ranks: Sequence[Steps], steps: Sequence[int]) -> int:
-    """Return the one of ``steps``, indices from the end, that has the median span of work over all ranks."""
+    """Return the step with the median span of work over all ranks. ``steps`` are indices from the end."""
     spans = [step_seconds(ranks, index) for index in steps]
     return steps[spans.index(median_low(spans))]
 
 
 def _events(pid: int, tid: int, rank: int, steps: Mapping[int, Sequence[Interval]], origin: float) -> list[dict]:
-    """Return a rank's events: a thread for its work, and as many for its receives as overlap."""
+    """Return a rank's events: one thread for its work, and as many threads as receives overlap."""
     events = []
     free: list[float] = []  # when each thread of receives becomes free
     for number, step in steps.items():

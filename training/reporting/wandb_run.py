@@ -31,12 +31,13 @@ _BEGINS, _BLOCK, _PIECE, _ENDS_RECORD = b":W&B\xe1\xbe\x00", 1 << 15, struct.Str
 class WandbRun:
     """One wandb run, kept in ``run_dir/wandb``; only one may be open in a process.
 
-    Starting and finishing wait no longer than their timeouts. The commit and the machine's load are stored; its name,
-    the environment and the command line are not. wandb itself does not notice a full disk.
+    Starting and finishing wait no longer than their timeouts. The commit and the machine's load are stored. The
+    machine's name, the environment and the command line are not. wandb itself does not notice a full disk.
 
     The run's id is kept in ``run_dir/wandb_id.txt``: a resumed training continues the same online run, and
-    ``wandb sync`` merges its offline parts. If a resumed run is offline, earlier parts are cut off where it continues,
-    and it begins with the records of metrics.jsonl that they lack, because a killed process loses those of up to 15 s.
+    ``wandb sync`` merges its offline parts. A resumed offline run first cuts off earlier parts at the step where it
+    continues. Then it logs the records of metrics.jsonl that these parts lack, because a killed process loses the
+    records of up to 15 s.
     Uploaded parts cannot be cut off: their steps are not logged again.
     """
 
@@ -66,7 +67,7 @@ class WandbRun:
         self._logged = -1  # the last step of earlier parts
         try:
             Path.home()
-        except RuntimeError:  # a user of a number alone, as in containers
+        except RuntimeError:  # a user without a name, as in containers
             os.environ["HOME"] = str(self._run_dir)
         with _service_ended_on_error():
             self._run: Any = self._start_online() if mode == "online" else None
@@ -174,9 +175,9 @@ def _end_service() -> None:
 
 
 def _last_step_kept(folder: Path, before: float) -> int:
-    """Cut off what the offline parts of a run have from a step on, and return the last step that a part has then.
+    """Cut the offline parts of a run off before a step, and return the last remaining step of all parts.
 
-    A part without steps is removed, as ``wandb sync`` stops at a file that a killed process has hardly begun.
+    Parts without a step are removed, because ``wandb sync`` stops at a file with an incomplete beginning.
     """
     last = -1
     for path in folder.glob("*run-*/run-*.wandb"):
@@ -191,7 +192,7 @@ def _last_step_kept(folder: Path, before: float) -> int:
 
 
 def _last_record(path: Path, before: float) -> tuple[int, int]:
-    """Return the last step before ``before`` in a file of wandb's, and where the last whole record up to it ends."""
+    """Return the last step below ``before`` in a wandb file, and the offset where its last record ends."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     content, at, record, step, end = path.read_bytes(), len(_BEGINS), b"", -1, 0
