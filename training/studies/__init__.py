@@ -1,4 +1,4 @@
-"""Questions that many runs answer: which layout is fastest, are all layouts equal, what has a sweep found.
+"""Questions that take several runs: which layout is fastest, are all layouts equal, which job of a sweep is best.
 
 planning/      mode=plan and parallel=auto
 verification/  mode=verify

@@ -1,4 +1,4 @@
-"""A run in workers; and a run inside another command: the same training for a few steps, which reports nothing."""
+"""Runs in workers, and short runs: the same training for a few steps, without reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | None = None, **train: Any) -> Any:
-    """Return a configuration that trains for a few steps and reports nothing.
+    """Return a configuration that trains for a few steps without reports.
 
     Args:
         cfg: The configuration of the training.

@@ -1,9 +1,9 @@
 """Which layout is fastest: predictions for a described cluster or for this machine, and short runs that check them.
 
 paper.py       predictions for a described cluster; the tables of any search
-typed.py       the parts of a layout that the user has typed: checks, and what they fix
-choice.py      parallel=auto: measures this machine and writes the fastest layout into the configuration
-trial.py       a run of a few steps that leaves only its measurements
+typed.py       the typed keys of a layout: checks, and the layouts that they allow
+choice.py      parallel=auto: measures this machine and chooses the fastest layout
+trial.py       a run of a few steps to be measured
 comparison.py  mode=compare: runs each strategy's best layout, and shows predicted beside measured
 """
 

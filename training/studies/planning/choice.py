@@ -1,7 +1,7 @@
 """``parallel=auto`` and ``parallel.chunks=auto``: chooses the layout that is predicted to be fastest on this machine.
 
-The choice is made once, before the run's processes start, and written into the configuration, so all ranks and a
-resumed run use the same layout. Measurements run in separate processes and leave nothing behind in this one.
+The choice is made once, before the processes of the run start, so all ranks and a resumed run use the same layout.
+Measurements run in separate processes and change nothing in this one.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from training.studies.planning.typed import check_kept, fixed_of, possible_layou
 
 CHOICES = "choices.json"
 _HERE_IS_OFF = "such predictions were 11 % off on average for six small models on two cores: docs/planner.md"
-_NEAR, _MOST_TRIED = 1.3, 3  # layouts predicted to take at most so much longer than the best are tried, the first few
-_SECONDS = 1.0  # of such a run
+_NEAR, _MOST_TRIED = 1.3, 3  # the first few layouts with predictions up to this factor are tried
+_SECONDS = 1.0  # of such a trial
 _MOST_PROCESSES = 8  # on a CPU
-_RUN = 16 * 2**20  # bytes of a process for the loop and its threads
+_RUN = 16 * 2**20  # bytes that the loop and its threads need in a process
 
 
 def recall(cfg: Root, run_dir: Path) -> Any:
     """Return the configuration with the values that the checkpoint to resume or evaluate was trained with.
 
-    They take the place of ``parallel=auto``; in the same layout also of ``chunks=auto`` and ``balance=time|size``; and
-    for training of ``train.precision=auto``.
+    They replace ``parallel=auto`` and, for training, ``train.precision=auto``. In the same layout, they also replace
+    ``chunks=auto`` and ``balance=time|size``.
 
     Args:
         cfg: The configuration.
@@ -84,11 +84,12 @@ def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] =
     Args:
         cfg: The configuration.
         run_dir: Where choices.json is written.
-        world: The ranks that exist already, None where this process will start them.
+        world: The ranks that exist already; None if this process will start them.
         words: The command line, for the commands to copy.
 
     Raises:
-        PlanError: Nothing can be measured (ranks that exist already, modes that do not train), or nothing fits.
+        PlanError: Nothing can be measured, because the ranks exist already or the mode does not train. Or no layout
+            fits.
     """
     key = "parallel=auto" if cfg.parallel.name == AUTO else "parallel.chunks=auto"
     queued = cfg.launcher.name != "local"
@@ -117,9 +118,9 @@ def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] =
 
 
 def pick(cfg: Root, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
-    """Return the fastest of some layouts, which are sorted by their predicted seconds.
+    """Return the fastest of some layouts, and the measured seconds per step by the layout's name.
 
-    If several predictions are close, a short run of each decides. Also returns their seconds per step, by name.
+    The candidates are sorted by their predicted seconds. If several predictions are close, a short run of each decides.
     """
     if len(few := nearest(candidates)) == 1:
         return few[0], {}
@@ -156,7 +157,7 @@ def compared_with_prediction(run_dir: Path) -> str:
 
 
 def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
-    """Measure this machine, and predict every layout that is not fixed.
+    """Measure this machine, and predict every layout that agrees with the typed keys.
 
     Args:
         cfg: The configuration.
@@ -173,7 +174,7 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
     cuda, states = plan.device_type == "cuda", mean_states(cfg.optim, setup.chain)
     devices = torch.cuda.device_count() if cuda else 1
     memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
-    needed = max(work.kept + 2 * work.output for work in layers)  # of a layer with its input, for a sample
+    needed = max(work.kept + 2 * work.output for work in layers)  # bytes of a sample in a layer, with its input
     pools = [Pool(n, n, whole=True) for n in counts or _counts(fixed, plan.device_type)]
     sharing = max(pool.devices for pool in pools) if cuda else 1
     possible = possible_layouts(setup, pools, fixed, sharing)
@@ -190,7 +191,7 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
 
 
 def _fixed(cfg: Root) -> dict[str, Any]:
-    """Return the fixed keys: those typed beside parallel=auto; beside chunks=auto, all but the chunks."""
+    """Return the fixed keys: the typed ones with parallel=auto, and all except the chunks with chunks=auto."""
     if cfg.parallel.name == AUTO:
         return fixed_of(cfg)
     info = strategy_info(cfg.parallel.name)

@@ -31,7 +31,7 @@ PARTS = ("compute", "bubble", "communication")
 _PAIRS = [f"{what}, {which}" for what in (*PARTS, "GiB") for which in "pm"]  # predicted and measured
 _PROCESSES = (1, 2, 4)  # on a CPU
 _SECONDS = 3.0  # of a trial
-_NAME = 22  # characters of a line of a layout's name beside its bars
+_NAME = 22  # characters of a line in the names beside the bars
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def compare(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] 
 
 
 def to_try(found: Found) -> list[Candidate]:
-    """Return the best layout of each strategy, and the one that trains if no layout is typed: single with chunks=1."""
+    """Return the best layout of each strategy, and the default layout: single with chunks=1."""
     best = [*best_of_each(found).values()]
     untyped = [one for one in found.best if one.layout.strategy == "single" and one.layout.chunks == 1]
     return [*best, *(one for one in untyped[:1] if one not in best)]
@@ -127,7 +127,7 @@ def cells(row: Row) -> list[str]:
 
 
 def sentence(rows: Sequence[Row]) -> str:
-    """Say which layout is best, and by how much."""
+    """Return a sentence about the fastest layout and the one with the least memory."""
     best, *others = rows
     off = sum(abs(row.off) for row in rows) / len(rows)
     small, text = min(rows, key=lambda row: row.trial.peak), f"{best.best.name} is the fastest here"
@@ -145,7 +145,7 @@ def write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: Se
         rows: The fastest first.
         title: The model and the batch.
         commands: The command of each row.
-        problems: Why other strategies have no row.
+        problems: A sentence for each strategy that failed.
         run_dir: Where they are written.
     """
     from training.reporting.plot import embedded
@@ -183,7 +183,7 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 def _bars(rows: Sequence[Row], title: str) -> Any:
-    """Draw two bars for each row: predicted, lighter, above measured."""
+    """Draw two bars for each row: the predicted one, which is lighter, above the measured one."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

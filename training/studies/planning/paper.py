@@ -1,4 +1,4 @@
-"""``parallel=auto`` on paper: the best layouts of a described cluster, and the tables of any search."""
+"""``parallel=auto`` for a described cluster: predicts its best layouts. Also formats the tables of any search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from training.studies.planning import AUTO
 from training.studies.planning.typed import fixed_of, possible_layouts
 
 HERE = "here"  # the option of cluster= that is measured
-# Mean errors of whole tables of measured layouts, by benchmarks/planner.py: with the cluster's file, and with a guessed
+# Mean errors over tables of measured layouts (benchmarks/planner.py): with the cluster's file, and with a guessed
 # network and a device that was not fitted to the table.
 _FITTED_IS_OFF = (
     "such predictions were 2 to 7 % off on average in six tables of measured layouts that devices were fitted to, and "
@@ -46,7 +46,7 @@ _WHERE = "docs/planner.md has the tables, and how to measure a network"
 _MEMORY_IS_OFF = 0.1  # layouts that fit with less to spare are named; see the table of memory in docs/planner.md
 _SHOWN = 10
 _PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
-# Keys of a command that a layout says itself.
+# Keys that the words of a layout set.
 _OF_LAYOUT = ("parallel", *(f"parallel.{key}" for key in (*FREE, *Layout.OPTIONS)))
 _NOT_COPIED = ("mode", "cluster", "hydra")  # sections of a command
 _PAPER = "bf16"  # the precision on paper of train.precision=auto
@@ -81,7 +81,7 @@ def plan_on_paper(cfg: Root, run_dir: Path, words: Sequence[str] = ()) -> str:
 
 
 def paper_is_off(cluster: Cluster, found: Found) -> list[str]:
-    """Return how far predictions for a cluster may be off, and which of the best layouts may not fit after all."""
+    """Return lines about the error of predictions for a cluster, and about layouts that may not fit after all."""
     best = found.best[:_SHOWN]
     tight = [n for n, one in enumerate(best, 1) if one.memory.total > (1 - _MEMORY_IS_OFF) * one.devices.memory]
     warning = (
@@ -122,7 +122,7 @@ def on_paper(cfg: Root) -> bool:
 
 
 def on_job(cfg: Root) -> bool:
-    """Return whether a job of a queue is to run."""
+    """Return whether the run will be a job of a queue."""
     return cfg.launcher.name == "slurm"
 
 
@@ -130,7 +130,7 @@ def cluster_of(cfg: Root) -> tuple[Cluster, str]:
     """Return the configuration's cluster, with the number of nodes of a job, and the precision on it.
 
     Raises:
-        PlanError: A number of it is impossible, or it has no peak for the precision.
+        PlanError: A number of the cluster is impossible, or it has no peak for the precision.
     """
     cluster, precision = read_cluster(to_dict(cfg.cluster)), cfg.train.precision
     precision = _PAPER if precision == "auto" else precision
@@ -160,7 +160,7 @@ def tables(found: Found, setup: Setup, words: Sequence[str], cluster: Cluster | 
         found: The result of a search.
         setup: The run.
         words: The command line.
-        cluster: A described cluster, to show how much of its devices' peak is used, and commands for its queue.
+        cluster: A described cluster, for the column MFU and the commands of its queue; None for this machine.
     """
     peak = cluster and cluster.peak[setup.plan.precision]
     for_job = cluster is not None and cluster.nodes > 1 and not on_job(setup.cfg)
@@ -199,7 +199,7 @@ def tables(found: Found, setup: Setup, words: Sequence[str], cluster: Cluster | 
 
 
 def batchnorm_of(candidate: Candidate, setup: Setup) -> list[str]:
-    """Return a line that names the layout of one process with the same micro-batches; none without BatchNorm."""
+    """Return a line with the layout of one process that has the same micro-batches, if the model has BatchNorm."""
     layout, together = candidate.layout, candidate.layout.dp if setup.cfg.parallel.sync_batchnorm else 1
     samples, chunks = layout.samples * together, layout.chunks * layout.dp // together
     return [

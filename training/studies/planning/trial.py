@@ -1,4 +1,4 @@
-"""A run of a few steps in separate processes, which leaves only its measurements."""
+"""Measures a run of a few steps in separate processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trial:
         busy: Seconds per step in which the busiest rank computed; None on a GPU, where it cannot be measured.
         idle: Seconds per step in which a pipeline's busiest rank waits; None without a pipeline.
         steps: The timelines of the newest steps of a pipeline's ranks.
-        problem: The reason why there are no measurements; empty if there are some.
+        problem: Why there are no measurements; empty if the run has succeeded.
     """
 
     seconds: float = 0.0
@@ -67,7 +67,7 @@ def try_layout(cfg: Root, candidate: Candidate, seconds: float) -> Trial:
 
 
 def _watched(world: World, *run: Any) -> tuple[dict[str, Any], float, float, Sequence[Sequence[Interval]]]:
-    """Run on one rank; return the summary and what ``Watch`` has found."""
+    """Run on one rank. Return the summary and the measurements of ``Watch``."""
     return run_on_rank(world, *run), *Watch.found
 
 
@@ -78,7 +78,7 @@ def _idle(ranks: Sequence[Steps]) -> float:
 
 
 class Watch(Callback):
-    """Finds the seconds of a step, those in which a rank's thread computed, and the newest steps of a pipeline."""
+    """Measures the seconds of a step, the computing time of a rank's thread, and the newest steps of a pipeline."""
 
     found: ClassVar[tuple[float, float, Sequence[Sequence[Interval]]]] = (0.0, 0.0, ())  # in this process
 

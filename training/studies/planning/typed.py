@@ -1,4 +1,4 @@
-"""The keys of ``parallel`` that the user has typed beside ``parallel=auto``: checked before measuring, and kept."""
+"""The keys that the user types with ``parallel=auto``: they are checked before measuring, and kept."""
 
 from __future__ import annotations
 
@@ -62,12 +62,13 @@ def ways_to_divide(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: 
 def possible_layouts(
     setup: Setup, pools: Sequence[Pool], fixed: Mapping[str, Any], most: int
 ) -> dict[Pool, list[PlannedLayout]]:
-    """Return the layouts that a run supports, of each pool that has some. See ``planner.search.layouts``.
+    """Return the layouts that a run supports, by pool. Pools without such a layout are left out.
 
-    Up to ``most`` ranks may share a layer.
+    See ``planner.search.layouts``. Up to ``most`` ranks may divide a layer.
 
     Raises:
-        PlanError: There is none. The message says why, or names the nearest. Or the typed stages are not possible.
+        PlanError: No layout is supported, or the typed stages are impossible. The message gives the reason, or the
+            nearest layout.
     """
     batch, balance, (layers, least) = setup.cfg.train.global_batch_size, fixed.get("balance", "time"), setup.work
     if balance not in BALANCES:
@@ -82,7 +83,7 @@ def possible_layouts(
     if any(found.values()):
         return {pool: supported for pool, supported in found.items() if supported}
     if refused := [layout for each in every.values() for layout in each]:
-        # What a strategy that shares parameters has to say is nearer to what was meant.
+        # The error of a sharded layout explains the typed keys best.
         raise PlanError(problem_of(max(refused, key=lambda layout: layout.shards)))
     typed = [key for key in FREE if key in fixed]
     without_one = [having({other: value for other, value in fixed.items() if other != key}) for key in typed]
@@ -99,10 +100,10 @@ def possible_layouts(
 
 
 def check_kept(saved: Layout, cfg: Root) -> None:
-    """Check that the keys typed beside parallel=auto agree with the checkpoint's layout.
+    """Check that the keys typed with parallel=auto agree with the checkpoint's layout.
 
     Raises:
-        PlanError: They do not.
+        PlanError: A key differs.
     """
     fixed = fixed_of(cfg)
     others = {key: fixed[key] for key in (*FREE, *Layout.OPTIONS) if key in fixed and fixed[key] != getattr(saved, key)}
@@ -115,9 +116,9 @@ def check_kept(saved: Layout, cfg: Root) -> None:
 
 
 def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
-    """Return the function that tells why a layout does not support the model, the optimizer or the typed keys.
+    """Return a function that returns why a layout does not support the model, the optimizer or the typed keys.
 
-    It returns an empty string for a layout that supports them.
+    The function returns an empty string if the layout supports them.
     """
     cfg, chain, found = setup.cfg, setup.chain, setup.examination
     skeleton, passed = chain.skeleton(), set()

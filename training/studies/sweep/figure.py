@@ -22,11 +22,11 @@ _POINTS = 400  # of a loss curve, however long the run
 
 @plot.style()
 def score_figure(table: Table) -> Figure:
-    """Draw the objective against the swept value with the best job marked; of times, the spread of the steps too.
+    """Draw the objective against the swept value, and mark the best job. Times are drawn with their spread.
 
-    One numeric override is the x axis and the others distinguish curves; without a numeric one each job is a bar. Over
-    ``parallel.chunks`` of a pipeline the ideal time is drawn too, see ``ideal_times``. ``table.scored`` must not be
-    empty.
+    One numeric override is the x axis, and the others distinguish curves. Without a numeric override, each job is a
+    bar. Over ``parallel.chunks`` of a pipeline, the ideal time is drawn, too; see ``ideal_times``. ``table.scored``
+    must not be empty.
     """
     axis = numeric_axis(table)
     figure, axes = _canvas(_HEIGHT if axis else max(_HEIGHT, 0.5 + 0.5 * len(table.scored)))
@@ -53,7 +53,7 @@ def loss_figure(table: Table) -> Figure | None:
         # Curves of jobs that train the same lie on each other: their markers take turns, so that all are visible.
         turns = {"marker": "o", "markevery": (_MARKERS * place / len(rows), _MARKERS)}
         axes.plot(*points, c=color, label=row.label, **turns)
-    # One that diverges would flatten all others.
+    # A diverging curve would flatten all others.
     axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(abs(row.curve[0][1]) for row in rows) or 1))
     axes.locator_params("x", integer=True)
     axes.set(xlabel="step", ylabel="training loss")
@@ -62,9 +62,9 @@ def loss_figure(table: Table) -> Figure | None:
 
 
 def numeric_axis(table: Table) -> str | None:
-    """Return the override to draw along x: the chunks if they are swept, else the one with most numbers.
+    """Return the override to draw along x: the chunks if they are swept, or else the one with the most numbers.
 
-    Seeds only tell repetitions apart and are no axis. None if there is no numeric override.
+    Seeds are no axis, because they only distinguish repetitions. None if there is no numeric override.
     """
     counts: dict[str, int] = {}
     for key in table.keys:
@@ -75,7 +75,7 @@ def numeric_axis(table: Table) -> str | None:
 
 
 def ideal_times(rows: list[Row]) -> list[float] | None:
-    """Return the times of a pipeline's rows if splitting the batch into micro-batches cost nothing.
+    """Return the times that a pipeline's rows would have if splitting the batch into micro-batches cost nothing.
 
     That is W / (1 - ideal bubble), or W (m + p - 1) / m for GPipe and 1F1B with m chunks and p stages. W, the time of
     one stage, is the smallest time x (1 - ideal bubble): the curve touches the row that comes nearest to its own ideal,
@@ -135,13 +135,13 @@ def _bars(axes: Axes, table: Table) -> None:
 
 
 def _spread(table: Table, rows: list[Row]) -> np.ndarray | None:
-    """Distances from the median down to the 10th and up to the 90th percentile, [2, rows]; None unless of times."""
+    """Return the distances from the median to the 10th and the 90th percentile, [2, rows]; None if not of times."""
     times = [row.times for row in rows if row.times is not None]
     return np.diff(times).T if table.objective.name == TIME and len(times) == len(rows) else None
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
-    """Add a legend below the axes, where it covers nothing."""
+    """Add a legend below the axes, where it covers no curve."""
     labels = axes.get_legend_handles_labels()[1]
     if 0 < len(labels) <= _LEGEND:
         figure.legend(loc="outside lower center", ncols=2 if max(map(len, labels)) < 36 else 1)

@@ -26,7 +26,7 @@ CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
 @contextmanager
 def reported(config: DictConfig) -> Iterator[None]:
-    """Write the report of the sweep in the block into its directory; exit with code 1 if a job failed."""
+    """Write the report of a sweep when the block ends. Exit with code 1 if a job has failed."""
     set_direction(config)
     try:
         yield
@@ -37,10 +37,10 @@ def reported(config: DictConfig) -> Iterator[None]:
 
 
 def set_direction(config: DictConfig) -> None:
-    """Set the direction of a sweeper that has one, such as optuna; one that is typed must be the objective's.
+    """Set the direction of a sweeper that has one, such as optuna, to that of the objective.
 
     Raises:
-        TrainingError: It is another, or a direction is not known.
+        TrainingError: Another direction was typed, or the direction of the objective is unknown.
     """
     sweep, section = config.sweep, config.hydra.sweeper
     if "direction" not in section:
@@ -58,8 +58,8 @@ def set_direction(config: DictConfig) -> None:
 def _report(config: DictConfig) -> bool:
     """Write sweep.csv, sweep.png (if a job has trained) and report.html, and print the table.
 
-    Returns whether the files are written and no job has failed, been interrupted or, if it should have ended by now, is
-    unfinished.
+    Returns whether the files are written and all jobs have finished. Jobs in a queue that the sweep does not wait for
+    may be unfinished.
     """
     folder, direction = Path(config.hydra.sweep.dir), config.sweep.direction
     table = read_table(folder, config.sweep.objective, direction and direction.name)
@@ -84,7 +84,7 @@ def _report(config: DictConfig) -> bool:
 
 
 def describe(table: Table) -> str:
-    """Format the table for a console, one line per job; the reason why a job has no result ends its line."""
+    """Format the table for the console, one line per job. The line of a failed job ends with the reason."""
     lines = [["job", *table.cells[table.rows[0]]]]
     for row, cells in table.cells.items():
         texts = [str(row.job.num), *cells.values()]
@@ -112,7 +112,7 @@ def results(table: Table) -> Iterator[str]:
 
 
 def _doubt(table: Table, row: Row) -> str:
-    """Why a row with the best speed need not be the fastest: too few steps, or spreads that overlap its own."""
+    """Return why the row with the best speed may not be the fastest: too few steps, or overlapping spreads."""
     times = {other: other.times for other in table.rivals(row) if other.times is not None}
     steps = min(other.timed for other in [row, *times])
     if steps < ENOUGH_STEPS:
@@ -151,7 +151,7 @@ def page(table: Table, command: str) -> str:
 
 
 def _figures(table: Table) -> Iterator[tuple[str, str]]:
-    """Each figure's caption and its picture as an address, where some job has a score."""
+    """Yield the caption and the data URL of each figure. Some job must have a score."""
     from training.reporting.plot import embedded
     from training.studies.sweep.figure import loss_figure, score_figure
 

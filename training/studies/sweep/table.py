@@ -1,4 +1,4 @@
-"""The rows of a sweep: what each job was, how it ended, how long its steps took, and how jobs compare."""
+"""The rows of a sweep: the overrides of each job, its results and the times of its steps, and how jobs compare."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHOWN = (TIME, LOSS, TRAINING_LOSS, "samples_per_s", "tokens_per_s", "peak_memo
 
 
 class Objective(Monitor):
-    """What jobs are compared by: a number of summary.json, or a metric of the validation; "val_loss" is the best."""
+    """The number by which jobs are compared: one of summary.json, or the best value of a validation metric."""
 
     @property
     def title(self) -> str:
@@ -43,13 +43,13 @@ class Objective(Monitor):
 
     @property
     def is_speed(self) -> bool:
-        """Whether it is the time per step, or follows from it."""
+        """Whether it is the time per step, or computed from it."""
         return self.name in (TIME, "samples_per_s", "tokens_per_s")
 
     def of(self, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
-        """Return the number of a run with this summary.json and metrics.jsonl; None where it has none."""
+        """Return the objective of a run with this summary.json and metrics.jsonl; None if the run has none."""
         value = None
-        if self.name.startswith("val_"):  # its own: the best of a run that was resumed may be from before
+        if self.name.startswith("val_"):  # of this job: the best value of a resumed run may be older
             found = (record[self.name] for record in records if record.get(self.name) is not None)
             value = min(found, key=lambda number: self.sign * number, default=None)
         if value is None:
@@ -65,16 +65,16 @@ def choose_objective(
     """Choose what to compare jobs by.
 
     Args:
-        name: ``sweep.objective``; None: the time per step where only settings of speed vary, else the jobs'
-            ``train.monitor``, or the training loss where nothing was validated.
-        direction: ``sweep.direction``; None: that of the monitor, or by the name.
+        name: ``sweep.objective``. If None, it is the time per step if only settings of speed vary, or else the jobs'
+            ``train.monitor``, or the training loss if nothing was validated.
+        direction: ``sweep.direction``. If None, it is that of the monitor, or the one that the name tells.
         keys: The overrides that vary.
         summaries: The contents of the jobs' summary.json.
     """
     monitors = {Monitor(one.get("monitor", LOSS), one.get("monitor_direction", MINIMIZE)) for one in summaries if one}
     monitor, known = monitors.pop() if len(monitors) == 1 else Monitor(LOSS, MINIMIZE)
     if name is None:
-        # Jobs are compared with those of the same model, and another seed is the same question once more.
+        # Jobs of different models are not compared, and different seeds are repetitions.
         compared = [key for key in keys if key not in ("model", "seed")]
         validated = any(summary.get("best_val_loss") is not None for summary in summaries)
         name = TIME if compared and all(map(is_of_speed, compared)) else monitor if validated else TRAINING_LOSS
@@ -87,10 +87,10 @@ def is_of_speed(key: str) -> bool:
 
 
 def value_for_sweeper(cfg: Root, folder: Path) -> float | None:
-    """Return what a finished job tells a sweeper that chooses the next ones; None where it has not trained.
+    """Return the objective of a finished job, for a sweeper that chooses the next jobs; None if it has not trained.
 
     Raises:
-        TrainingError: ``sweep.objective`` is none of the run's numbers.
+        TrainingError: The run has no number ``sweep.objective``.
     """
     summary = read_object(folder / SUMMARY)
     objective = choose_objective(cfg.sweep.objective, cfg.sweep.direction, (), [summary])
@@ -136,16 +136,16 @@ class Row:
 
     @property
     def problem(self) -> str:
-        """Why there is no result, in one line; empty for a finished job."""
+        """The reason why there is no result, in one line; empty for a finished job."""
         if not self.job.error:
             return {"waiting": "not started", "running": "no end is recorded"}.get(self.job.status, "")
-        # Of a traceback, the line behind its last frame.
+        # The line after the last frame of a traceback.
         raised = re.findall(r"^Traceback .*\n(?:[ \t].*\n)*(\S.*)", self.job.error, re.MULTILINE)
         return (raised or self.job.error.strip().splitlines())[-1 if raised else 0].removeprefix("common.errors.")
 
     @property
     def status(self) -> str:
-        """The job's status, with the reason where there is no result, and with the steps that did not count."""
+        """The job's status, with the reason for a missing result and the number of skipped steps."""
         if skipped := self.summary.get("skipped_steps"):
             return f"{self.job.status}, {skipped} of {self.summary['steps']} steps skipped"
         return f"{self.job.status}: {self.problem}".removesuffix(": ")
@@ -223,7 +223,7 @@ class Table:
 
     @cached_property
     def cells(self) -> dict[Row, dict[str, str]]:
-        """The overrides and results of each row as texts, by column; columns that no row fills are left out."""
+        """The overrides and results of each row as texts, by column. Empty columns are left out."""
         results = {row: self._results(row) for row in self.rows}
         filled = [title for title in results[self.rows[0]] if any(texts[title] for texts in results.values())]
         return {
@@ -254,7 +254,7 @@ class Table:
 
 
 def read_table(folder: Path, objective_name: str | None = None, direction: str | None = None) -> Table:
-    """Read what the jobs below ``folder`` have left; for the other arguments see ``choose_objective``."""
+    """Read the results of the jobs below ``folder``. For the other arguments, see ``choose_objective``."""
     jobs = read_jobs(folder)
     keys = swept_keys([job for _, job in jobs])
     summaries = [read_object(path / SUMMARY) if job.status == "finished" else {} for path, job in jobs]
@@ -289,7 +289,7 @@ def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
         yield from (("step_time_p10_s", row.times[0]), ("step_time_p90_s", row.times[2]))
     if (difference := table.loss_difference(row)) is not None:
         yield "loss_difference", difference
-    # Last: an override has the same name and the same value as a number of the summary.
+    # Last, because an override may have the name of a number of the summary.
     yield from {"job": row.job.num, **row.values, "status": row.job.status, "error": row.problem}.items()
     yield "seconds", row.job.seconds
 
