@@ -14,7 +14,7 @@ from training.studies.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT
 
 
 def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) -> str:
-    """Run the first differing step again, record every layer, and say in a sentence where the difference begins."""
+    """Run the first differing step again with every layer recorded. Return a sentence about the first difference."""
     tolerance, names = runs.limits["gradients"], runs.chain.names
     for step in range(1, runs.steps + 1):
         both = ({"loss": runs.results(one, "loss")[f"at step {step}"], **runs.gradients(one, step)}
@@ -51,7 +51,7 @@ def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) 
 
 
 def _records(folder: Path) -> dict[Key, list[tuple[Tensor, int]]]:
-    """Return each recorded tensor with its rank; of ranks that share a layer, several."""
+    """Return the recorded tensors with their ranks. There are several if ranks divide a layer."""
     found: dict[Key, list[tuple[Tensor, int]]] = {}
     for file in sorted(folder.glob("record_*.pt")):
         for key, tensor in torch.load(file).items():
@@ -60,7 +60,7 @@ def _records(folder: Path) -> dict[Key, list[tuple[Tensor, int]]]:
 
 
 def _whole(parts: Sequence[tuple[Tensor, int]], like: Tensor) -> tuple[Tensor | None, int]:
-    """Return a tensor, put together if ranks have parts of the sequence, and the last rank that has it."""
+    """Return a recorded tensor and its last rank. Parts of the sequence are concatenated."""
     if not parts:
         return None, -1
     tensor, rank = parts[-1]

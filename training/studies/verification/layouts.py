@@ -35,7 +35,7 @@ MOMENTUM = 0.9
 # After its first step, the momentum of SGD is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
-_SPREADS = 3.0  # under bf16 and fp16: differences up to this many times what rounding changes are rounding
+_SPREADS = 3.0  # in bf16 and fp16, up to this many times the measured rounding counts as rounding
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
 COMPARED = (
@@ -52,12 +52,12 @@ class Compared:
         layout: The layout.
         changed: The keys of ``train`` that differ from the run.
         optimizer: The name of the user's optimizer.
-        holds: Whether it trains as one process does; None if the model cannot be trained in this layout.
-        reason: The reason why it was not run or failed, or where it first differs.
-        needs: The number of processes that it needs, if that is more than ``verify.processes``.
+        holds: Whether it trains as one process does; None if it was not run.
+        reason: Why it was not run or has failed, or where it first differs.
+        needs: The number of its processes if that exceeds ``verify.processes``.
         differences: The largest relative difference of each kind of result, and where it occurs.
         losses: The loss of each step with the user's optimizer.
-        seconds: The duration of its runs.
+        seconds: The total duration of its runs.
     """
 
     name: str
@@ -91,9 +91,9 @@ class Compared:
 
 
 def layouts(processes: int, microbatches: int, order: str = "dp_pp", divided: bool = False) -> Iterator[Layout]:
-    """Yield every strategy, of about ``processes`` processes, with every schedule.
+    """Yield every strategy with every schedule, in layouts of about ``processes`` processes.
 
-    With ``divided``, also yield every strategy in which ranks can divide layers, in a variant of the axes that do.
+    With ``divided``, also yield every strategy in which ranks can divide layers, with one variant of these axes.
     """
 
     def layout(name: str, dp: int, pp: int, **keys: Any) -> Layout:
@@ -159,7 +159,7 @@ class Runs:
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
     def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None) -> Compared:
-        """Run a layout, and one more step from the previous layout's checkpoint, and compare the results."""
+        """Run a layout, then one more step from the previous layout's checkpoint, and compare the results."""
         optimizer = self.cfg.optim._target_.rpartition(".")[2]
         began = time.monotonic()
         result = Compared(typed_name(layout, changed), layout, dict(changed or {}), optimizer)
@@ -192,10 +192,10 @@ class Runs:
         return result
 
     def tolerate(self, layout: Compared) -> None:
-        """Raise the limits to three times the differences of this layout, which differs by rounding only."""
+        """Raise the limits to three times the differences of this layout, which are caused by rounding."""
         self.limits |= {kind: max(_SPREADS * d, self.limits[kind]) for kind, (d, _) in layout.differences.items()}
         self.limits["next step"] = max(d for kind, d in self.limits.items() if kind != OWN)
-        layout.holds, self._before = True, self.first  # from other rounding, a next step may lead further away
+        layout.holds, self._before = True, self.first  # a next step from other rounding may differ more
 
     def path(self, layout: Compared) -> Path:
         """Return where a layout's runs write."""
@@ -222,7 +222,7 @@ class Runs:
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
         own = part == "own"
-        # Weights that come apart are compared tensor by tensor, with causes.
+        # Different weights on the ranks are no error here: the comparison names the tensor and the cause.
         more = {"launcher": {"name": "local", "max_restarts": 0, "allow_mixed": True}}
         if not own:
             more |= {"optim": _PLAIN, "scheduler": {"_target_": "training.optimizer.Constant"}, "recipe": None}
@@ -265,13 +265,13 @@ class Runs:
 
 
 def _tensors(run: Path, step: int) -> Mapping[str, Any]:
-    """Return the tensors of a run's checkpoint, to be read by ``[...]``; empty if the step was not saved."""
+    """Return the tensors of a checkpoint, which ``[...]`` reads; empty if the step was not saved."""
     folder = run / "checkpoints" / step_name(step)
     return CheckpointTensors(Checkpoint(folder)) if folder.exists() else {}
 
 
 def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
-    """Return the numbers of a kind that a run has recorded."""
+    """Return the recorded numbers of a run that are of a kind in ``COMPARED``."""
     found = {}
     for record in read_records(run / METRICS):
         for key, value in record.items():

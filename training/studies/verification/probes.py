@@ -1,6 +1,6 @@
-"""Finds what would make a model's results depend on the layout, by running each layer on real samples.
+"""Finds layers with results that depend on the layout, by running each layer on real samples.
 
-Each layer is built as a separate stage and gets the output of the layer before it. No source code is inspected.
+Each layer is built as a separate stage and gets the output of the previous layer. No source code is inspected.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from training.run.setup import Setup
 
 _SAMPLES = 4
 _FEW, _PAIR = slice(0, _SAMPLES), slice(0, 2)
-# A layer that flips a coin gives the same in all of these calls, and in two of _FEW, in one of 2,000 verifications.
+# A layer that draws one random bit gives equal results in all of these calls, and in two of _FEW, in one of 2,000
+# verifications.
 _DRAWS = 11
-_PATIENCE_S = 60.0  # what batches above the verified one may take
+_PATIENCE_S = 60.0  # for batches that are larger than the verified one
 _FLOOR = 1e-3  # of the largest number of all tensors: smaller differences may be rounding
 Tensors = Mapping[Any, Tensor | None]
 Results = dict[str, dict[Any, Any]]
-Found = Iterator[tuple[str, bool]]  # sentences, and whether that is by a rule of this project
+Found = Iterator[tuple[str, bool]]  # a sentence, and whether a rule of this project covers the case
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Finding:
         probe: The name of the probe.
         layer: The layer; empty for the whole model.
         text: The finding in a sentence; empty if nothing was found.
-        holds: Whether all layouts train alike nevertheless, because this project has a rule for the case.
+        holds: Whether all layouts train alike nevertheless, because this project has a rule for this case.
     """
 
     probe: str
@@ -71,10 +72,10 @@ class Layer:
         found: The facts of the chain in this mode.
         training: Whether the mode is training.
         facts: The facts of the layer.
-        drawn: Those of Python's and numpy's generators that it has drawn from.
-        sizes: The batches to compute in one go.
+        drawn: The names of the generators, Python's and numpy's, that it has drawn from.
+        sizes: The sizes of the batches to compute at once.
         seen: Its results for the first samples.
-        seconds: The time that it takes for a sample.
+        seconds: Its computing time per sample.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Layer:
         self.module, self.mode = stage.layers[self.name], "training" if training else "evaluation"
         self.kind = f"{self.name} ({type(self.module).__name__})"
         self.loss = f"loss {type(self.module if loss_of(self.module) is not None else stage.chain.loss).__name__}"
-        unknown = Facts(self.name, "", ())  # of a layer after one that the examination cannot compute
+        unknown = Facts(self.name, "", ())  # the examination ends at a layer that it cannot compute
         self.facts = next((facts for facts in found.layers if facts.name == self.name), unknown)
         self.drawn: set[str] = set()
         self.sizes: tuple[int, ...] = ()
@@ -131,7 +132,7 @@ class Layer:
         return tuple(p.requires_grad_(t.requires_grad) for p, t in zip(parts, self.inputs, strict=True))
 
     def rule(self) -> str | None:
-        """Return the rule of this project by which its results depend on the micro-batch."""
+        """Return why the results may depend on the micro-batch by a rule of this project; None if they may not."""
         if self.training and any(isinstance(module, _BatchNorm) for module in self.module.modules()):
             return (
                 "BatchNorm normalizes by the micro-batch: compare with parallel=single in micro-batches of the same "
@@ -145,14 +146,14 @@ class Layer:
 
 
 def _weighed(output: Tensor, count: int) -> Tensor:
-    """Return a sum over an output in which each number of a sample has a different weight."""
+    """Return a sum over an output, with a different weight for each number of a sample."""
     output = _real(output)
     rows = output.reshape(count if output.numel() % count == 0 else 1, -1)
     return (rows * torch.linspace(1, 2, rows.shape[1])).sum().double()
 
 
 def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
-    """Return the part of a tensor for some of ``count`` samples, or all of it if it has no sample dimension."""
+    """Return the part of a tensor for some of ``count`` samples, or the whole tensor if it has no sample dimension."""
     each = len(tensor) // count if tensor.dim() > 0 and len(tensor) % count == 0 else 0
     first, last, _ = rows.indices(count)
     return tensor[first * each : last * each] if each else tensor
@@ -160,7 +161,7 @@ def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
 
 @contextmanager
 def _generators(state: int, drawn: set[str]) -> Iterator[None]:
-    """Set the state of Python's and numpy's generators, note in ``drawn`` which were used, and restore them."""
+    """Seed Python's and numpy's generators, add the used ones to ``drawn``, and restore them when the block ends."""
     kept = random.getstate(), np.random.get_state()
     random.seed(state)
     np.random.seed(state)
@@ -209,14 +210,14 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _unchanged(layer: Layer, tolerance: float) -> Found:
-    """Look for a tensor of its state that each forward changes."""
+    """Look for a parameter or buffer that each forward changes."""
     if name := layer.facts.changes:
         kind = "parameter" if name in dict(layer.module.named_parameters()) else "buffer"
         yield f"its forward changes its {kind} {name!r} in {layer.mode}, each replica and micro-batch its own", False
 
 
 def _repeats(layer: Layer, tolerance: float) -> Found:
-    """Compute the same again, with Python's and numpy's generators in other states."""
+    """Compute the same samples several times, with different seeds of Python's and numpy's generators."""
     first, *others = (layer.run(_PAIR, backward=False, state=n) for n in range(_DRAWS))
     pairs = [(layer.run(state=1), layer.seen), *((other, first) for other in others)]
     size = max(largest_difference(*(seen["given"] | seen["sums"] for seen in pair))[0] for pair in pairs)
@@ -230,7 +231,7 @@ def _repeats(layer: Layer, tolerance: float) -> Found:
 
 
 def _outputs(layer: Layer, tolerance: float) -> Found:
-    """Look at which gradients exist."""
+    """Look for missing gradients."""
     outputs, gradients = layer.seen["given"].values(), layer.seen["gradients"] if layer.training else {}
     given = [gradient for name, gradient in gradients.items() if name.startswith("input ")]
     without = [name for name, g in gradients.items() if g is None and not name.startswith("input ")]
@@ -243,7 +244,7 @@ def _outputs(layer: Layer, tolerance: float) -> Found:
 
 
 def _halves(layer: Layer, tolerance: float) -> Found:
-    """Compute both halves of the samples by themselves, and the loss of each."""
+    """Compute both halves of the samples separately, with the loss of each."""
     half = _SAMPLES // 2
     first, second = (layer.run(rows, backward=False) for rows in (slice(0, half), slice(half, _SAMPLES)))
     joined = {i: torch.cat([t, second["each"][i]]) for i, t in first["each"].items()}
@@ -281,11 +282,11 @@ PROBES: dict[str, Callable[[Layer, float], Found]] = {
 
 
 def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
-    """Yield the findings of each probe in each layer; for a probe without findings, a finding without text.
+    """Yield the findings of each probe in each layer. A probe without findings yields one finding without text.
 
     A layer with a finding of "unchanged", "repeats" or "halves" is not probed further, because other differences would
-    follow. ``own`` is the number of samples per micro-batch of the run to verify: "sizes" computes as many at once, and
-    as many as a step has.
+    follow from it. ``own`` is the micro-batch size of the run to verify. The probe "sizes" computes a batch of this
+    size and one with all samples of a step.
 
     Raises:
         Interrupted: This process was told to stop.
@@ -319,7 +320,7 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
 
 
 def _layers(setup: Setup, own: int, kept: Sequence[float]) -> tuple[list[Layer], list[Finding]]:
-    """Build every layer with its input, and find which batches are too large for this machine.
+    """Build every layer with its input, and find the batches that are too large for this machine.
 
     ``kept`` are the bytes that each layer keeps per sample for the backward; 0 if they are unknown.
     """

@@ -26,7 +26,7 @@ def recorded(step: int, path: Path) -> Iterator[None]:
     records: dict[tuple, Tensor] = {}
 
     def note(key: tuple, tensor: Tensor, scale: float = 1.0) -> None:
-        records.setdefault(key, (tensor.detach() / scale).cpu())  # the first time: a recomputation does not count
+        records.setdefault(key, (tensor.detach() / scale).cpu())  # the first value: a recomputation does not count
 
     def watch(where: tuple, tensors: Any, forward: str, backward: str, scale: float) -> None:
         for i, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):

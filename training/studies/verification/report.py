@@ -1,4 +1,4 @@
-"""Probes a model, compares its layouts, and writes the certificate, which has all results so far at any time."""
+"""Probes a model, compares its layouts, and writes the certificate after each result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from training.studies.verification.difference import first_difference
 from training.studies.verification.layouts import COMPARED, Compared, Runs, in_layout, layouts
 from training.studies.verification.probes import Finding, probe
 
-_SAMPLES = 8  # of a step, where no batch was typed
+_SAMPLES = 8  # of a step, unless a batch was typed
 JSON, PAGE = "certificate.json", "certificate.html"
 
 
@@ -48,7 +48,7 @@ class Report:
         about: Model, parameters, data, seed, configuration, commit, versions, machine, and the command.
         limits: For each kind of result, the largest difference that counts as equal.
         probes: The findings, at least one per probe.
-        layouts: The comparisons, the reference layout first, including layouts that cannot be run.
+        layouts: The comparisons, with the reference layout first. Layouts that cannot be run are included.
         planned: The number of layouts to compare; None until all layers are probed.
         complete: Whether the verification ran to its end.
         seconds: The duration.
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def left_out(self) -> str:
-        """How many layouts were not compared, why, and what compares them; empty if all were."""
+        """A sentence about the layouts that were not compared, with the reasons; empty if all were compared."""
         skipped = [layout for layout in self.layouts[1:] if layout.holds is None]
         needs = [layout.needs for layout in skipped if layout.needs]
         reasons = []
@@ -103,7 +103,7 @@ class Report:
         return columns(lines)
 
     def __str__(self) -> str:
-        """Return what does not hold, and how many layouts hold."""
+        """Return the failures and the number of layouts that hold."""
         held = sum(layout.holds is True for layout in self.compared)
         lines = [*map(str, self.failed), f"{held} of {len(self.compared)} layouts hold"]
         lines += filter(None, [self.left_out])
@@ -114,12 +114,12 @@ class Report:
 def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:
     """Probe the model, compare its layouts, print a line for each, and write the certificate into the run directory.
 
-    The certificate is written after each line, so a verification that is stopped, even by SIGKILL, leaves its results.
-    ``typed`` are the keys that the user has set. A typed precision, batch or layout is kept.
+    The certificate is written after each line, so a verification leaves its results even if SIGKILL ends it. ``typed``
+    are the keys that the user has set. A typed precision, batch or layout is kept.
 
     Raises:
         UserError: The configuration cannot run in one process either.
-        KeyboardInterrupt: It was stopped; what it has was printed.
+        KeyboardInterrupt: The verification was stopped, after its results were printed.
     """
     began = time.monotonic()
     if World.detect() is not None:
@@ -140,7 +140,7 @@ def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
 
-    reasons: dict[str, str] = {}  # and the first layout that had each
+    reasons: dict[str, str] = {}  # each with the first layout that had it
 
     def note(result: Finding | Compared, said: str = "") -> None:
         report.seconds = time.monotonic() - began
@@ -178,17 +178,17 @@ def _mark(result: Finding | Compared) -> str:
 
 
 def _own_microbatch(cfg: Root) -> int:
-    """Return the number of samples per micro-batch of the run to verify, or the largest possible if it is chosen."""
+    """Return the micro-batch size of the run to verify, or the largest possible one if it is chosen automatically."""
     pieces = (n for n in (cfg.parallel.dp, cfg.parallel.chunks) if isinstance(n, int) and n > 0)
     return cfg.train.global_batch_size // math.prod(pieces)
 
 
 def _settled(cfg: Root, typed: Collection[str]) -> Any:
-    """Return the configuration with precision, batch and processes set for a proof, unless they were typed."""
+    """Return the configuration with the precision, batch and processes for a verification, unless they were typed."""
     tree = to_dict(cfg)
     train, gpus = tree["train"], torch.cuda.device_count() if tree["device"] in ("auto", "cuda") else 0
     if train["precision"] == "auto" or "train.precision" not in typed:
-        train["precision"] = "fp32" if tree["device"] == "mps" else "fp64"  # no rounding is taken for a difference
+        train["precision"] = "fp32" if tree["device"] == "mps" else "fp64"  # rounding stays below the tolerance
     if "train.global_batch_size" not in typed:
         train["global_batch_size"] = min(train["global_batch_size"], _SAMPLES)
     tree["verify"]["processes"] = tree["verify"]["processes"] or gpus or 4
@@ -203,7 +203,7 @@ def _single(cfg: Root, chunks: int) -> Layout:
 def _layouts(
     report: Report, cfg: Root, setup: Setup, folder: Path, typed: Collection[str], own: int
 ) -> Iterator[Compared]:
-    """Yield the comparison of one process, then of the typed layout or of all layouts, each when it has ended."""
+    """Yield the comparisons of one process, and then of the typed layout or of all layouts, as they end."""
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     named = cfg.parallel.name != "auto" and (cfg.parallel.axes or cfg.parallel.name != "single")
     chosen = named and any(key.partition(".")[0] == "parallel" for key in typed)
@@ -212,7 +212,7 @@ def _layouts(
         layout = Layout.of(cfg.parallel)
         layout = replace(layout, chunks=2) if layout.chunks == "auto" else layout
         plan = prepare(in_layout(cfg, layout, steps=cfg.verify.steps)).plan
-        balance = plan.balance if isinstance(layout.balance, str) else layout.balance  # of measured times: here once
+        balance = plan.balance if isinstance(layout.balance, str) else layout.balance  # layers are measured once
         wanted = [replace(layout, dp=plan.dp, pp=plan.pp, chunks=plan.chunks, balance=balance)]
         count = 1 if gathers else plan.dp * plan.chunks
         cfg = with_values(cfg, {"verify.processes": plan.processes})
@@ -224,16 +224,16 @@ def _layouts(
     planned: list[tuple[Layout, dict[str, Any]]] = [(one, {})]
     in_fp32 = [(one, {"precision": "fp32"})] * half_precision
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
-    if by_rule:  # other micro-batches would be another training
+    if by_rule:  # with other micro-batches, the training would differ
         planned += in_fp32
     elif half_precision or not chosen:
         chunks = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
-        chunks += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # in one go; its own
+        chunks += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # all at once; the run's
         planned += [(_single(cfg, n), {}) for n in dict.fromkeys(chunks) if n != count]
     planned += [] if chosen and again else [(one, {"activation_checkpointing": again})]
     planned += [(layout, {}) for layout in wanted if layout.ranks_per_stage == 1]
     if divided := [(layout, {}) for layout in wanted if layout.ranks_per_stage > 1]:
-        planned += [] if by_rule else in_fp32  # partial sums are rounded, too: more than by micro-batches
+        planned += [] if by_rule else in_fp32  # partial sums add more rounding than micro-batches do
         planned += divided
     report.planned = len(planned)
     runs = Runs(cfg, folder, setup.chain, count)
