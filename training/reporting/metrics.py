@@ -59,8 +59,8 @@ class MetricsFile:
             if self._file is not None:
                 os.fsync(self._file)  # network file systems report a full disk only here
         except OSError as error:
-            log.warning("%s may be incomplete, %d records were never written: %s", self.path, len(self._pending),
-                        explain(error, self.path))  # fmt: skip
+            log.warning("%s may be incomplete; %d records could not be written before the run ended: %s", self.path,
+                        len(self._pending), explain(error, self.path))  # fmt: skip
         self._close_file()
 
     def _write_pending(self) -> None:

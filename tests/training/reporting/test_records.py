@@ -88,7 +88,7 @@ def test_an_unwritable_path_does_not_raise(tmp_path, caplog):
     file = MetricsFile(tmp_path / "file" / "metrics.jsonl")
     file.write({"step": 1})
     file.close()
-    assert "cannot write" in caplog.text and "1 records were never written" in caplog.text
+    assert "cannot write" in caplog.text and "1 records could not be written before the run ended" in caplog.text
 
 
 def test_resuming_at_a_step_drops_the_records_behind_it(path):
