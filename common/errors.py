@@ -1,4 +1,4 @@
-"""Errors that a user can act on, which are shown as one message, without a traceback."""
+"""Errors that a user can act on. They are shown as one message, without a traceback."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class PlanError(UserError, ValueError):
 
 
 class DataError(UserError, ValueError):
-    """Data that is wrong, or wrong options of a data set."""
+    """Wrong data, or wrong options of a data set."""
 
 
 class ModelError(UserError, ValueError):
-    """A model that cannot be built as it is described."""
+    """A model that cannot be built from its description."""
 
 
 class TrainingError(UserError, RuntimeError):

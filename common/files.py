@@ -1,4 +1,4 @@
-"""Files that are written to the disk completely or not at all, and errors with the free space."""
+"""Writes files completely or not at all; finds folders and weights; errors with the free space of a disk."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill, which is flushed to the disk and renamed to ``folder`` when the block ends.
+    """Yield an empty, hidden folder. When the block ends, it is flushed to the disk and renamed to ``folder``.
 
-    It is a hidden folder beside ``folder``, which must not exist then, or must be empty. Files that a killed process
-    has left in it are removed first. Only one process at a time may do this for the same name.
+    At that moment ``folder`` must not exist, or must be empty. Files of a killed process in the hidden folder are
+    removed first. Only one process at a time may do this for the same name.
 
     Raises:
         OSError: If the disk is full or not writable. The hidden folder is removed, as after an error in the block.
@@ -68,15 +68,15 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError if a path leads to a device, a pipe or a socket, which might never end, or to a folder."""
+    """Raise OSError if a path is not a regular file: reading a device, a pipe or a socket might never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def expand_home(path: str | os.PathLike, base: Path | None = None) -> Path:
-    """Return a path with its ``~`` or ``~user`` replaced by that user's folder; raise UserError if there is none.
+    """Return a path with ``~`` or ``~user`` replaced by the home folder; raise UserError if there is none.
 
-    A relative path is in ``base``, or in the folder that the variable ``TYPED_IN`` names, if one of them is given.
+    A relative path is resolved in ``base``, otherwise in the folder in the variable ``TYPED_IN``, if it is set.
     """
     try:
         return Path(base or os.environ.get(TYPED_IN, ""), Path(path).expanduser())
@@ -85,7 +85,7 @@ def expand_home(path: str | os.PathLike, base: Path | None = None) -> Path:
 
 
 def find_weights(weights: str | os.PathLike) -> Path:
-    """Return the path of weights. A name of the Hugging Face hub is the folder that ``hf download`` has filled."""
+    """Return the path of weights. For a name of the Hugging Face hub, it is the folder that ``hf download`` fills."""
     path = expand_home(weights)
     if path.exists() or not _HUB_NAME.fullmatch(str(weights)):
         return path
@@ -99,7 +99,7 @@ def find_weights(weights: str | os.PathLike) -> Path:
 
 
 def download_hint(weights: str | os.PathLike) -> str:
-    """Return what to type for weights that do not exist, if their path can be a name of the Hugging Face hub."""
+    """Return how to download missing weights, if their path can be a name of the Hugging Face hub; otherwise ""."""
     if not _HUB_NAME.fullmatch(str(weights)):
         return ""
     return f". If it is a model of the Hugging Face hub, type hf download {weights}, then the same command again"
@@ -112,7 +112,7 @@ def folder_of(weights: str | os.PathLike) -> Path:
 
 
 def jsonable(value: Any) -> Any:
-    """Return a copy of a value that consists of JSON's types. NaN and infinity become None."""
+    """Return a copy of a value in JSON's types. NaN and infinity become None."""
     if value is None or isinstance(value, (int, str)):
         return value
     if isinstance(value, float):
@@ -128,7 +128,7 @@ def jsonable(value: Any) -> Any:
 
 @cache
 def template(path: Path, html: bool = False, **filters: Callable) -> Any:
-    """Return the jinja template in a file, which may use ``filters``. With ``html`` the values are escaped."""
+    """Return a file's jinja template. It may use ``filters``. If ``html`` is true, values are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(

@@ -24,14 +24,14 @@ _FAILURES = (OSError, ValueError)  # ValueError: the stream was closed in this p
 
 
 def usable_cores() -> int:
-    """Return the number of cores on which this process may run (its affinity mask if the system has one)."""
+    """Return the number of cores on which this process may run (its affinity mask, if the system has one)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def available_memory() -> float:
-    """Return the bytes that processes can still use, by the kernel and by the limits of the container or service."""
+    """Return the bytes of memory that are available, also under the limits of a container or a service."""
     import psutil
 
     available = [psutil.virtual_memory().available]
@@ -48,8 +48,8 @@ def check_memory(needed: float, what: str, way_out: str) -> None:
     """Check that ``needed`` bytes fit into the memory of this machine.
 
     Raises:
-        UserError: If they do not. The message names ``what`` needs them, such as "data.samples=1000000", and the fix,
-            ``way_out``.
+        UserError: They do not. The message contains ``what``, the setting that needs them, such as
+            "data.samples=1000000", and ``way_out``, the fix.
     """
     if needed > (free := available_memory()):
         raise UserError(
@@ -88,9 +88,9 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Return the columns of a stream's terminal, 80 if it does not report them; 0 if the stream is not a terminal.
+    """Return the number of columns of a stream's terminal: 80 if unknown, 0 if the stream is not a terminal.
 
-    A program that only pretends to be a terminal may also report 0 columns.
+    A program that imitates a terminal may also report 0 columns.
     """
     with suppress(AttributeError, ValueError):  # of a closed stream, or an object in place of one
         if stream.isatty():
@@ -101,13 +101,13 @@ def terminal_width(stream: TextIO) -> int:
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """Return a text in "bold" or "red" if a stream shows it, which is a terminal, unless NO_COLOR is set."""
+    """Return a text in "bold" or "red" if the stream is a terminal with styles and NO_COLOR is not set."""
     plain = not terminal_width(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
     return text if plain else f"\033[{_STYLES[style]}m{text}\033[0m"
 
 
 class _Unfailing:
-    """A text stream that drops text that cannot be written, and is otherwise the stream that it wraps."""
+    """Wraps a text stream, and drops text that cannot be written."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -120,7 +120,7 @@ class _Unfailing:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream. Text that does not fit on a full disk is written again at the next flush."""
+        """Flush the stream. If the disk is full, the next flush writes the rest of the text."""
         with suppress(*_FAILURES):
             self._stream.flush()
 
@@ -130,7 +130,7 @@ class _Unfailing:
 
 @contextmanager
 def unfailing_output() -> Iterator[None]:
-    """Let everything in the block, libraries included, print to stdout and stderr without ever failing."""
+    """In the block, printing to stdout and stderr never fails, also in libraries."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Unfailing(open(os.devnull, "w") if stream is None else stream) for stream in before)
     try:
@@ -147,11 +147,11 @@ def unfailing_output() -> Iterator[None]:
 
 
 def spin_briefly() -> None:
-    """Let OpenMP's threads wait actively for half a millisecond, and then sleep. Called before torch is imported.
+    """Let OpenMP's threads spin for half a millisecond before they sleep. Call this before torch is imported.
 
-    A thread that spins while it waits for another may take the core that the other needs: on a busy machine the steps
-    of a small model took five times as long. On a quiet machine, threads that never spin make them up to 1.4 times as
-    long. Variables that are set already stay, and processes that this one starts inherit them.
+    A spinning thread may take the core that another thread needs: on a busy machine, the steps of a small model took
+    five times as long. If threads never spin, these steps take up to 1.4 times as long on a quiet machine. Variables
+    that are already set stay. Child processes inherit them.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
@@ -160,8 +160,8 @@ def spin_briefly() -> None:
 def collect_rarely() -> None:
     """Put off the garbage collector's passes over all objects, until ``collect_as_usual``.
 
-    Imports make a million objects that stay, and the collector would go through them five times: a sixth of the time
-    from a command to its first step.
+    Imports make a million objects that stay, and the collector would go through them five times, which takes 3 % of the
+    time from a command to its first step.
     """
     _usual[:] = gc.get_threshold()
     gc.set_threshold(_usual[0], _usual[1], _RARELY)

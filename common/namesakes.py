@@ -43,7 +43,7 @@ class _Finder:
 
 
 def theirs(fullname: str) -> Iterator[ModuleSpec]:
-    """Yield what describes the modules of this name that are not this project's, in the order of sys.path.
+    """Yield the specs of the user's modules with this name, in the order of sys.path.
 
     Raises:
         UserError: See ``check_folder``.
@@ -82,7 +82,7 @@ def _check_name(name: str, first: Any, second: Path) -> None:
 
 
 def _open(module: ModuleType) -> None:
-    """Let a package of this project have the names of the user's module."""
+    """Let a package of this project provide the names of the user's module with the same name."""
 
     def missing(name: str) -> Any:
         if not name.startswith("__") and _in_folder(f"{module.__name__}.{name}", _ROOT) is None:
@@ -103,7 +103,7 @@ def _fill(module: ModuleType) -> None:
 
 
 def _run_in(module: ModuleType, spec: Any) -> None:
-    """Run a file in a module that another file has filled. Raises UserError if both define a name."""
+    """Run a second file in a module. Raises UserError if both files define the same name."""
     before, names = dict(vars(module)), vars(module)
     names.update(__file__=spec.origin, __path__=spec.submodule_search_locations or names["__path__"])
     try:
@@ -116,7 +116,7 @@ def _run_in(module: ModuleType, spec: Any) -> None:
 
 
 def is_here(target: str) -> bool:
-    """Return whether a dotted name is one in a file of this project, and not in one of the user's."""
+    """Return whether a dotted name is defined in a file of this project, not in a file of the user."""
     *parents, name = target.split(".")
     place = _ROOT.joinpath(*parents)
     is_package = (place / "__init__.py").is_file()

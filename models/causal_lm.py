@@ -30,13 +30,13 @@ _ROUNDING = 1e-4  # the largest one of logits of the same text beside other text
 
 
 class Decoder(Forward):
-    """The chain that is made of a causal language model of transformers: its names, its cuts, and a proof."""
+    """Makes a chain of a causal language model of transformers: names, layers, cuts and a proof."""
 
     def __init__(self, config: Any) -> None:
         """Build the model that a configuration of transformers describes.
 
         Raises:
-            ModelError: It cannot be built, or is not a causal language model whose layers follow one another.
+            ModelError: It cannot be built, or is no causal language model with layers that follow one another.
         """
         transformers = load_transformers()
         try:
@@ -82,7 +82,7 @@ class Decoder(Forward):
         return without_weights(self.model.get_submodule(name)).train()
 
     def initialise(self, form: Published, name: str, module: nn.Module) -> None:
-        """Set a module's initial numbers as the model does. Modules around it may set some of them."""
+        """Initialize a module as the model does. The modules that contain it may set some of its numbers."""
         path = form.their_name(name)
         self.set_numbers(path, module)
         parent, _, key = path.rpartition(".")
@@ -130,14 +130,14 @@ class Decoder(Forward):
         return table | {name: Vocabulary() for name, can in can_be_cut.items() if can} if table else {}
 
     def _gathers_input(self, attention: str) -> GatherInput | Refused:
-        """Return how the inside of an attention is computed by heads."""
+        """Return ``GatherInput`` for an attention, or why its inside cannot be computed by heads."""
         parts = [part for part in self.model.get_submodule(attention).modules() if not isinstance(part, nn.Linear)]
         if any(parameter.dim() > 1 for part in parts for parameter in part.parameters(recurse=False)):
             return Refused(f"{self.kind} has parameters for each head there, which its tensor plan leaves whole")
         return GatherInput()
 
     def _columns(self, name: str) -> Columns:
-        """Return how a module with divided outputs is cut: by heads, if it is one of an attention."""
+        """Return how a module's outputs are divided: into heads, if it is a part of an attention."""
         around, own = self.model.get_submodule(name.rpartition(".")[0]), self.model.get_submodule(name)
         width = getattr(around, "head_dim", None) or getattr(around, "head_size", None)
         if width is None:

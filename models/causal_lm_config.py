@@ -1,4 +1,4 @@
-"""The configuration of a causal language model of transformers: which are taken, their vocabulary, their export."""
+"""The configuration of a causal language model of transformers: how it is read and checked, and how it is exported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAMILY = Family("transformers", kinds={}, sizes={}, keys={}, unseen=(), complet
 
 
 def config_file(config: str | None) -> Path:
-    """Return the path of config.json from what ``model.config`` says. Raises ModelError if there is none."""
+    """Return the path of the config.json that ``model.config`` names. Raises ModelError if there is none."""
     if config is None:
         raise ModelError(
             "model=transformers needs to know which: set model.init_from= a folder with config.json and weights, or "
@@ -38,7 +38,7 @@ def config_file(config: str | None) -> Path:
 
 
 def read_config(config: str | None, vocab_size: int | None, settings: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers in a file, with other ``settings``.
+    """Return the configuration of transformers in a file, with some keys replaced by ``settings``.
 
     Raises:
         ModelError: It describes no causal language model, or a setting does not exist.
@@ -81,7 +81,7 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
-    """Return the vocabulary of a section ``model``: the file's, or the data's if that is larger and nothing is read."""
+    """Return the vocabulary's size: the file's, or the data's if it is larger and no weights are read."""
     if model["vocab_size"] is not None:
         return {}
     content = json.loads(config_file(model["config"]).read_bytes())
@@ -93,7 +93,7 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
 
 @dataclass(frozen=True)
 class Published(HuggingFace):
-    """How transformers stores the model that it is itself.
+    """How transformers stores one of its own models.
 
     Attributes:
         model: The model, which may be on the meta device.
@@ -105,7 +105,7 @@ class Published(HuggingFace):
 
     @classmethod
     def of(cls, model: Any, names: Mapping[str, str], words: tuple[str, ...], settings: Mapping[str, Any]) -> Published:
-        """Return it for a model of transformers, ``names`` and ``words`` as in ``HuggingFace``."""
+        """Make it for a model of transformers. ``names`` and ``words`` are as in ``HuggingFace``."""
         config = {**_plain(model.config), "architectures": [type(model).__name__]}
         return cls(_FAMILY, config, names, words, model=model, settings=settings)
 

@@ -8,10 +8,10 @@ NAME = "one_by_one"
 
 
 def experts(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute what the experts ``chosen`` make of each token, as the model's own code does.
+    """Compute the output of each token's ``chosen`` experts, as the model's own code does.
 
-    That code's shapes depend on which experts are chosen. If there are no values, or a graph is compiled, all products
-    are one batched product, which copies the weights of each token's experts.
+    The shapes in that code depend on the chosen experts. Tensors without values and compiled graphs need fixed shapes:
+    for them, one batched product copies the weights of each token's experts.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # private: torch 2.13
     from transformers.integrations.moe import batched_mm_experts_forward

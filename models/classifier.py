@@ -21,9 +21,8 @@ def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10
     last, ReLU. ``parallel.balance=[3,4]`` puts the features on one stage and the classifier on the other;
     ``parallel.balance=[2,1,4]`` is a split into three stages like the published one.
 
-    The loss is cross entropy on the logits. The published code applied a binary cross entropy to a softmax, which
-    treats exclusive classes as ten yes-no questions, and whose gradient vanishes if the softmax saturates on a wrong
-    class.
+    The loss is cross entropy on the logits. The published code applied a binary cross entropy to a softmax. That treats
+    exclusive classes as ten yes-no questions, and its gradient vanishes if the softmax saturates on a wrong class.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
     if (side := image_size // 2 ** len(CHANNELS)) < 1:

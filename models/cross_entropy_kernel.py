@@ -97,8 +97,8 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, gradient: bool) -> Tenso
 def statistics_of_rows(logits: Tensor, columns: Tensor) -> Tensor:
     """Return of each row its largest logit, the sum of exp(logit - largest), and its target's logit, [3, n] float32.
 
-    ``logits`` [n, v] are as above. ``columns`` [n] are int64 classes below v; a negative one is no target, whose logit
-    is 0.
+    ``logits`` [n, v] are as above. ``columns`` [n] are int64 classes below v. A row with a negative class has no
+    target, and its third number is 0.
     """
     rows, words = logits.shape
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)

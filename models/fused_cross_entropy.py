@@ -158,7 +158,7 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """The loss, whose backward computes the gradients of hidden states and bias; and the tensors for the weight's."""
+    """Computes the loss, and keeps tensors for the weight's gradient. Its backward handles hidden states and bias."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool, words: Any):
@@ -193,7 +193,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyOfWeight(torch.autograd.Function):
-    """Adds zero to the loss, and computes the gradient of the weight, which a split backward does at another time."""
+    """Adds zero to the loss. Its backward computes the weight's gradient, at another time in a split backward."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, rows: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
 
     Args:
         key: "model" or "data".
-        fingerprint: The fingerprint of the object for which the configuration was made; "" if it does not matter.
-        vocab_size: The vocabulary of a language model. The program reads it from the configuration; it has no use here.
+        fingerprint: The fingerprint of the object for which the configuration was made; "" if any object will do.
+        vocab_size: The vocabulary of a language model. It is an argument because the configuration contains it.
 
     Raises:
         UserError: If this process was not given the object, or was given another.

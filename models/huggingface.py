@@ -44,16 +44,16 @@ WORDS = {
 class Family:
     """The meaning of the keys of config.json for the models of a family.
 
-    A key that is in no table is refused, unless it is switched off (false, 0 or empty).
+    A key in no table is refused, unless its value is false, 0 or empty.
 
     Attributes:
         name: The word after ``model=``.
         kinds: {a name in ``architectures``: the sizes that follow from it}.
         sizes: {this project's name of a size: Hugging Face's}.
-        keys: {key: the values with which this project computes the same}; None: any, since no logit depends on the
-            key, or it follows from the names and shapes of the weights.
-        unseen: Keys that change logits, but no name or shape of a weight.
-        complete: Returns the keys with defaults for missing ones, and without nested ones.
+        keys: {key: values with which this project computes the same logits}. None allows any value: no logit depends
+            on the key, or the names and shapes of the weights show it.
+        unseen: Keys that change logits, but not the names and shapes of the weights.
+        complete: Returns the keys with defaults for missing keys, and without nesting.
     """
 
     name: str
@@ -125,8 +125,8 @@ class HuggingFace:
         names: {the beginning of a name here: its beginning there}; the first that matches is used.
         words: The parameters in which each row is a word.
         transposed: The ends of the names of matrices that are stored transposed there.
-        redundant: {the end of the name of a tensor that follows from the sizes, such as a causal mask: its check}.
-        optional: A beginning of names that published files may lack.
+        redundant: {end of a tensor's name: check}, for tensors that follow from the sizes, such as a causal mask.
+        optional: A prefix of names that published files may lack.
     """
 
     family: Family

@@ -33,7 +33,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def dumps(objects: Any) -> bytes:
-    """Return ``objects`` as bytes. Classes and functions of a script or a notebook are sent as code, others by name."""
+    """Return ``objects`` as bytes: classes and functions of a script or a notebook as code, all others by name."""
     file = io.BytesIO()
     _Pickler(file).dump(objects)
     return file.getvalue()

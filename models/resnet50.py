@@ -34,7 +34,7 @@ def resnet50(
     Images [b, in_channels, height, width] of any size, usefully 32 pixels or more -> logits [b, num_classes]. In
     training, a micro-batch of one image needs more than 32 pixels, because a single value has no variance in BatchNorm.
 
-    The published experiment is PyTorch's tutorial on model parallelism, whose two halves (up to layer2, from layer3 on)
+    The published experiment is PyTorch's tutorial on model parallelism. Its two halves (up to layer2, from layer3 on)
     are ``parallel.balance=[11,11]``, with squared error to the one-hot class (``loss="mse"``).
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
