@@ -1,7 +1,7 @@
-"""What layers and the loss do in a forward that depends on the layout, seen by running them without memory.
+"""The facts of layers and of the loss on which a layout depends, found by running them without memory.
 
-Each kind of layer computes a micro-batch, and then twice its samples, on the meta device; one that torch cannot compute
-there computes numbers on the CPU. What a check or a plan asks about layers and the loss is a fact here.
+Each kind of layer computes a micro-batch, and then twice its samples, on the meta device. A layer that torch cannot
+compute there computes numbers on the CPU. The sentence for each fact is in ``parallel.supported``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAME = 1e-3  # relative difference of losses that may be rounding
 
 @dataclass
 class Facts:
-    """What is seen of a layer, or of the loss.
+    """The facts of a layer, or of the loss.
 
     Attributes:
         name: The layer; ``LOSS`` for the loss.
@@ -100,11 +100,11 @@ class Examination:
     loss: Facts | None = None
 
     def which(self, fact: str) -> list[str]:
-        """Return the names of the layers of which a fact is true; ``LOSS`` stands for the loss."""
+        """Return the names of the layers for which a fact is true; ``LOSS`` stands for the loss."""
         return list(dict.fromkeys(facts.name for facts in self._found if getattr(facts, fact)))
 
     def may(self, fact: str) -> set[str]:
-        """Return the names of the layers of which a fact is true or unknown; ``LOSS`` stands for the loss."""
+        """Return the names of the layers for which a fact is true or unknown; ``LOSS`` stands for the loss."""
         seen = [*self.names[: len(self.layers)], *[LOSS] * (self.loss is not None)]
         known = {*seen} - {facts.name for facts in self._found if not facts.watched}
         return {*self.names} - known | {*self.which(fact)}

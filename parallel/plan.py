@@ -46,8 +46,8 @@ class Plan(Layout):
         comm_hook: How replicas send gradients: none, bf16, fp16, hierarchical or hierarchical_bf16.
         bucket_mb: The size of the buckets in which replicas average gradients, in MiB.
         sync_batchnorm: Whether BatchNorm normalizes over the micro-batches of all replicas together.
-        facts: The layers of which some facts of ``parallel.examination`` are true; ``LOSS`` stands for the loss. Of
-            "writes", "fills" and "random" also those of which they are unknown.
+        facts: The layers for which each of some facts of ``parallel.examination`` is true, or, for "writes", "fills"
+            and "random", unknown. ``LOSS`` stands for the loss.
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model; empty if unknown.
     """
 

@@ -50,7 +50,7 @@ def trace(
         chain: The model.
         sample: One micro-batch.
         precision: The run's.
-        device_type: The run's, on which it depends what is cast.
+        device_type: The run's, which decides what autocast casts.
         watch: Makes a mode of torch, in which a layer computes, out of the storages of its parameters by address. None
             for shapes only.
 
@@ -88,7 +88,7 @@ def trace(
     def run(
         layer: LayerSpec, blank: nn.Module, tensors: tuple[Tensor, ...], real: bool, watching: Callable | None
     ) -> tuple[tuple[Tensor, ...], Sequence[Watch]]:
-        """Compute a layer; watched, for two micro-batches, of which the second one finds the weights cast."""
+        """Compute a layer for one micro-batch, or for two if it is watched. The second one finds the weights cast."""
         if real:
             module, targets = chain.build([layer.name], 0, CPU, dtype)[layer.name], batch.targets
             tensors = batch.input_tensors if tensors is inputs else made_up(tensors)

@@ -1,4 +1,4 @@
-"""Checks that a layout supports a model: what its axes ask, and what the examination has found."""
+"""Checks that a layout supports a model: the checks of its axes, and one sentence for each fact of the examination."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_facts(found: Examination, layout: Layout, recompute: bool, trains: boo
     does by default, and what users of torch expect.
 
     Args:
-        found: What the examination has found.
+        found: The result of the examination.
         layout: The layout.
         recompute: Whether activations are recomputed in the backward.
         trains: Whether the model is trained, not evaluated.

@@ -46,7 +46,7 @@ class Effects(Watch):
         draws: Whether one draws random numbers.
         data_dependent: Whether a result or a shape depends on numbers, as that of ``.item()`` does.
         fills: Whether one writes into a tensor that it does not return.
-        others: The parameters that are used and are none of the module's.
+        others: The parameters that are used and do not belong to the module.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Effects(Watch):
 
         Args:
             module: The module.
-            followed: Tensors of which it is noted what is computed from them.
+            followed: Tensors; ``computes`` tells which tensors are computed from them.
             ranges: The lowest and the highest number of integer tensors, by their ids.
         """
         super().__init__()

@@ -21,7 +21,7 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _of_groups(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    """Count the products of groups: of rows, of columns, of what is summed over, or one for each of a batch."""
+    """Count the FLOPs of a grouped product, which has groups of rows, of columns or of summands, or is a batch."""
     return 2 * x.numel() * weight.shape[-1] // (len(x) if x.dim() > weight.dim() else 1)
 
 
@@ -33,8 +33,8 @@ _FORMULAS: dict[Any, Callable[..., float]] = {
     _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
     _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
 }
-_KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces; of the operators of others, nothing is known
-# Operators without a formula whose work is more than a little for each of their numbers.
+_KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces of operators that may be left uncounted
+# Operators without a formula that compute more than a little for each number.
 _LARGE = re.compile(r"_mm$|attention|dist|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
 
 

@@ -51,7 +51,7 @@ class LayerWork:
         masked: The FLOPs of ``attention`` that its kernel leaves out.
         kept_whole: The bytes of ``kept`` that tensor parallelism leaves whole, likewise; None if they are not counted.
         gathered: The numbers that a rank gathers from others, and keeps until the backward, besides ``kept``.
-        uncounted: What has no formula for its FLOPs.
+        uncounted: The operators that have no formula for their FLOPs.
     """
 
     name: str = field(compare=False)  # layers that are alike are equal

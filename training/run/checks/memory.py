@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_memory_of(setup: Setup, world: World | None) -> None:
-    """Check that a run whose ranks are all on this machine fits into its memory, before any of them is started.
+    """Check that a run with all ranks on this machine fits into its memory, before a rank is started.
 
     This counts the memory that is needed for certain: processes, weights, gradients and optimizer states. If there are
     GPUs, they hold all of these except the processes. (mode=plan estimates all of the memory, which takes seconds.)
@@ -45,7 +45,7 @@ def check_gpu_memory(setup: Setup) -> None:
 
 
 def certain_memory(setup: Setup) -> list[Memory]:
-    """Return what is certain of each rank's memory: its process, weights, gradients and optimizer state."""
+    """Return the memory that each rank needs for certain: its process, weights, gradients and optimizer state."""
     return memory_of_ranks(setup.plan, weights_of(setup.chain), certain_states(setup.cfg))
 
 
