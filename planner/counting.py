@@ -32,10 +32,13 @@ _FORMULAS: dict[Any, Callable[..., float]] = {
     _aten._grouped_mm: _of_groups,
     _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
     _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
+    _aten.dot: lambda x, *_, **__: 2 * x.numel(),
+    _aten._euclidean_dist: lambda x, y, *_, **__: 2 * x.numel() * y.shape[-2],
+    _aten._cdist_forward: lambda x, y, *_, **__: 3 * x.numel() * y.shape[-2],
 }
 _KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces of operators that may be left uncounted
 # Operators without a formula that compute more than a little for each number.
-_LARGE = re.compile(r"_mm$|attention|dist|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
+_LARGE = re.compile(r"_mm$|attention|dist_|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
 
 
 class Measure(Watch):

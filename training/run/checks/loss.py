@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from common.errors import TrainingError
+from common.errors import ModelError, TrainingError
 from data.dataset import Batch
 from models.chain import LOSS, Tensors, as_tuple
-from models.losses import IGNORED, check_sums, copy_to_try
+from models.losses import IGNORED, Sums, check_sums, copy_to_try
 from parallel.examination import MOST_OUTPUTS, Facts, made_up
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ def check_loss(setup: Setup, facts: Facts) -> None:
     if facts.error is not None and not (facts.outputs and (facts.reads_numbers or plan.device_type == "cpu")):
         raise facts.error
     sums = facts.outputs[0]
+    if facts.name != LOSS and isinstance(sums, Sums) and len(sums.metrics) != len(loss.metrics):
+        raise ModelError(
+            f"layer {facts.name!r} ({facts.kind}) computes the loss itself, beside the given one: its loss() returns "
+            f"{len(sums.metrics)} metrics, and {type(loss).__name__} names {len(loss.metrics)} "
+            f"({', '.join(loss.metrics)}): give a loss with the metrics of the layer's"
+        )
     check_sums(name, loss.metrics, sums)
     if plan.parameters and not sums.loss.requires_grad:
         raise TrainingError(
