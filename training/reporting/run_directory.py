@@ -64,7 +64,7 @@ def hold(folder: Path) -> None:
             time.sleep(_POLL_S)
             continue
         except OSError as error:
-            said = f"{folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it"
+            said = f"{folder} cannot be locked ({error.strerror}): a second run could write to it at the same time"
             print(f"warning: {said}", file=sys.stderr)
         if os.fstat(descriptor).st_nlink == 0:  # its holder has removed the file since it was opened
             os.close(descriptor)
