@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).resolve().parent
-# The sections that determine what is trained; a checkpoint keeps these and the seed. The others determine where.
+# The sections that determine what is trained. A checkpoint keeps these and the seed; other sections determine where.
 TRAINED = ("model", "data", "optim", "scheduler", "train")
-# The groups whose option determines what is trained, and those that change values of other groups.
+# The groups that determine what is trained, and the groups that change values of other groups.
 CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug")
 # Keys that the program reads itself and does not pass to the section's target (see conf/train.yaml).
 OWN_KEYS = {
@@ -22,7 +22,7 @@ OWN_KEYS = {
 LORA = ("rank", "alpha", "dropout", "targets")  # the keys of model.lora, besides base
 # What a command does: ``mode=NAME`` is training/command/modes/NAME.py.
 MODES = ("train", "eval", "plan", "export", "sample", "verify", "compare")
-# The key of a plain configuration with how it was composed (see conf.composition.Composed.plain).
+# The key of a plain configuration for its options and typed words (see conf.composition.Composed.plain).
 COMMAND = "command"
 
 
@@ -32,5 +32,5 @@ def options(group: str) -> list[str]:
 
 
 def keys_of(group: str, option: str) -> dict[str, Any]:
-    """Return the keys of an option's file with their values, and without those of the options that it extends."""
+    """Return the keys of an option's file with their values. Keys of options that it extends are left out."""
     return yaml.safe_load((FOLDER / group / f"{option}.yaml").read_text()) or {}

@@ -50,17 +50,18 @@ Program = Callable[[DictConfig], DictConfig]
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration and how it was composed: the whole input of a run.
+    """A configuration with the words and options that it was composed of: the whole input of a run.
 
     Attributes:
-        cfg: The configuration. Its references are not resolved, so that values from the environment stay hidden.
+        cfg: The configuration. Its references are not resolved until a mode runs, so that values from the environment
+            stay hidden.
         run_dir: The run directory.
-        choices: The option of each group; None for a configuration that a program has made.
+        choices: The option of each group; None if a program has made the configuration.
         typed: The typed words. Their references are not resolved, because a value may be secret or missing.
         own_options: The words that name folders of the user's options, ``--config-dir=PATH``.
-        files: The folder of the configuration's files; None if none are written.
-        job: Hydra's section, if it is a job of a sweep; None for a run.
-        start: When the run began, its id, and the time by Hydra's ``now``.
+        files: The folder of the configuration's files; None if no files are written.
+        job: Hydra's section for a job of a sweep; None for a run.
+        start: The start time of the run, its id, and the time of Hydra's ``now``.
         world: The ranks that exist already; None if this process starts those that the run needs.
     """
 
@@ -76,7 +77,7 @@ class Composed:
 
     @classmethod
     def of(cls, cfg: DictConfig, hydra: Any, start: Start = (0.0, "", 0.0)) -> Composed:
-        """Return the configuration that Hydra has composed. ``hydra`` is Hydra's section."""
+        """Return a configuration that Hydra has composed. ``hydra`` is Hydra's section."""
         run_dir, sources = Path(hydra.runtime.output_dir), hydra.runtime.config_sources
         typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
         return cls(
@@ -87,11 +88,11 @@ class Composed:
         )  # fmt: skip
 
     def plain(self) -> Any:
-        """Return the configuration as plain data, with how it was composed.
+        """Return the configuration as plain data, with its options and typed words under the key ``COMMAND``.
 
         Raises:
             UserError: A section is not a mapping.
-            omegaconf.errors.OmegaConfBaseException: A value is missing, or cannot be resolved.
+            omegaconf.errors.OmegaConfBaseException: A value is missing or cannot be resolved.
         """
         check_sections(self.cfg)
         tree = to_dict(self.cfg)
@@ -100,11 +101,11 @@ class Composed:
         return to_config(tree)
 
     def words(self) -> list[str]:
-        """Return the words that were typed, or given by a program that has made more of the configuration."""
+        """Return the typed words, or the words of a program that has changed the configuration."""
         return [*self.own_options, *masking.mask_secrets([*self.typed])]
 
     def differences(self) -> tuple[dict[str, str], list[str]]:
-        """Return the option of each group, and the other typed words, which may contain secrets."""
+        """Return the option of each group, and the other typed words. These may contain secrets."""
         choices, cfg = self.choices or {}, self.cfg
         if "model" not in choices:  # composed before: --config-dir RUN/.hydra --config-name config
             return {group: cfg[group].name for group in ("model", "parallel", "launcher")}, [*self.typed]
@@ -117,7 +118,7 @@ class Composed:
     def _how(self) -> dict[str, Any]:
         """Return the options of groups and the typed keys.
 
-        "where" has the words that a checkpoint does not keep, or may not name.
+        "where" has the words that a checkpoint does not keep or may not name.
         """
         choices = self.choices or {}
         lists = _lists(choices)
@@ -131,10 +132,10 @@ class Composed:
 
 
 class Loader(ConfigLoaderImpl):
-    """Composes every configuration: of a run, of a sweep and each job of it, and those that are only shown.
+    """Composes every configuration: of a run, of a sweep and its jobs, and one that is only shown.
 
-    A value comes from the files of the options, from a checkpoint in place of these, from a typed word, or from a
-    Python program: the last of them that has it. Some launchers call it in another process.
+    A value comes from the files of the options, a checkpoint, a typed word or a Python program. If several of them have
+    it, the last one in this order wins. Some launchers call the loader in another process.
     """
 
     def __init__(
@@ -145,8 +146,8 @@ class Loader(ConfigLoaderImpl):
         Args:
             arguments: The command line, which may name a folder of the user's options (``--config-dir``).
             saved: A checkpoint's configuration (training.checkpoint.configuration.SavedConfig); None without one.
-            program: How a Python program changes what the words compose.
-            start: See ``Composed``; None: the times and the id of a run are not set.
+            program: Called with the composed configuration; returns that of a Python program.
+            start: See ``Composed``; None if no run starts.
 
         Raises:
             SearchPathException: The user's folder does not exist.
@@ -166,11 +167,11 @@ class Loader(ConfigLoaderImpl):
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *checks: Any, **more: Any
     ) -> DictConfig:
-        """Compose words, with Hydra's section; of a sweep, what comes before its jobs.
+        """Compose words, with Hydra's section; for a sweep, only the words that it needs before its jobs.
 
         Raises:
             HydraException: The configuration cannot be composed, or a key does not exist.
-            UserError: The checkpoint cannot be used, or what a Python program gives.
+            UserError: The checkpoint or an object of a Python program cannot be used.
         """
         if self._start is not None:
             register_start(self._start)
@@ -183,7 +184,7 @@ class Loader(ConfigLoaderImpl):
         cfg = super().load_configuration(config_name, words, run_mode, *checks, **more)
         if config_name is None:  # Hydra's own help
             return cfg
-        # Without the checkpoint's words, and with all of a sweep's, which the sweeper takes.
+        # The typed words only, and all of them: the sweeper takes those of the jobs from here.
         cfg.hydra.overrides.task = [word for word in typed if not key_of(word).startswith("hydra")]
         if not is_run:
             return cfg
@@ -209,13 +210,13 @@ def compose(
 
     Args:
         arguments: The command line.
-        with_hydra: Whether to return Hydra's section too, which has the option of each group.
+        with_hydra: Whether to keep Hydra's section, which has the option of each group.
         saved: See ``Loader``.
         program: See ``Loader``.
 
     Raises:
         HydraException: It cannot be composed.
-        UserError: A word begins with a dash, and is no option.
+        UserError: A word begins with a dash and is no option.
     """
     parsed, hydra = parse(arguments), Hydra("train", Loader(arguments, saved, program))
     cfg = hydra.compose_config(_name(parsed), [*parsed.overrides, "hydra.mode=RUN"], RunMode.RUN)
@@ -237,20 +238,21 @@ def compose_and_run(
     program: Program | None,
     in_directory: Callable[[DictConfig], AbstractContextManager],
 ) -> Any:
-    """Compose the configuration, make the run directory, call ``task`` and return its result; in a sweep, for each job.
+    """Compose the configuration, make the run directory, and return the result of ``task``; in a sweep, for each job.
 
     Args:
         task: Called with the composed configuration.
         arguments: The command line without the program's name.
         saved: See ``Loader``.
         program: See ``Loader``.
-        in_directory: Called with a run's or a sweep's configuration, before anything is written. Surrounds the rest.
+        in_directory: Called with the configuration of the run or the sweep before anything is written. It returns the
+            context of all that follows.
 
     Raises:
         HydraException: The configuration cannot be composed.
         UserError: A word begins with a dash, and is no option.
     """
-    # A rank that torchrun starts again finds the directory of the attempt before.
+    # If torchrun starts a rank again, the rank finds the directory of the first attempt.
     start = *(launcher_start() or (time.time(), secrets.token_hex(3))), time.time()
     parsed, loader = parse(arguments), Loader(arguments, saved, program, start)
     hydra, job = Hydra("train", loader), partial(_run, task, start)
@@ -286,7 +288,7 @@ def _name(parsed: Namespace) -> str:
 
 
 def _show(hydra: Hydra, parsed: Namespace) -> None:
-    """Print what ``--cfg``, ``--info``, ``--hydra-help`` or ``--shell-completion`` asks for."""
+    """Answer ``--cfg``, ``--info``, ``--hydra-help`` or ``--shell-completion``."""
     words = parsed.overrides = expand_lists(parsed.overrides)
     if parsed.cfg:
         hydra.show_cfg(_name(parsed), words, parsed.cfg, parsed.package, parsed.resolve)
@@ -299,7 +301,7 @@ def _show(hydra: Hydra, parsed: Namespace) -> None:
 
 
 def _run(task: Callable[[Composed], Any], start: Start, cfg: DictConfig) -> Any:
-    """Call the task with what Hydra has composed, after masking secrets in the files that Hydra has written."""
+    """Mask secrets in the files that Hydra has written, and call the task with the composed configuration."""
     hydra_section = HydraConfig.get()
     composed = Composed.of(cfg, hydra_section, start)
     content = [OmegaConf.to_container(part, resolve=False) for part in (cfg, hydra_section)]
@@ -307,13 +309,13 @@ def _run(task: Callable[[Composed], Any], start: Start, cfg: DictConfig) -> Any:
     if composed.job is not None or masking.mask_secrets(content) != content:
         files = composed.files or composed.run_dir / ".hydra"
         masking.mask_files([*files.glob("*.yaml"), composed.run_dir.parent / "multirun.yaml"])
-    # If Hydra changes the job's current directory, typed paths are still relative to the original one.
+    # If Hydra changes the current directory of the job, typed paths are still relative to the original directory.
     with changed_environment({TYPED_IN: hydra_section.runtime.cwd if hydra_section.job.chdir else None}):
         return task(composed)
 
 
 def named(cfg: DictConfig, choices: Mapping[str, str | None], folders: Sequence[str] = ()) -> DictConfig:
-    """Add the folders of code. A cluster, and a model whose file sets no name, get the name of their option."""
+    """Add the folders of code, and name a cluster and a model without a name after their options."""
     if folders:
         cfg.import_from = [*(cfg.import_from or ()), *folders]
     if OmegaConf.is_dict(cfg.model) and "_target_" in cfg.model and cfg.model.get("name") is None:
@@ -336,7 +338,7 @@ def register_start(start: Start) -> None:
 def with_schema(cfg: DictConfig) -> DictConfig:
     """Return the configuration with the types of its sections, so that ``train.steps=abc`` is an error.
 
-    A configuration that was composed before (``--config-name config``) has none, and lacks the keys that are newer.
+    A configuration that was composed earlier (``--config-name config``) has no types and lacks newer keys.
     """
     if OmegaConf.get_type(cfg) is Root:
         return cfg
@@ -350,7 +352,7 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
     """Return the section ``cfg`` at ``path``, after checking its keys: ``+parallel.chnks=4`` adds an unknown one.
 
     Raises:
-        HydraException: A schema does not have a key. The message names the key, and the nearest that exists.
+        HydraException: A schema does not have a key. The message names the key and the nearest existing key.
     """
     known = (*LORA, "base") if path == "model.lora" else getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
     names: list[Any] = list(cfg)  # Any: OmegaConf's functions declare different types for keys
@@ -368,7 +370,7 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
 
 
 def _lists(choices: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the groups with several chosen options, in the form in which they are typed: ``logger=[wandb,csv]``."""
+    """Return the groups with several chosen options as they are typed: ``logger=[wandb,csv]``."""
     lists = {}
     for start, shown in _LISTED.items():  # Hydra notes the last choice first
         further = [option for group, option in reversed([*choices.items()]) if option and group.startswith(start)]
@@ -383,9 +385,10 @@ def _is_where(word: str) -> bool:
 
 
 def _before_jobs(words: list[str]) -> list[str]:
-    """Return the words that are composed before the jobs of a sweep: in one over options, those that belong to no job.
+    """Return the words of a sweep that are composed before its jobs.
 
-    In ``-m model=gpt2,transformer data.seq_len=64``, the data of the default model would have no such key.
+    A sweep over options leaves keys of sections to its jobs: in ``-m model=gpt2,transformer data.seq_len=64``, the data
+    of the default model have no such key.
     """
     parsed = OverridesParser.create().parse_overrides(words)
     if not any(override.is_sweep_override() and "." not in override.key_or_group for override in parsed):

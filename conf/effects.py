@@ -1,4 +1,4 @@
-"""Checks that each typed key has an effect: what switches it on is set, and something reads it."""
+"""Checks that each typed key has an effect: the key that switches it on is set, and something reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf.words import key_of
 from parallel.strategies import names_where
 
-# Keys, or whole sections, and the values of other keys without which they have no effect. Defaults may be idle.
+# Keys or whole sections, and the values of other keys that they need to have an effect. Defaults may have no effect.
 _NEEDS = {
     "data.column": "data.messages=null", "data.columns": "data.batchify=true", "data.field": "data.messages=null",
     "export": "mode=export", "export.max_batch_size": "export.format=triton", "export_to": "mode=export",
@@ -37,15 +37,15 @@ _REFERRED = ("model.vocabulary.", "model.tokenizer.", "recipes.")
 
 
 def check_effects(cfg: DictConfig, typed: Sequence[str], of_sweep: bool) -> None:
-    """Check the typed words of a composed configuration, whose references are not resolved.
+    """Check the typed words of a composed configuration. Its references are not resolved.
 
     Args:
         cfg: The configuration.
         typed: The words.
-        of_sweep: Whether it is that of a job of a sweep.
+        of_sweep: Whether the configuration is that of a job of a sweep.
 
     Raises:
-        HydraException: A key has no effect. The message names it, and what it needs.
+        HydraException: A key has no effect. The message names the key and what it needs.
     """
     rows = [*_NEEDS.items(), *([] if of_sweep else _NEEDS_OF_RUN.items())]
     debugs = any(word.startswith("debug=") for word in typed)  # a command may get it in addition

@@ -1,4 +1,4 @@
-"""What ``python train.py --help`` prints: one page, or an explanation of each of its other words.
+"""The output of ``python train.py --help``: one page, or an explanation of each further word.
 
 ``--help parallel`` explains a section or a group, ``--help model=gpt2`` an option and ``--help train.steps`` a key.
 """
@@ -23,10 +23,10 @@ _WIDTH, _COLUMN = 120, 42
 
 
 def answer(arguments: Sequence[str]) -> str:
-    """Return the help that a command line with ``--help`` asks for.
+    """Return the help for a command line with ``--help``.
 
     Raises:
-        UserError: It asks for something that does not exist.
+        UserError: A word names nothing that exists.
     """
     words, folder = parse(arguments).overrides, config_folder(arguments)
     if not words:
@@ -60,7 +60,7 @@ def _section(name: str, folders: Sequence[Path]) -> str:
 
 
 def _tables(section: str, folders: Sequence[Path]) -> Iterator[tuple[str, Option | None, Sequence[Key]]]:
-    """Yield (title, option, keys) of a section, or of the root; the option is None if several have the keys."""
+    """Yield (title, option, keys) of a section or of the root. The option is None if several options have the keys."""
     if section in keys.sections():
         node = keys.sections()[section]
         yield f"{section}: {keys.described(node)}", None, keys.schema_keys(node, section)
@@ -135,7 +135,7 @@ def _meaning(key: Key) -> str:
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
-    """Return rows of two columns. The second begins on a line of its own beside a cell that is too wide."""
+    """Return rows of two columns. If a left cell is too wide, the right cell begins on the next line."""
     column = min(_COLUMN, max(len(left) for left, _ in rows) + 4)
     lines = []
     for left, text in rows:

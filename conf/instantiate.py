@@ -26,7 +26,7 @@ from conf.messages import interrupt_in, unknown_key
 from conf.schema import Root
 from parallel.strategies import OWN, STRATEGIES, StrategyInfo
 
-# A section from elsewhere (a checkpoint, a peer) may only name public classes of these packages ...
+# A section of a checkpoint may only name public classes of these packages ...
 PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
 # ... and functions of these, which only compute. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
@@ -34,14 +34,14 @@ FUNCTIONS_OF = ("models",)
 
 @dataclass(frozen=True)
 class Role:
-    """The requirements on an object that a section of the configuration builds, or that a Python program passes.
+    """Requirements on an object that a section of the configuration builds or a Python program passes.
 
     Attributes:
         what: A description of the object, for messages.
         way_out: How to specify one, for messages.
-        kinds: The classes of which it must be an instance of one, by their dotted names; empty for any class.
+        kinds: Dotted names of classes. The object must be an instance of one of them; empty for any class.
         methods: Names of methods.
-        least: How many of ``methods`` it must have.
+        least: The number of ``methods`` that it must have at least.
     """
 
     what: str
@@ -97,16 +97,16 @@ ROLES = {
 
 
 def add_to_path(folders: Sequence[str]) -> None:
-    """Let Python look for modules in the working directory and in these folders too, after all others."""
+    """Let Python search for modules also in the working directory and in these folders, after all other folders."""
     sys.path.extend(folder for folder in (os.getcwd(), *folders) if folder not in sys.path)
 
 
 def use_code_of(cfg: Root) -> None:
-    """Let this process import the user's code, and know the strategy ``parallel.strategy``.
+    """Let this process import the user's code, and register the strategy ``parallel.strategy``.
 
     Raises:
-        UserError: The section does not name a strategy, has unknown keys, or its name is taken. Or a section of
-            ``parallel.axes`` does not name an axis and its number of ranks.
+        UserError: ``parallel.strategy`` does not name a strategy, has unknown keys, or its name is taken; or a section
+            of ``parallel.axes`` does not name an axis and its number of ranks.
     """
     add_to_path(cfg.import_from or ())
     if not isinstance(cfg.parallel.axes or {}, Mapping | DictConfig):
@@ -151,7 +151,7 @@ def to_dict(cfg: Any) -> dict:
 
 
 def to_config(tree: dict) -> Any:
-    """Convert plain data to a configuration that can only be read. The reverse of ``to_dict``."""
+    """Convert plain data to a read-only configuration. The reverse of ``to_dict``."""
     try:
         return OmegaConf.create(literal(tree) if "${" in str(tree) else tree, flags={"readonly": True})
     except OmegaConfBaseException as error:
@@ -159,7 +159,7 @@ def to_config(tree: dict) -> Any:
 
 
 def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
-    """Return a configuration like ``cfg``, but with some other values by key: ``{"parallel.dp": 2}``."""
+    """Return a copy of ``cfg`` with other values by key: ``{"parallel.dp": 2}``."""
     tree = to_dict(cfg)
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -214,7 +214,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def build(role: str, section: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build what a section of the configuration describes, and check that it can play ``role``.
+    """Build the object of a section of the configuration, and check that it can play ``role``.
 
     ``role`` is a key of ``ROLES`` or a path below it, such as ``callbacks.early_stop``. Further arguments are those of
     ``instantiate``.
@@ -247,14 +247,14 @@ def _role(path: str) -> Role:
 
 
 def check_section(role: str, section: Any) -> None:
-    """Check the target and the types of the values of a section that is built elsewhere. See ``target_of``."""
+    """Check the target and the types of the values of a section without building it. See ``target_of``."""
     target_of(role, section)
     arguments = {key: value for key, value in to_dict(section).items() if key != "_target_"}
     checked_arguments(section["_target_"], arguments, f"{role}.")
 
 
 def check_role(role: str, item: Any, name: str | None = None) -> Any:
-    """Return ``item``, which ``name`` has made, if it can play a role of ``ROLES``. None of its methods is called.
+    """Return ``item`` if it can play a role of ``ROLES``. ``name`` is its target. No method of it is called.
 
     Raises:
         TrainingError: The item cannot play the role. The message states how to specify an object that can.
@@ -299,7 +299,7 @@ def _build(node: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None,
 
 @cache
 def parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function or class by name, with those of the base to which it passes ``**options``."""
+    """Return the parameters of a function or class by name; if it takes ``**options``, also those of its base."""
     known: dict[str, inspect.Parameter] = {}
     for item in inspect.getmro(target) if inspect.isclass(target) else (target,):
         function = vars(item).get("__init__") if inspect.isclass(item) else item
@@ -409,9 +409,9 @@ def targets(tree: Any) -> list[Any]:
 
 
 def why_foreign(target: Any) -> str | None:
-    """Return why a target must not be built if it was not named by the user; None if it may be.
+    """Return why a target that the user did not name must not be built; None if it may be built.
 
-    It may be a public class of ``PACKAGES`` or a public function of ``FUNCTIONS_OF`` that is defined there and not
+    It may be a public class of ``PACKAGES`` or a public function of ``FUNCTIONS_OF``, if it is defined there and not
     imported from elsewhere.
     """
     if not is_ours(str(target)):
@@ -426,7 +426,7 @@ def why_foreign(target: Any) -> str | None:
 
 
 def is_ours(name: str, packages: Sequence[str] = PACKAGES) -> bool:
-    """Return whether a dotted name is in one of the packages, and not in a file of the user that has joined one."""
+    """Return whether a dotted name is in one of the packages, and not in a file that the user has added to one."""
     return name.startswith(tuple(f"{package}." for package in packages)) and (
         name.startswith("torch.") or is_here(name)
     )

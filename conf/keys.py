@@ -35,7 +35,7 @@ class Key:
 
     Attributes:
         name: The key as it is typed, such as "parallel.dp".
-        default: The default as it is typed; None for a section, which has keys of its own.
+        default: The default as it is typed; None for a section.
         meaning: One sentence.
         choices: The values that are allowed; empty if there are many.
     """
@@ -51,8 +51,8 @@ class Option:
     """An option of a group.
 
     Attributes:
-        word: How it is typed, such as "model=gpt2".
-        about: The comment at the top of its file, with its lines.
+        word: The option as it is typed, such as "model=gpt2".
+        about: The comment at the top of its file, line by line.
         keys: The keys of its section.
         sets: The other keys that it sets, such as "data" to torch_docs and "train.steps" to 18.
         recipes: The names of its recipes.
@@ -90,7 +90,7 @@ def read_options(group: str, folders: Sequence[Path] = (FOLDER,)) -> list[Option
 
 
 def read_option(group: str, name: str, file: Path) -> Option:
-    """Return an option of a group, as its file describes it."""
+    """Read an option of a group from its file."""
     text = file.read_text(encoding="utf-8")
     head, is_global = re.findall(r"\A(?:#.*\n)*", text)[0].splitlines(), "\n# @package _global_\n" in f"\n{text}"
     about = "\n".join(line[2:] for line in head if not line.startswith("# @package"))
@@ -119,7 +119,7 @@ def read_option(group: str, name: str, file: Path) -> Option:
 
 
 def _over(keys: Sequence[Key], given: Sequence[Key]) -> list[Key]:
-    """Return some keys with the defaults, and the meanings if any, of ``given``, and then the keys that are new."""
+    """Return ``keys`` with the defaults and the meanings that ``given`` has, followed by the new keys of ``given``."""
     new = {key.name: key for key in given}
     both = [(key, new.pop(key.name, key)) for key in keys]
     return [replace(key, default=own.default, meaning=own.meaning or key.meaning) for key, own in both] + [
@@ -128,19 +128,19 @@ def _over(keys: Sequence[Key], given: Sequence[Key]) -> list[Key]:
 
 
 def common_keys(section: str) -> list[Key]:
-    """Return the keys that every option of a group has in addition to its own: those in conf/train.yaml."""
+    """Return the keys of a group in conf/train.yaml, which every option of the group has in addition to its own."""
     listed = _yaml_keys((FOLDER / "train.yaml").read_text(encoding="utf-8"))
     return [key for key in listed if key.name.startswith(f"{section}.")]
 
 
 def sections() -> dict[str, Any]:
-    """Return the schemas of the sections that are no groups, such as ``train``, by name."""
+    """Return the schemas of the sections without options, such as ``train``, by name."""
     return {name: node for name, node in get_type_hints(Root).items() if is_dataclass(node)}
 
 
 @cache
 def schema_keys(node: type, section: str = "") -> Sequence[Key]:
-    """Return the keys of a schema, whose section is ``section``, without those that are sections or groups."""
+    """Return the keys of a schema for the section ``section``, without keys that are sections or groups."""
     prefix = f"{section}." if section else ""
     comments = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(node), re.M))
     hints, keys = get_type_hints(node), []
@@ -154,12 +154,12 @@ def schema_keys(node: type, section: str = "") -> Sequence[Key]:
 
 
 def described(node: type) -> str:
-    """Return what the docstring of a schema says."""
+    """Return the docstring of a schema as one line."""
     return " ".join((node.__doc__ or "").replace("``", "").split())
 
 
 def resolved(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
-    """Return the keys with the values that they have after ``words``, where a default refers to other keys."""
+    """Return the keys. A default that refers to other keys is replaced by its value after ``words``."""
     # What comes from the environment may be secret, and may be missing.
     refer = [key for key in keys if "${" in (key.default or "") and "oc.env" not in str(key.default)]
     cfg: Any = _composed(*words) if refer else None
@@ -178,7 +178,7 @@ def _content(text: str) -> dict[str, Any]:
 
 
 def _yaml_keys(text: str, section: str = "") -> list[Key]:
-    """Return the keys of a YAML file, which is the content of ``section``. Those below a section follow it."""
+    """Return the keys of a YAML file with the content of ``section``. The keys of a nested section follow it."""
     comments, path = {}, []
     for margin, key, comment in re.findall(r"^( *)([\w.-]+):.*?(?:\s#(.*))?$", text, re.M):
         path = [*(outer for outer in path if outer[0] < len(margin)), (len(margin), key)]

@@ -1,7 +1,7 @@
 """Hides secrets in everything that a run writes or prints: configurations, command lines, log lines, errors.
 
-A value that a configuration takes from the environment by ``${oc.env:X}`` is shown as this reference: the resolver
-notes which variables are read. Typed secrets are recognised by their names.
+A value from the environment, ``${oc.env:X}``, is shown as this reference: the resolver notes which variables are read.
+Typed secrets are recognized by their names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 MASK = "***"
 
-_READ = "MASKED_VARIABLES"  # the variable that lists those that were read; processes that this one starts inherit it
+_READ = "MASKED_VARIABLES"  # lists the variables that were read; child processes inherit it
 _NAMES = r"(api[_-]?key|access[_-]?key|private[_-]?key|secret([_-]?key)?|(?<!tik)token|password|passwd|credentials?)"
 _SECRET_NAME = re.compile(f"{_NAMES}$", re.IGNORECASE)
 # A match begins only where a word begins: trying every letter of a long word would take quadratic time.
@@ -45,7 +45,7 @@ OmegaConf.register_new_resolver("oc.env", _resolve, replace=True)
 
 
 def hide(text: str) -> str:
-    """Replace the values of variables: by references, or by ``***`` where the name of a variable alone says that.
+    """Replace values of variables: by references if they were read, by ``***`` if only the variable's name is secret.
 
     Small numbers, words of YAML and existing files stay.
     """
@@ -61,8 +61,8 @@ def hide(text: str) -> str:
 def mask_secrets(value: Any) -> Any:
     """Replace secrets by ``***``, and values from the environment by ``${oc.env:NAME}``.
 
-    A secret is recognised by its name (``api_key``), as the password in a URL, or because it is the value of an
-    environment variable with such a name.
+    A secret is recognized by its name (``api_key``), as the password in a URL, or as the value of an environment
+    variable with such a name.
 
     Args:
         value: A nested dict or list, a command line as a list of words, or a text.
@@ -98,7 +98,7 @@ def _mask_assignment(match: re.Match) -> str:
 
 
 def mask_files(paths: list[Path]) -> None:
-    """Mask secrets in YAML files; files without secrets, and those that do not exist, are left alone."""
+    """Mask secrets in YAML files. Files without secrets are left as they are; missing files are ignored."""
     for path in filter(Path.exists, paths):
         try:
             content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)

@@ -1,4 +1,4 @@
-"""Messages for errors that the user can act on. Those of Hydra have one line, with the nearest key that exists."""
+"""Messages of errors that the user can act on. An error of Hydra is one line with the nearest existing key."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from conf import keys_of, options
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message about an error that the user can act on; None for a bug.
+    """Return the message of an error that the user can act on; None for a bug.
 
     It is that of ``message_for_user``. For an exception of Hydra or OmegaConf it is one line: the key, its type, and
-    the nearest key that exists.
+    the nearest existing key.
     """
     if (message := message_for_user(error)) is not None:
         return message
@@ -57,7 +57,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def interrupt_in(error: BaseException | None) -> BaseException | None:
-    """Return the interrupt that an error hides: OmegaConf may raise an error of its own after one."""
+    """Return the interrupt that an error hides: OmegaConf may raise another error after it."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error
@@ -86,7 +86,7 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
 
 
 def nearest(form: str, name: str, known: Sequence[str]) -> str:
-    """Return the end of a message: the most similar of the existing names, and all of them."""
+    """Return the end of a message: the most similar existing names, and all existing names."""
     lower, name = {option.lower(): option for option in known}, name.lower()
     alike = [name] if name in lower else get_close_matches(name, lower, n=2, cutoff=0.7)
     guess = " or ".join(form.format(lower[match]) for match in alike)
@@ -94,7 +94,7 @@ def nearest(form: str, name: str, known: Sequence[str]) -> str:
 
 
 def _elsewhere(section: DictConfig, key: str) -> list[str]:
-    """Return the keys of other sections that have the name of ``key``: "optim.lr" for "train.lr"."""
+    """Return the keys of other sections with the name of ``key``: "optim.lr" for "train.lr"."""
     name = key.rpartition(".")[2]
     tree: Any = OmegaConf.to_container(section._get_root())  # private: Hydra's error has no configuration (2.3.1)
     sections = {str(other): keys for other, keys in tree.items() if isinstance(keys, dict) and other != "hydra"}

@@ -20,10 +20,10 @@ GROUPS = (*CHOSEN, "parallel", "launcher", "logger")  # a run needs an option of
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Return the options and the ``overrides`` of a command line, as Hydra reads them, with quotes where it needs them.
+    """Return the options and the ``overrides`` of a command line. Values are quoted where Hydra needs it.
 
     Raises:
-        UserError: Another word begins with a dash.
+        UserError: A word begins with a dash and is no option.
     """
     parsed, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
     if unknown:
@@ -34,19 +34,19 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def config_folder(arguments: Sequence[str]) -> Path | None:
-    """Return the folder of the user's options, ``--config-dir``; None if there is none."""
+    """Return the folder of the user's options, ``--config-dir``; None without one."""
     folder = get_args_parser().parse_known_args(arguments)[0].config_dir
     return None if folder is None else expand_home(folder).absolute()
 
 
 def code_folders(arguments: Sequence[str]) -> list[str]:
-    """Return the folders that may have the user's code: that of ``--config-dir`` and its parent."""
+    """Return the folders that may have the user's code: ``--config-dir`` and its parent."""
     folder = config_folder(arguments)
     return [] if folder is None else [str(folder.parent), str(folder)]
 
 
 def key_of(word: str) -> str:
-    """Return the key of an override, or the group of an option: of ``+a.b=1`` and of ``logger@loggers.csv=csv``."""
+    """Return the key of an override (``+a.b=1``: "a.b") or the group of an option (``logger@x.csv=csv``: "logger")."""
     return re.split(r"[=@]", word.lstrip("+~"))[0]
 
 
@@ -81,7 +81,7 @@ def _expand(argument: str) -> list[str]:
 
 
 def hydra_word(text: str) -> str:
-    """Return ``text`` as the value of a command-line override: quoted, unless it is a plain word or path."""
+    """Return ``text`` as the value of an override: quoted, unless it is a plain word or path."""
     return text if re.fullmatch(r"[\w./:%@+-]+", text, re.ASCII) else quoted(text)
 
 

@@ -13,7 +13,7 @@ from hydra.core.utils import JobReturn
 class JobSweeper(BasicSweeper):
     """Runs one job for every combination of the swept values, numbered in order.
 
-    Unlike Hydra's own sweeper, it records a job that fails and runs the others, and leaves out jobs that an earlier
+    Unlike Hydra's own sweeper, it records a failed job and runs the next jobs, and leaves out jobs that an earlier
     attempt in the same directory has finished.
     """
 

@@ -61,9 +61,9 @@ class Result:
 
 
 def load(run: str | Path, which: str = "last") -> dict[str, Tensor]:
-    """Read the weights of a run by the names of the whole model, for ``load_state_dict`` of the model given.
+    """Read the weights of a run by the names of the whole model, for ``load_state_dict`` of the given model.
 
-    With ``model.lora.rank`` these are the matrices of the adapters.
+    With ``model.lora.rank``, these are the matrices of the adapters.
 
     Args:
         run: The run directory, or a checkpoint in it.
@@ -87,10 +87,10 @@ def load_config(*overrides: str) -> Any:
         *overrides: Words of the command line, such as "model=gpt2" and "train.steps=10".
 
     Returns:
-        The configuration, to be read or changed: ``cfg.train.steps = 20``; ``train(config=cfg)`` runs it.
+        The configuration. Read or change it: ``cfg.train.steps = 20``; ``train(config=cfg)`` runs it.
 
     Raises:
-        UserError: A word is wrong; the message names the nearest key or option that exists.
+        UserError: A word is wrong; the message names the nearest existing key or option.
     """
     _check_words(overrides)
     with _user_errors():
@@ -111,21 +111,21 @@ def train(
 
     Args:
         *overrides: Words of the command line.
-        config: A configuration from ``load_config``, to run instead of the one that the words compose. Only keys of
-            Hydra may be given as words then, such as "hydra.run.dir=runs/a".
-        model: A model to use instead of ``model=``: an ``nn.Sequential``, whose children are the layers, another
-            ``nn.Module``, which is one layer, or a ``Chain``. Choose data, optimizer and steps by overrides, since no
-            model's YAML selects them.
-        loss: The loss of ``model``, such as ``torch.nn.CrossEntropyLoss()`` or one of ``models.losses``; a ``Chain``
+        config: A configuration from ``load_config``. It replaces the words; only keys of Hydra may be given as words
+            beside it, such as "hydra.run.dir=runs/a".
+        model: A model in place of ``model=``: an ``nn.Sequential`` (each child is a layer), another ``nn.Module`` (one
+            layer) or a ``Chain``. Choose data, optimizer and steps by overrides: there is no YAML file of the model
+            that selects them.
+        loss: The loss of ``model``, such as ``torch.nn.CrossEntropyLoss()`` or a loss of ``models.losses``; a ``Chain``
             has one already.
-        data: A data set to use instead of ``data=``, such as ``data.tensors.TensorData(inputs, targets)``, for
-            which ``(inputs, targets)`` may be written.
+        data: A data set in place of ``data=``, such as ``data.tensors.TensorData(inputs, targets)``, or
+            ``(inputs, targets)`` for short.
 
     Returns:
         The run's directory and its summary.
 
     Raises:
-        UserError: An error that the command line would report as a message.
+        UserError: An error that the command line reports as a message.
         KeyboardInterrupt: The run was interrupted; its processes have ended.
     """
     chain = _chain_of(model, loss)
@@ -156,10 +156,10 @@ def verify(
         data: See ``train``.
 
     Returns:
-        The report; ``report.ok`` is whether all checks passed, and ``str(report)`` describes those that did not.
+        The report. ``report.ok`` is true if all checks passed; ``str(report)`` describes failed checks.
 
     Raises:
-        UserError: The words, the model or the data could not be used by any run.
+        UserError: No run could use the words, the model or the data.
     """
     words = ["mode=verify", *(word for word in overrides if not word.startswith("mode="))]
     typed = [key_of(word) for word in overrides]
@@ -175,7 +175,7 @@ def verify(
 
 
 def _chain_of(model: Any, loss: Any) -> Any:
-    """Return a model with its loss as a chain; what is no model is returned as it is, to be refused with the others."""
+    """Return a model with its loss as a chain. Another object is returned unchanged; ``_checked`` refuses it."""
     if model is None and loss is None:
         return None
     from torch import nn
@@ -233,7 +233,7 @@ def _check_words(overrides: Sequence[Any]) -> None:
 
 
 def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
-    """Return the objects that were given, by key, after checking them."""
+    """Check the given objects and return them by key."""
     if isinstance(data, tuple) and len(data) == 2:
         from data.tensors import TensorData
 
@@ -250,7 +250,7 @@ def _checked(overrides: Sequence[str], model: Any, data: Any) -> dict[str, Any]:
 
 
 def with_given(cfg: DictConfig, objects: dict[str, Any], config: Any = None) -> Any:
-    """Return a copy of ``config`` or, if it is None, of the composed ``cfg``, whose sections name the given objects."""
+    """Return a copy of ``config``, or of ``cfg`` if it is None, with sections that name the given objects."""
     tree = OmegaConf.to_container(cfg if config is None else config, resolve=False, enum_to_str=True)
     cfg = DictConfig(tree)
     if objects and World.detect() is None and cfg.launcher.name == "slurm":
@@ -269,7 +269,7 @@ def with_given(cfg: DictConfig, objects: dict[str, Any], config: Any = None) -> 
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Raise errors that the user can act on as UserError."""
+    """Convert errors that the user can act on to UserError."""
     try:
         yield
     except Exception as error:

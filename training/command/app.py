@@ -1,4 +1,4 @@
-"""Runs a command: composes its words, converts the configuration to plain data, checks it, and calls its mode."""
+"""Runs a command: composes its words, converts the configuration to plain data, checks it and calls its mode."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _OPEN_FILES = 4096  # that a process may have open: a launcher has several for e
 
 
 def run_words(arguments: Sequence[str], act: Callable[[Composed], Any], program: Program | None = None) -> Any:
-    """Compose the words of a command line, and return the result of acting on them.
+    """Compose the words of a command line, and return the result of ``act``.
 
     Args:
         arguments: The words.
         act: Called with the configuration; in a sweep, for each job.
-        program: How a Python program changes the composed configuration.
+        program: Called with the composed configuration; returns that of a Python program.
 
     Raises:
-        SystemExit: On ranks other than 0, whose run has ended with that of rank 0.
+        SystemExit: On ranks other than 0, at the end of the run.
     """
     world = World.detect()
     if world is not None and world.rank > 0:
@@ -44,7 +44,7 @@ def run_words(arguments: Sequence[str], act: Callable[[Composed], Any], program:
 
 
 def _in_directory(config: DictConfig) -> AbstractContextManager:
-    """Lock the directory of a run or a sweep; return what reports the sweep at its end."""
+    """Lock the directory of a run or a sweep; return a context that reports a sweep at its end."""
     take(config)
     if config.hydra.mode is RunMode.RUN:
         return nullcontext()
@@ -61,9 +61,9 @@ def _act(act: Callable, world: World | None, composed: Composed) -> Any:
 
 @exit_is_failure()
 def execute(composed: Composed) -> None:
-    """Run a composed configuration in its mode. Rank 0 of existing ranks leads them.
+    """Run a composed configuration in its mode. Rank 0 of existing ranks leads the other ranks.
 
-    Everything that can be checked is checked before any process starts. ``mode=NAME`` is the function ``run`` of
+    All checks that are possible then are made before any process starts. ``mode=NAME`` is the function ``run`` of
     ``training/command/modes/NAME.py``.
 
     Args:
@@ -79,7 +79,7 @@ def execute(composed: Composed) -> None:
 
 
 def plain(composed: Composed) -> Composed:
-    """Convert the configuration to plain data, with how it was composed, and make the user's code importable."""
+    """Convert the configuration to plain data (see ``Composed.plain``), and make the user's code importable."""
     cfg = composed.plain()
     use_code_of(cfg)
     if cfg.cluster is not None:
@@ -100,7 +100,7 @@ def check_alone(composed: Composed) -> None:
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files of this process and its workers to the number that any run needs, if allowed."""
+    """Raise the limit of open files of this process and its workers as far as a run may need and the system allows."""
     import resource  # not on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The state of the process of a Python program, which a run leaves as it was."""
+"""The state of the process of a Python program. A run does not change it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def left_as_it_was() -> Iterator[None]:
-    """Restore, however the block ends, what a run changes: torch's settings and random numbers, logging, variables."""
+    """After the block, restore the state that a run changes: settings of torch, random numbers, logging, variables."""
     import torch
 
     backends: Any = torch.backends

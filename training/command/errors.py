@@ -19,8 +19,8 @@ def clear_errors() -> Iterator[None]:
     """Turn an error that the user can act on into one message and an exit code. A bug keeps its traceback.
 
     Raises:
-        SystemExit: With code 1 after an error. With ``stopping.EXIT_CODE`` after a run that has stopped as it was told
-            to and can be continued; with 128 + the signal's number if it was told twice.
+        SystemExit: With code 1 after an error; with ``stopping.EXIT_CODE`` after a run that has stopped on request and
+            can be continued; with 128 + the number of the signal after a second request.
     """
     try:
         yield

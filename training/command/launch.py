@@ -31,7 +31,7 @@ def launch(composed: Composed) -> float | None:
     """Check and prepare a run, print its plan, and run it to its end, or queue it.
 
     Returns:
-        The unigram entropy of its data in nats; None if that is not known.
+        The unigram entropy of its data in nats; None if it is unknown.
 
     Raises:
         UserError: An error that the user can act on.
@@ -87,7 +87,7 @@ def launch(composed: Composed) -> float | None:
 
 @contextmanager
 def nothing_begun() -> Iterator[None]:
-    """Let a signal that stops a run also end the preparations before the first step."""
+    """Convert a request to stop during the preparations to ``Stopped``."""
     try:
         yield
     except Interrupted as interrupted:
@@ -125,7 +125,7 @@ def prepared(composed: Composed) -> Setup:
 
 
 def preload(composed: Composed, workers: bool) -> None:
-    """If there will be workers, start the process that forks them, and let it import what they need."""
+    """If ``workers`` will start, start the process that forks them and imports their modules."""
     if workers and composed.world is None and composed.cfg.launcher.name == "local":
         with changed_environment(environment(composed.cfg)):
             start_fork_server(["training.command.preload"])

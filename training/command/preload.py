@@ -1,4 +1,4 @@
-"""The imports of every worker, which take seconds: done once, in the process that forks the workers."""
+"""The imports of every worker. They take seconds, so the process that forks the workers does them once."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Ranks that exist already, under torchrun or srun: rank 0 reads the command and sends the others their job."""
+"""Ranks that exist already, under torchrun or srun: rank 0 reads the command and sends the other ranks the plan."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ _UNUSED = re.compile(rf"(loggers?|launcher|{COMMAND}|import_from)(\.|$)")
 
 @contextmanager
 def leading(world: World | None, arguments: Sequence[str]) -> Iterator[World | None]:
-    """Meet the other ranks before anything is read or prepared, on rank 0 of ranks that exist already.
+    """On rank 0 of ranks that exist already: meet the other ranks before anything is read or prepared.
 
-    The others wait as long as this rank lives. They end with it if it ends without a run. Yields the world, with them.
+    The other ranks wait as long as this rank lives, and end with it if it ends without a run. Yields the world with the
+    ranks that have met.
     """
     if world is None or world.size == 1:
         yield world
@@ -62,11 +63,11 @@ def ended(error: BaseException) -> tuple[int, str]:
 
 
 def lead(setup: Setup, composed: Composed) -> None:
-    """On rank 0 under torchrun or srun: send the other ranks the plan and what they have to agree with, and run.
+    """On rank 0 under torchrun or srun: send the other ranks the plan and the configuration to compare, and run.
 
     Args:
         setup: The objects of the run.
-        composed: The configuration, as plain data, without what was decided.
+        composed: The configuration as plain data, before decisions.
     """
     from launchers.meeting import describe_peers
     from launchers.rank_0 import tell
@@ -87,12 +88,12 @@ def lead(setup: Setup, composed: Composed) -> None:
 
 
 def follow(world: World, arguments: Sequence[str] = (), program: Program | None = None) -> None:
-    """Run this rank's command line by rank 0's plan, under torchrun or srun. Prints nothing unless it fails.
+    """Run the command line of this rank by the plan of rank 0, under torchrun or srun. Only errors are printed.
 
     Args:
         world: Which rank this process is.
         arguments: The command line.
-        program: How a Python program changes the configuration that the command line composes.
+        program: Called with the composed configuration; returns that of a Python program.
     """
     from launchers.meeting import rendezvous
     from launchers.rank_0 import hear
@@ -139,7 +140,7 @@ def resolved(cfg: DictConfig, start: Sequence[Any]) -> tuple[dict[str, Any], Pat
 
     Args:
         cfg: The composed configuration, with Hydra's section.
-        start: When the run began, its id, and the time by Hydra's ``now``, as rank 0 has sent them.
+        start: The start time of the run, its id, and the time of Hydra's ``now``, from rank 0.
     """
     began, run_id, now = start
     register_start((float(began), f"{int(run_id, 16):06x}", float(now)))  # no path is made of anything else

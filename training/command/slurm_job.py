@@ -1,8 +1,8 @@
-"""A run as a job of a SLURM cluster: what happens on the submitting side, and in each task of the job.
+"""A run as a job of a SLURM cluster: its submission, and the work of each task.
 
-The checked configuration travels as a JSON file, which ``python -m training.command.slurm_job FOLDER SUBMISSION`` reads
-in each task, again after each time that the job was queued again. Each submission has files of its own, so that another
-one into the same directory changes no job that waits.
+The checked configuration travels as a JSON file. ``python -m training.command.slurm_job FOLDER SUBMISSION`` reads it in
+each task, and again after the job was queued again. Each submission has its own files, so a second submission into the
+same directory changes no job that waits.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class CheckedRun:
 
 
 def prepare_here(cfg: Root):
-    """Check a run on the submitting side, for the processes and the GPUs that the job will have.
+    """Check a run before its submission, for the processes and the GPUs of the job.
 
-    The hardware of this machine is ignored, and nothing is measured on it.
+    The hardware of this machine is ignored; nothing is measured on it.
     """
     from parallel.devices import Hardware
     from training.run.prepare import prepare
@@ -71,10 +71,10 @@ def prepare_here(cfg: Root):
 
 
 def queue(runs: list[CheckedRun], folder: Path, name: str) -> list[Job]:
-    """Submit ``runs``, which must have the same shape, as one array if there are several.
+    """Submit ``runs`` of the same shape; several are one array.
 
     Raises:
-        LaunchError: The queue refuses them.
+        LaunchError: The queue refuses the runs.
     """
     cfg = runs[0].cfg
     threads = cfg.parallel.threads
@@ -109,7 +109,7 @@ def run_as_job(setup: Any, run_dir: Path) -> None:
 
 
 def run_in_task(cfg: Root, run_dir: Path, world: World) -> None:
-    """Run one rank's part of the job (see launchers.slurm.task.work)."""
+    """Run the part of one rank of the job (see launchers.slurm.task.work)."""
     from launchers.failure import is_peer_error
     from launchers.meeting import describe_peers, rendezvous
     from launchers.rank_0 import hear, tell

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: finds those that still have to run, runs one here, and queues them as SLURM job arrays."""
+"""The jobs of a sweep: finds the jobs that still have to run, runs a job here, or queues jobs as SLURM arrays."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sweep(sweeper: Any, arguments: list[str]) -> None:
     """Run all jobs that the overrides ``arguments`` describe and that have not finished, for Hydra's ``sweeper``.
 
     Raises:
-        TrainingError: A job cannot be composed, or has a directory of another run. Then no job has started.
+        TrainingError: A job cannot be composed, or its directory has another run. No job has started then.
         KeyboardInterrupt: If the user ends the sweep.
     """
     logging.getLogger("hydra._internal.core_plugins.basic_launcher").addFilter(_mask)
@@ -92,7 +92,7 @@ def _mask(record: logging.LogRecord) -> bool:
 
 
 def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
-    """Compose every job of Hydra's ``sweeper`` and check its keys and the metrics that it names.
+    """Compose every job of Hydra's ``sweeper``, and check its keys and its metrics.
 
     Raises:
         TrainingError: A job is wrong. The message names its words and the reason.
@@ -129,7 +129,7 @@ def _check_metrics(cfg: DictConfig, folder: Path) -> None:
 def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
     """Record every job in its directory and return the jobs to run.
 
-    Jobs that an earlier attempt has finished, or that may still be queued or running, are left out.
+    A job that an earlier attempt has finished, or that may still be queued or running, is left out.
 
     Raises:
         TrainingError: A directory has another run, or several jobs. Nothing has been changed then.
@@ -166,7 +166,7 @@ def open_folders(entries: list[Entry], sweep_dir: Path) -> list[Entry]:
 
 
 def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]:
-    """Cut ``entries`` into batches that a launcher accepts: consecutive numbers, at most ``max_size`` jobs each."""
+    """Cut ``entries`` into batches for a launcher: consecutive numbers, at most ``max_size`` jobs each."""
     for _, run in groupby(enumerate(entries), key=lambda pair: pair[1].job.num - pair[0]):
         batch = [entry for _, entry in run]
         size = max_size or len(batch)
@@ -177,12 +177,12 @@ def batches(entries: list[Entry], max_size: int | None) -> Iterator[list[Entry]]
 def run_job(composed: Composed) -> Any:
     """Run one job of a sweep in separate processes, and record in job.json how it ends.
 
-    A job that fails raises nothing, so that the next jobs run. Only a third-party sweeper, such as optuna, gets an
-    exception and decides. A job that is to be queued is only checked here: ``queue_checked`` queues it.
+    A failed job raises nothing, so that the next jobs run. Only a third-party sweeper, such as optuna, gets an
+    exception and decides. A job for the queue is only checked here: ``queue_checked`` queues it.
 
     Returns:
-        The sweep's objective (see ``training.studies.sweep.table.objective``); None if the job has none. For a job that
-        is to be queued, the checked run; None if it cannot run.
+        The objective of the sweep (see ``training.studies.sweep.table.choose_objective``); None if the job has none.
+        For the queue, the checked run; None if it cannot run.
 
     Raises:
         KeyboardInterrupt: The user has ended the sweep.
@@ -225,7 +225,7 @@ def run_job(composed: Composed) -> Any:
 
 
 def _begin(composed: Composed, status: Status) -> None:
-    """Record a job, and set in its configuration the checkpoint to resume from and its group and name in wandb."""
+    """Record a job. Set the checkpoint to resume from, and the group and name in wandb, in its configuration."""
     cfg, folder, sweep_dir = composed.cfg, composed.run_dir, Path(composed.job.sweep.dir)
     job, earlier = Job(composed.job.job.num, tuple(mask_secrets([*composed.typed])), status), read_job(folder)
     unfinished = earlier is not None and earlier.is_same(job) and earlier.status != "finished"
@@ -243,9 +243,9 @@ def _begin(composed: Composed, status: Status) -> None:
 
 
 def queue_checked(jobs: Sequence[JobReturn]) -> Sequence[JobReturn]:
-    """Queue the jobs that passed ``run_job``'s checks, as one array per shape, and wait for them.
+    """Queue the jobs that passed the checks of ``run_job``, as one array per shape, and wait for them.
 
-    A job that fails is recorded in its directory and does not end the others.
+    A failed job is recorded in its directory and does not end the other jobs.
     """
     ready = [job for job in jobs if job.status is JobStatus.COMPLETED and job.return_value is not None]
     _run_all([job.return_value for job in ready])
@@ -258,11 +258,11 @@ def queue_checked(jobs: Sequence[JobReturn]) -> Sequence[JobReturn]:
 
 
 def _run_all(runs: list[CheckedRun]) -> None:
-    """Queue ``runs``, those of equal shape as one array. With launcher.wait, return when all have ended.
+    """Queue ``runs``, one array for each shape. With launcher.wait, return when all have ended.
 
     Raises:
         Interrupted: On SIGINT, SIGTERM or SIGHUP, after unfinished jobs were cancelled.
-        LaunchError: The queue does not answer. Unfinished jobs are cancelled if that is possible.
+        LaunchError: The queue does not answer. Unfinished jobs are cancelled if possible.
     """
     jobs = []
     by_shape = groupby(sorted(runs, key=lambda run: run.shape), key=lambda run: run.shape)

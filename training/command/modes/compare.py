@@ -1,4 +1,4 @@
-"""mode=compare: run each strategy's best layout, and print predicted beside measured results."""
+"""mode=compare: run the best layout of each strategy, and print predicted beside measured results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from training.command.launch import nothing_begun, preload
 
 
 def run(composed: Composed) -> None:
-    """Predict all layouts, and run the best of each strategy for some steps."""
+    """Predict all layouts, and run the best layout of each strategy for some steps."""
     stopping.at_once()
     preload(composed, True)
 

@@ -7,5 +7,5 @@ from training.command.launch import launch
 
 
 def run(composed: Composed) -> None:
-    """Evaluate in the layout of the command, whatever layout has saved the checkpoint."""
+    """Evaluate in the layout of the command. Any layout may have saved the checkpoint."""
     launch(composed)

@@ -1,4 +1,4 @@
-"""mode=export: write a checkpoint's model in a format that other programs read (``training.export``)."""
+"""mode=export: write the model of a checkpoint in a format of other programs (``training.export``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training.run.restore import restore
 
 
 def run(composed: Composed) -> None:
-    """Export in one process: a checkpoint contains the whole model, whatever ``parallel`` and ``launcher`` are."""
+    """Export in one process. A checkpoint contains the whole model, so ``parallel`` and ``launcher`` do not matter."""
     check_alone(composed)
     stopping.at_once()
     print(export(composed.cfg, composed.run_dir), flush=True)

@@ -1,4 +1,4 @@
-"""mode=plan: print the layout that a run would have, and the memory that each rank would need."""
+"""mode=plan: print the layout of a run and the memory of each rank."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _BETWEEN = "\n" + 20 * "-" + "\n"  # separates the texts of several prompts
 
 
 def run(composed: Composed) -> None:
-    """Sample in one process: a checkpoint contains the whole model, whatever ``parallel`` and ``launcher`` are."""
+    """Sample in one process. A checkpoint contains the whole model, so ``parallel`` and ``launcher`` do not matter."""
     check_alone(composed)
     stopping.at_once()
     print(sample(composed.cfg), flush=True)
@@ -36,7 +36,7 @@ def sample(cfg: Root) -> str:
     """Continue ``sample.prompt``, or each of ``sample.prompts``, by ``sample.tokens`` tokens.
 
     Returns:
-        The prompt and its continuation; those of several prompts are separated by a line of dashes.
+        The prompt and its continuation. A line of dashes separates the texts of several prompts.
 
     Raises:
         TrainingError: The model is not a language model, or a number of ``sample`` is out of range. This is raised
@@ -77,11 +77,11 @@ def sample(cfg: Root) -> str:
 def closing_sample(cfg: Root, run_dir: Path, entropy: float | None) -> str:
     """Draw ``sample.at_end`` tokens from the model that a run has trained, for the end of its console.
 
-    ``entropy`` is the unigram entropy of its data in nats; None if that is not known.
+    ``entropy`` is the unigram entropy of its data in nats; None if it is unknown.
 
     Returns:
-        The text, set off from the results; empty if the run has no checkpoint or its model writes no text. A model
-        whose loss is above the unigram entropy would write random words: then a line states this instead.
+        The text; empty if the run has no checkpoint or its model writes no text. If the loss is above the unigram
+        entropy, the model would write random words: then this is a line that says so.
     """
     if "vocab_size" not in cfg.model or cfg.sample.at_end <= 0 or cfg.train.checkpoint_every is None:
         return ""

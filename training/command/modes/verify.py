@@ -11,7 +11,7 @@ def run(composed: Composed) -> None:
     """Compare every layout with one process, and write the certificate.
 
     Raises:
-        TrainingError: A layout trains differently, nothing could be compared, or the command is a job of a sweep.
+        TrainingError: A layout trains differently, no layout could be compared, or the command is a job of a sweep.
     """
     cfg = composed.cfg
     if composed.job is not None or composed.choices is None:
