@@ -447,7 +447,7 @@ def _row(line: bytes, row_tokens: RowTokens) -> Row:
         raise ValueError(f"not a JSON object with the field {row_tokens.fields[0]!r} but of type {type(row).__name__}")
     try:
         return row_tokens.take(row)
-    except (KeyError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         problem, option = str(error), CHATS if row_tokens.messages else Rows.option
         if missing := [field for field in row_tokens.fields if field not in row]:
             present = ", ".join(map(repr, list(row)[:10])) or "none"

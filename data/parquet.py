@@ -58,7 +58,7 @@ class ParquetRows(RowFiles):
                 values = {name: column[int(indices[i] - self._starts[position])] for name, column in columns.items()}
                 try:
                     rows[i] = row_tokens.take({name: _plain(v.as_py(), v.type) for name, v in values.items()})
-                except ValueError as error:  # of another type; not UTF-8
+                except (TypeError, ValueError) as error:  # of another type; not UTF-8
                     problem, hint = str(error), ""
                     if not chats:
                         held = (str(value.type) if value.is_valid else "null" for value in values.values())
