@@ -39,28 +39,28 @@ class Facts:
         kind: Its class.
         given: Its inputs for the micro-batch, and for twice the samples unless they are unknown.
         outputs: Its results for each of them, on the meta device; empty if it fails.
-        error: The error in which it ends without memory, or with numbers, too, if there are no ``outputs``.
+        error: The error that it raises without memory. If there are no ``outputs``, it also fails with numbers.
         watched: Whether the facts below are known.
         draws: Whether its random numbers depend on how the batch is cut. It draws by itself (``F.dropout``,
             ``nn.MultiheadAttention``, ``torch.rand``), or has dropout by sample that cannot tell the samples apart,
             because the first dimension of its input is not that of the batch.
         random: Whether it draws random numbers.
         passes: Whether it passes on a number computed from all samples, such as an auxiliary loss. For the loss:
-            whether that of some samples, with made-up outputs, is not the sum of the losses of both halves. This is not
-            asked if the loss is known to be a sum over samples, draws, gathers, or fails, or if its outputs are unknown
-            or large.
+            whether the loss of some samples, with made-up outputs, differs from the sum of the losses of both halves.
+            The loss is not asked if it is known to be a sum over samples, draws, gathers, or fails, or if its inputs
+            are unknown or large.
         gathers: Whether it calls ``models.losses.gather``.
         writes: Whether it changes its inputs in place.
-        aliases: Whether an input that it changes has the memory of another.
-        fills: Whether an operator fills a tensor which it does not return, as that of ``F.rrelu`` does. In a
-            recomputation torch stops as soon as all tensors are there, which is before such an operator fills the last.
+        aliases: Whether it changes an input in place that shares its memory with another input.
+        fills: Whether an operator fills a tensor that it does not return, as the operator of ``F.rrelu`` does. A
+            recomputation of torch stops as soon as all tensors exist, before such an operator has filled the last one.
         spoils: Whether it changes a tensor in place that its backward needs, which torch does not notice in a
             recomputation.
         reads_numbers: Whether a result or a shape depends on numbers.
-        stale: Whether it uses a parameter that a run would not train, because it replaces those of modules.
+        stale: Whether it uses a parameter that a run would not train, because a run replaces the parameters of modules.
         reentrant: Whether it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``.
-        changes: A tensor of the layer's state that each forward changes; None if there is none.
-        norms: The calls of each BatchNorm that updates its statistics.
+        changes: The name of a tensor in the layer's state that each forward changes; None if there is none.
+        norms: The number of calls of each BatchNorm that updates its statistics, by name.
     """
 
     name: str
@@ -89,10 +89,10 @@ class Examination:
     """The facts of a chain.
 
     Attributes:
-        names: Those of the layers, and ``LOSS``.
-        layers: Their facts, up to the first layer that cannot be computed.
-        loss: Those of the last layer's own loss, if it has one, or of the chain's; None if a layer before cannot be
-            computed.
+        names: The names of the layers, and ``LOSS``.
+        layers: The facts of the layers, up to the first one that cannot be computed.
+        loss: The facts of the loss: the method of the last layer if that computes it, otherwise the chain's loss. None
+            if a layer cannot be computed.
     """
 
     names: Sequence[str]
@@ -167,7 +167,7 @@ class _Examiner:
         self.targets = samples[0].targets if samples else None
 
     def examine(self) -> Examination:
-        """See the function."""
+        """See ``examine``."""
         chain, given, before, module = self.chain, self.inputs, self.inputs, nn.Module()
         found = Examination([*chain.names, LOSS])
 
@@ -298,7 +298,7 @@ def _output(name: str, module: nn.Module, tensors: tuple[Tensor, ...], _: Batch)
 
 
 def backward_nodes(outputs: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the nodes of the backward from some tensors, each once, and none behind those of which ``ends`` is true."""
+    """Yield each node of the backward from some tensors once. Stop behind a node for which ``ends`` is true."""
     seen, nodes = set(), [getattr(output, "grad_fn", None) for output in outputs]
     while nodes:
         if (node := nodes.pop()) is not None and node not in seen:
@@ -308,7 +308,7 @@ def backward_nodes(outputs: Iterable[Any], ends: Callable[[Any], bool]) -> Itera
 
 
 def _is_spoilt(output: Any, inputs: Sequence[Tensor]) -> bool:
-    """Return whether a backward from ``output`` ends in the error for tensors that were changed in place."""
+    """Return whether a backward from ``output`` fails because a tensor was changed in place."""
     ends, starts = ([t for t in tree_leaves(some) if t.requires_grad] for some in (output, inputs))
     try:
         torch.autograd.grad(ends, starts, [torch.ones_like(t) for t in ends], retain_graph=True, allow_unused=True)
@@ -318,13 +318,13 @@ def _is_spoilt(output: Any, inputs: Sequence[Tensor]) -> bool:
 
 
 def _needs_numbers(error: Exception | None) -> bool:
-    """Return whether a layer failed at ``.tolist()``, ``.numpy()``, ``.cpu()`` or the like, without memory."""
+    """Return whether a layer failed because it reads numbers, as ``.tolist()``, ``.numpy()`` and ``.cpu()`` do."""
     words = ("meta tensor", "meta device")
     return isinstance(error, (NotImplementedError, TypeError)) and any(word in str(error) for word in words)
 
 
 def made_up(tensors: Any, device: str = "cpu") -> Any:
-    """Return numbers from 0 to 1 in the shapes and dtypes of tensors. None is a leaf, which cannot change in place."""
+    """Return numbers from 0 to 1 with the shapes and dtypes of tensors. No result is a leaf, which cannot change."""
 
     def drawn(like: Tensor) -> Tensor:
         numbers = torch.rand(like.shape, device=device).to(like.dtype)
@@ -335,7 +335,7 @@ def made_up(tensors: Any, device: str = "cpu") -> Any:
 
 
 def _replace_parameters(layer: nn.Module) -> set[nn.Parameter]:
-    """Replace the parameters of a layer on the meta device, as a run does. Returns the first ones."""
+    """Replace the parameters of a layer on the meta device, as a run does. Return the replaced ones."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # several names may share a parameter
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -346,7 +346,7 @@ def _replace_parameters(layer: nn.Module) -> set[nn.Parameter]:
 
 
 def _calls_of_batchnorm(name: str, layer: nn.Module) -> Counter[str]:
-    """Return the calls of each BatchNorm in a layer that updates its statistics; they are counted from now on."""
+    """Count the calls, from now on, of each BatchNorm in a layer that updates its statistics."""
     calls: Counter[str] = Counter()
     for path, norm in layer.named_modules(prefix=name):
         if isinstance(norm, StepBatchNorm) and norm.training:
@@ -355,7 +355,7 @@ def _calls_of_batchnorm(name: str, layer: nn.Module) -> Counter[str]:
 
 
 def _range(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the lowest and the highest of integers; None for other numbers, and for none."""
+    """Return the lowest and the highest number of integer tensors; None for other tensors and for empty ones."""
     if any(tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.numel() == 0 for tensor in tensors):
         return None
     return min(int(tensor.min()) for tensor in tensors), max(int(tensor.max()) for tensor in tensors)

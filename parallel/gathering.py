@@ -1,4 +1,4 @@
-"""Rows of all replicas, for losses and layers that compare samples: what ``models.losses.gather`` does in a layout."""
+"""Gathers the rows of all replicas for losses and layers that compare samples, in ``models.losses.gather``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parallel.plan import Plan
 
 @contextmanager
 def gathering(plan: Plan, axis: Ranks | None = None, compiled: bool = False) -> Iterator[None]:
-    """Let ``gather`` return the rows of the replicas along ``axis`` inside the block, or without one what it is given.
+    """Let ``gather`` return the rows of the replicas along ``axis`` in the block; without an axis, its argument.
 
     If the plan divides the samples of a replica, ``gather`` raises PlanError. ``compiled`` is whether layers or losses
     are compiled.

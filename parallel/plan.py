@@ -1,4 +1,4 @@
-"""The plan of a run: what was decided of its layout, as every rank gets it."""
+"""The plan of a run: the decisions about its layout, as every rank gets them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class Plan(Layout):
         comm_hook: How replicas send gradients: none, bf16, fp16, hierarchical or hierarchical_bf16.
         bucket_mb: The size of the buckets in which replicas average gradients, in MiB.
         sync_batchnorm: Whether BatchNorm normalizes over the micro-batches of all replicas together.
-        facts: The layers for which each of some facts of ``parallel.examination`` is true, or, for "writes", "fills"
-            and "random", unknown. ``LOSS`` stands for the loss.
+        facts: The names of layers by fact of ``parallel.examination``. "draws" and "passes" have the layers for which
+            the fact is true. "writes", "fills" and "random" also have those for which it is unknown. ``LOSS`` stands
+            for the loss.
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model; empty if unknown.
     """
 
@@ -67,7 +68,7 @@ class Plan(Layout):
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Plan:
-        """Read a plan from the result of ``dataclasses.asdict``, which may have been JSON meanwhile."""
+        """Read a plan from the result of ``dataclasses.asdict``, also after a conversion to JSON and back."""
         stages = tuple(StagePlan(**{**stage, "layers": tuple(stage["layers"])}) for stage in saved["stages"])
         axes = tuple((name, path, ranks) for name, path, ranks in saved["axes"])
         read = {key: tuple(saved[key]) for key in ("balance", "devices")}
@@ -80,7 +81,7 @@ class Plan(Layout):
 
     @property
     def microbatch_size(self) -> int:
-        """The number of samples that pass through the model at a time."""
+        """The number of samples in a micro-batch."""
         return self.global_batch_size // (self.dp * self.chunks)
 
     @property
@@ -91,7 +92,7 @@ class Plan(Layout):
         return ideal_bubble(self.schedule, self.pp, self.chunks, self.per_rank)
 
     def manifest(self) -> dict[str, Any]:
-        """Return the layout as it is kept in a checkpoint, for ``Layout.from_manifest``."""
+        """Return the layout for the manifest of a checkpoint. ``Layout.from_manifest`` reads it."""
         return {
             "parallel": self.strategy,
             **{axis: getattr(self, axis) for axis in Layout.DEGREES},

@@ -208,7 +208,7 @@ class Stage(nn.Module):
         return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)
 
     def _copied(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return a layer's inputs for it to change in place, as copies where the inputs themselves must stay.
+        """Return a layer's inputs for it to change in place: copies of the inputs that must stay as they are.
 
         A recomputation starts from them. The inputs of a sharded layer, and some outputs, are views with hooks, which
         torch does not let a layer change, or which would lose the hooks.

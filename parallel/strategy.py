@@ -256,7 +256,7 @@ class Strategy(ABC):
 
     @contextmanager
     def _step(self, step: int | None = None, loss_scale: float = 1.0) -> Iterator[None]:
-        """Prepare the stages for a step, and end it after the block. A step without a number is one of evaluation."""
+        """Prepare the stages for a step, and end it after the block. A step without a number is an evaluation."""
         training = step is not None
         for stage in self.stages:
             stage.begin(training, step or 0, loss_scale)
@@ -407,11 +407,11 @@ class Strategy(ABC):
         return Placement.of(tensor.shape, [axis.split(name, tensor) for axis in reversed(self.axes)])
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
-        """Return which part of the whole this rank has of such a tensor."""
+        """Return this rank's part of such a tensor."""
         return piece_of(tensor, self.placement(name, tensor), self.mesh)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return all of such a tensor. The ranks that have parts of it call this together.
+        """Return the whole of such a tensor. The ranks that have parts of it call this together.
 
         ``full_tensor`` is not used, because DTensor keeps the process groups of an earlier run in the same process.
         """

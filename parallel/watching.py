@@ -1,4 +1,4 @@
-"""Modes of torch that see each operator of a layer: what it reads, writes and draws."""
+"""Modes of torch that see each operator of a layer: the tensors that it reads and writes, and whether it draws."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BY_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Refused(ValueError):
-    """An error that torch raises on other devices than the meta device."""
+    """An error that torch raises on every device except the meta device."""
 
 
 class Watch(TorchDispatchMode):
-    """Sees all operators in the block, also those that take functions."""
+    """Sees all operators in the block, including those that take functions."""
 
     supports_higher_order_operators = True
     compiles = False  # whether there was an operator that takes functions, such as torch.cond
@@ -70,11 +70,11 @@ class Effects(Watch):
         self._ranges = ranges or {}
 
     def wrote(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the storages of those tensors that were changed in place."""
+        """Return the storages of the given tensors that were changed in place."""
         return [storage for tensor in tensors if (storage := _storage_of(tensor)) in self._written]
 
     def wrote_others(self) -> bool:
-        """Return whether tensors were changed in place that are none of the module's."""
+        """Return whether a tensor that does not belong to the module was changed in place."""
         return not self._written <= {*self._before.values()}
 
     def changed(self) -> str | None:
@@ -87,7 +87,7 @@ class Effects(Watch):
         return next((name for name, storage in changed if name in saved or storage in self._read), None)
 
     def computes(self, tensor: Any) -> bool:
-        """Return whether a tensor is one of those that are followed, or is computed from them."""
+        """Return whether a tensor is followed, or is computed from one that is."""
         return id(tensor) in self._computed
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -133,7 +133,7 @@ class Effects(Watch):
                 self._read.add(storage)
 
     def _check(self, operation: Any, args: tuple) -> None:
-        """Refuse what the meta device accepts: integers in a product with weights, tokens beyond an embedding."""
+        """Refuse inputs that only the meta device accepts: integers in a product with weights, too large tokens."""
         if operation in _PRODUCTS:
             dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
             whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]

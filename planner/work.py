@@ -41,16 +41,18 @@ class LayerWork:
         parameters: The number of its own parameters.
         output: Bytes passed to the next layer.
         kept: Bytes that autograd holds until the backward.
-        ties: Its parameters that another layer has, too. Their gradients are added up.
+        ties: The parameters that it has in common with another layer. Their gradients are added up.
         tensors: The number of parameter tensors.
         frozen: The number of parameters that are not trained.
         cast: Bytes of its weights in the compute dtype; independent of samples.
-        hidden: The numbers of its output. A block's collectives of tensor parallelism send them in the compute dtype.
+        hidden: The number of elements of its output. A block's collectives of tensor parallelism send them in the
+            compute dtype.
         whole: The bytes of ``moved`` that tensor parallelism leaves whole, unless ranks split the sequence: those of
             operators that are as wide as the output (norms, residual connections, dropout).
         masked: The FLOPs of ``attention`` that its kernel leaves out.
         kept_whole: The bytes of ``kept`` that tensor parallelism leaves whole, likewise; None if they are not counted.
-        gathered: The numbers that a rank gathers from others, and keeps until the backward, besides ``kept``.
+        gathered: The number of elements that a rank gathers from other ranks and keeps until the backward, besides
+            ``kept``.
         uncounted: The operators that have no formula for their FLOPs.
     """
 
@@ -80,7 +82,7 @@ class LayerWork:
 
     @property
     def length(self) -> float:
-        """The tokens among which attention mixes: it has four FLOPs for each of them and each number of the output."""
+        """The number of tokens that attention mixes. It has four FLOPs for each token and each number of the output."""
         return self.attention / (4 * self.hidden) if self.hidden else inf
 
     @property
@@ -130,7 +132,7 @@ def shares(layers: Works, layout: PlannedLayout) -> Works:
 
 
 def parameters_of(stage: Works) -> tuple[float, float]:
-    """Return the numbers of all and of trained parameters of a stage. A tied one counts once if its owner is there."""
+    """Return the numbers of all and of trained parameters of a stage. A tied one counts once beside its owner."""
     parameters, trained = sum(work.parameters for work in stage), sum(work.trained for work in stage)
     if any(work.ties for work in stage):
         names = {work.name for work in stage}

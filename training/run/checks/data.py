@@ -55,7 +55,7 @@ def check_read(setup: Setup) -> None:
 
 
 def _differ(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors differ in shape or in any bit, that of a NaN included."""
+    """Return whether two tensors differ in shape or in any bit, including the bits of a NaN."""
     bits, others = (t.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for t in (tensor, other))
     return tensor.shape != other.shape or not torch.equal(bits, others)
 
@@ -65,5 +65,5 @@ def _kind(given: Any) -> str:
 
 
 def check_length_of_run(setup: Setup) -> None:
-    """Count the steps of the run, which raises DataError if the data have too few samples for one."""
+    """Count the steps of the run. Raises DataError if the data have too few samples for one step."""
     setup.per_epoch, setup.total_steps  # noqa: B018

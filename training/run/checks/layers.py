@@ -1,4 +1,4 @@
-"""Checks what the examination has found of the layers and of the loss."""
+"""Checks the facts of the layers and of the loss, as the examination has found them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the loss and its metrics: what it returns for a micro-batch, and whether it takes the targets of the data."""
+"""Checks the loss: its result for a micro-batch, its metrics, and whether it takes the targets of the data."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def loss_name(loss: Any, facts: Facts) -> str:
-    """Return how messages call the loss: the given one, or that of a last layer that computes it itself."""
+    """Return the name of the loss for messages: the given loss, or the method of a last layer that computes it."""
     return f"{facts.kind}.loss" if facts.name != LOSS else getattr(loss, "__name__", type(loss).__name__)
 
 
 def check_loss(setup: Setup, facts: Facts) -> None:
-    """Check what the loss returns for a micro-batch. Raises its error, TrainingError or ModelError."""
+    """Check the result of the loss for a micro-batch. Raises the error of the loss, TrainingError or ModelError."""
     loss, plan, name = setup.chain.loss, setup.plan, loss_name(setup.chain.loss, facts)
     if facts.error is not None and not (facts.outputs and (facts.reads_numbers or plan.device_type == "cpu")):
         raise facts.error
@@ -42,7 +42,7 @@ def check_loss(setup: Setup, facts: Facts) -> None:
 
 
 def check_targets(setup: Setup, batch: Batch, output: Tensors) -> None:
-    """Check that a target counts, and that the loss takes all that are known, with the ``output`` for a micro-batch.
+    """Check that some target counts, and that the loss takes all known targets with the output for a micro-batch.
 
     Raises:
         TrainingError: All targets are ignored, or the loss cannot take some.

@@ -64,7 +64,7 @@ def check_length(cfg: Root, chain: Chain, data: DataSet) -> None:
 
 
 def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
-    """Check that optim.rates name parameters, and that what weights and runs are compared by is known.
+    """Check that optim.rates name parameters, and that the metrics by which weights and runs are compared exist.
 
     Raises:
         TrainingError: A name is wrong, or the direction of a metric is unknown.
@@ -93,7 +93,7 @@ def check_evaluated(setup: Setup) -> None:
 
 
 def check_proof(cfg: Root, chain: Chain, data: DataSet) -> None:
-    """Check that the chain computes what the model computes from which it was made. Raises ModelError.
+    """Check that the chain computes the same as the model that it was made from. Raises ModelError.
 
     The data cache remembers a proof by the model's configuration, the versions of torch and transformers, and the code
     of ``models``.
@@ -177,7 +177,7 @@ def check_divided_data(setup: Setup) -> None:
 
 
 def across_nodes(setup: Setup) -> str | None:
-    """Return a warning if ranks that send much to each other lie on several machines; otherwise None."""
+    """Return a warning if ranks that send each other much data are on several machines; otherwise None."""
     plan, axes = setup.plan, axes_of(setup.plan)
     if setup.nodes == 1 or plan.ranks_per_stage == 1:
         return None

@@ -65,12 +65,12 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
 
 
 def check_nodes(mesh: Mesh, plan: Plan, typed: int | None, local_size: int) -> None:
-    """Check that groups of replicas that are to be those of a node are. All ranks call this together.
+    """Check that the groups of replicas are those of the nodes, where they must be. All ranks call this together.
 
     Args:
         mesh: The connected ranks.
         plan: The layout.
-        typed: The size of groups that was typed; None if that follows from the nodes.
+        typed: The typed size of the groups; None if the nodes decide it.
         local_size: The number of ranks on this rank's node.
 
     Raises:
@@ -87,7 +87,7 @@ def check_nodes(mesh: Mesh, plan: Plan, typed: int | None, local_size: int) -> N
 
 
 def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: float) -> str | None:
-    """Check that all ranks have the run directory of rank 0, which makes a file there. All ranks call this together.
+    """Check that all ranks see a file that rank 0 makes in the run directory. All ranks call this together.
 
     Args:
         mesh: The connected ranks.
@@ -174,9 +174,9 @@ def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
 
 
 def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
-    """Return (canonical name, digest of the bits) for each parameter, and for each buffer that is saved.
+    """Return (canonical name, digest of the bits) for each parameter and each saved buffer.
 
-    For a tensor that replicas share, this is the digest of this rank's share.
+    For a sharded tensor, this is the digest of this rank's part.
     """
     digests = set()
     for stage in strategy.stages:
@@ -190,7 +190,7 @@ def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
 
 
 def _bits(tensor: Tensor) -> bytes:
-    """Return a tensor's bits as bytes, of a matrix the sum of each row, computed where the tensor is."""
+    """Return a tensor's bits as bytes; for a matrix, the sum of each row, which the tensor's device computes."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = real.detach().view(_WHOLE[real.itemsize])
     rows = bits.sum(dim=tuple(range(1, bits.dim())), dtype=bits.dtype) if bits.dim() > 1 else bits
@@ -198,7 +198,7 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _differing(mesh: Mesh, values: Iterable[tuple[str, str | None]]) -> list[str]:
-    """Compare named values of all ranks, except None. Returns for each that differs which ranks have which value."""
+    """Compare named values of all ranks, except None. Return a text for each name with its values and their ranks."""
     answers = mesh.gather((socket.gethostname(), list(values)))
     found: dict[str, dict[str, list[int]]] = {}
     for rank, (_, named) in enumerate(answers):
