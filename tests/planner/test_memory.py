@@ -4,14 +4,11 @@ from functools import cache
 from math import inf
 
 import pytest
-import torch
 from cases import Layout, planned, pretend_gpus
 from composed import compose, execute, plain
 
 from common.errors import PlanError
 from conf.instantiate import in_section, with_values
-from models.chain import Chain, LayerSpec
-from models.losses import SquaredError
 from models.toy import toy
 from planner.here import Here, LayerSeconds, Line
 from planner.memory import Memory, check_gpus, memory_of_ranks
@@ -155,18 +152,6 @@ def test_all_who_say_how_much_memory_say_the_same(tmp_path, monkeypatch, capsys,
         ends = [sum(plan.balance[:i]) for i in range(len(plan.stages) + 1)]
         first = sum(sum(costs[ends[i] : ends[i + 1]]) for i in range(0, len(plan.stages), plan.pp))
         assert first == pytest.approx(planned[0].of_layers)
-
-
-def test_a_tied_weight_is_counted_once_on_the_stage_of_its_owner_and_again_on_others():
-    chain = Chain(
-        [LayerSpec(name, lambda: torch.nn.Linear(4, 4, bias=False)) for name in "abcd"],
-        tied={"b.weight": "a.weight", "d.weight": "a.weight"},
-        loss=SquaredError(),
-    )
-    plan = planned(Layout("pipelined", pp=2, chunks=2), chain, 4, precision="fp64")
-    assert [rank.weights for rank in memory_of_ranks(plan, weights_of(chain), 2)] == [8 * 16, 8 * 32]
-    alone = planned(Layout("single"), chain, 4)
-    assert [rank.weights for rank in memory_of_ranks(alone, weights_of(chain), None)] == [4 * 32]
 
 
 def test_more_ranks_than_gpus_have_memory_for(monkeypatch):
