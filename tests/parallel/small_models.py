@@ -159,7 +159,7 @@ LANGUAGE = {
 
 @cache
 def of_transformers() -> Chain:
-    """Qwen 3: two heads of keys for four of queries, each normalised; not tied."""
+    """Qwen 3: two heads of keys for four of queries, each normalized; not tied."""
     pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
     sizes = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     sizes |= dict(intermediate_size=64, vocab_size=VOCABULARY, max_position_embeddings=256, initializer_range=0.05)

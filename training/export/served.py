@@ -170,7 +170,7 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
         texts[LABELS] = "".join(f"{label}\n" for label in [*names, *range(len(names), count)][:count])
     preparation = ""
     if isinstance(data, ImageData) and set(data.std) != {1.0}:
-        preparation = f"Pixels are normalised as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
+        preparation = f"Pixels are normalized as in training: (pixel - {_list(data.mean)}) / {_list(data.std)}."
     return ServedModel(name, module, takes, gives, samples, chain.limits.get("positions"), texts, preparation)
 
 

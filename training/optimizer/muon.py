@@ -34,7 +34,7 @@ def hidden_matrices(chain: Chain) -> set[str]:
 
 
 class ExactMuon(torch.optim.Muon):
-    """torch's Muon, except that it orthogonalises in the gradients' dtype.
+    """torch's Muon, except that it orthogonalizes in the gradients' dtype.
 
     In torch's bfloat16, the last bit of a gradient moves the loss by 1e-4 within 20 steps.
     """
@@ -53,7 +53,7 @@ class ExactMuon(torch.optim.Muon):
                     state["momentum_buffer"] = torch.zeros_like(gradient)
                 buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
                 update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-                update = _orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                update = _orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 parameter.mul_(1 - lr * group["weight_decay"])
                 parameter.add_(update, alpha=-lr * _muon_factor(group["adjust_lr_fn"], *parameter.shape))
 
@@ -65,7 +65,7 @@ def _muon_factor(adjust: str | None, rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def _orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def _orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x

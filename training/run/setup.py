@@ -125,7 +125,7 @@ class Setup:
 
     @cached_property
     def has_batchnorm(self) -> bool:
-        """Whether some layer of the model normalises over samples, in training."""
+        """Whether some layer of the model normalizes over samples, in training."""
         return any(isinstance(module, _BatchNorm) and module.training for module in self.chain.skeleton().modules())
 
     @cached_property

@@ -275,8 +275,8 @@ MUON = {
 
 
 @pytest.mark.parametrize("options", MUON.values(), ids=MUON)
-def test_muon_orthogonalises_in_single_precision_unless_the_run_has_less(toy, options):
-    """A tall matrix, for three steps; torch's own Muon orthogonalises in bfloat16."""
+def test_muon_orthogonalizes_in_single_precision_unless_the_run_has_less(toy, options):
+    """A tall matrix, for three steps; torch's own Muon orthogonalizes in bfloat16."""
     words = ["optim=muon", "model.hidden=20", *(f"optim.{key}={value}" for key, value in options.items())]
 
     def trained(precision, own=False):

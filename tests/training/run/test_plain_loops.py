@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 class Reader(nn.Module):
-    """Reads four numbers at a time, normalises, and has a part that it does not use."""
+    """Reads four numbers at a time, normalizes, and has a part that it does not use."""
 
     def __init__(self) -> None:
         super().__init__()
