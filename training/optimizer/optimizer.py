@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.errors import TrainingError
 from parallel.dtensor import is_sharded, local
 from parallel.pieces import Boxes, Piece
 from parallel.strategy import Strategy
@@ -129,7 +130,7 @@ class _Part:
         self._groups = {own: pair for pair in groups for own in pair[0]["params"]}
         # Between updates, the names of the states of a gathered parameter of which this rank has a part.
         self._divided: dict[Tensor, set[str]] = {}
-        self._warned = False
+        self._resumed = self._warned = False
         if gathers:
             self._scatter()
 
@@ -151,7 +152,16 @@ class _Part:
         for parameter, own in self.parameters.items():
             if own is not parameter and parameter.grad is not None:
                 own.grad = self._whole(parameter, parameter.grad) if self._gathers else local(parameter.grad)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except KeyError as error:
+            if not self._resumed:
+                raise
+            raise TrainingError(
+                f"optim: {type(self.optimizer).__name__} needs the state {error} of each parameter, and the checkpoint "
+                "has none: resume without the option that was typed for it. If the optimizer keeps it as a list, it "
+                "cannot be resumed"
+            ) from error
         for parameter, own in self.parameters.items():
             if own is not parameter:
                 own.grad = None
@@ -202,6 +212,7 @@ class _Part:
 
     def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
         own = self.parameters[parameter]
+        self._resumed = True
         group, _ = self._groups[own]
         loaded, piece = {}, self._piece(parameter)
         self.optimizer.state[own] = loaded

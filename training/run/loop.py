@@ -150,7 +150,7 @@ class Loop:
 
         Args:
             checkpoint: Its checkpoint, which contains the result of its ``progress()``.
-            done: The last step that is not repeated. After that of the checkpoint come only steps that were skipped.
+            done: The last step that is not repeated. The steps between it and the checkpoint were skipped.
             ended: Whether no step is left to train, or a callback has ended the run before its last step.
         """
         step, now = checkpoint.step, self.callbacks.run.evaluation

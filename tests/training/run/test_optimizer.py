@@ -159,11 +159,11 @@ def test_another_optimizer_for_the_others_is_no_silent_loss_of_its_state(tmp_pat
         run(tmp_path / "other", *after.split(), *short, resume)
 
 
-def test_an_option_that_needs_a_state_which_the_checkpoint_lacks_is_an_error(tmp_path):
+def test_an_option_that_needs_a_state_which_the_checkpoint_lacks_is_an_error_that_names_both(tmp_path):
     words = ["optim=adam", "train.epochs=null", "train.steps=2", "train.checkpoint_every=1"]
     run(tmp_path / "whole", *words)
     resume = f"train.resume='{tmp_path}/whole/checkpoints/step-00000001'"
-    with pytest.raises(KeyError, match="max_exp_avg_sq"):
+    with pytest.raises(TrainingError, match="Adam needs the state 'max_exp_avg_sq' of each parameter, and the check"):
         run(tmp_path / "other", *words, "optim.amsgrad=true", resume)
 
 
