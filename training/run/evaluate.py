@@ -58,8 +58,8 @@ def evaluate_split(setup: Any, strategy: Strategy, split: str, say: Callable[[st
     """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl.
 
     For text, the perplexity is added: of the metric "token_loss" if the loss has it, as a loss with auxiliary terms
-    does, otherwise of the loss. The result is empty if the run does not have the split, or if no target counts, of
-    which ``say`` prints a warning.
+    does, otherwise of the loss. The result is empty if the run does not have the split, or if no target counts. ``say``
+    prints a warning if there are no results, or some that are not finite.
     """
     source = setup.data.valid if split == "val" else setup.data.test
     if source is None:
@@ -72,4 +72,10 @@ def evaluate_split(setup: Any, strategy: Strategy, split: str, say: Callable[[st
     if setup.data.seq_len is not None:
         perplexity = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
         record.setdefault(f"{split}_perplexity", perplexity)  # the loss may have such a metric
+    if wrong := ", ".join(f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)):
+        say(
+            f"warning: {wrong}: in an evaluation, the weights or BatchNorm's running statistics give numbers that are "
+            "not finite; train with a lower optim.lr, or with more than train.global_batch_size="
+            f"{setup.plan.global_batch_size}"
+        )
     return record

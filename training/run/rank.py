@@ -238,13 +238,15 @@ def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
     Raises:
         TrainingError: No step is left, and the checkpoint is of another run or of a step after the last one.
     """
-    total = setup.total_steps
+    total, epochs = setup.total_steps, setup.cfg.train.epochs
     if own and resumed.progress.get("ended_of") == total:  # a callback has ended the run
         return True
     if resumed.step > total or (resumed.step == total and not own):
+        also = ""
+        if epochs is not None and setup.batches().steps_until(epochs) <= resumed.step:
+            also = f", and train.epochs=null: train.epochs={epochs:g} ends it, whatever train.steps is"
         raise TrainingError(
-            f"the checkpoint is at step {resumed.step} and the run ends at step {total}; set train.steps higher, and "
-            "train.epochs, unless it is null"
+            f"the checkpoint is at step {resumed.step} and the run ends at step {total}; set train.steps higher{also}"
         )
     return resumed.step == total
 

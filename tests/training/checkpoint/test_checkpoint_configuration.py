@@ -362,6 +362,12 @@ def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule
     assert "settings that differ from those before: schedule.total 4 -> 8\n" in said
 
 
+def test_an_evaluation_that_is_not_finite_is_said(tmp_path, capsys):
+    assert main([*SHORT, "train.steps=1", "optim.lr=1e38", f"hydra.run.dir={tmp_path}/a"]) == 0
+    console = "".join(capsys.readouterr())
+    assert "warning: val_loss is " in console and "warning: test_loss is " in console
+
+
 def test_a_composed_configuration_of_a_run_is_run_again(tmp_path, capsys):
     assert main([*SHORT, "seed=5", "optim.lr=0.03", f"hydra.run.dir={tmp_path}/a"]) == 0
     again = [f"--config-dir={tmp_path}/a/.hydra", "--config-name=config"]

@@ -357,7 +357,8 @@ def test_a_damaged_one_that_was_asked_for_is_an_error_that_names_a_whole_one(cop
 CANNOT_GO_ON = [
     ("model.hidden=20", r"net1.weight has \(10, 10\), expected \(20, 10\)"),
     ("optim=adamw", r"was saved with optim torch.optim.SGD, this run has torch.optim.AdamW"),
-    ("seed=1337", "is at step 6 and the run ends at step 6; set train.steps higher, and train.epochs, "),
+    ("seed=1337", "is at step 6 and the run ends at step 6; set train.steps higher$"),
+    ("train.epochs=0.01", "the run ends at step 2; set train.steps higher, and train.epochs=null: "),
 ]
 
 
