@@ -12,7 +12,7 @@ from training.checkpoint.files import Checkpoint
 from training.reporting.metrics import flat
 from training.run.setup import Setup
 
-_SAMPLES_KEY = "samples"
+_SAMPLES_KEY, _TOTAL = "samples", "schedule.total"
 # Keys of the section train that change what is learned. The chosen precision is added to them.
 _LEARNED = (
     "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
@@ -30,7 +30,7 @@ def recipe(setup: Setup, schedule: Any) -> dict[str, Any]:
     if setup.chain.base is None:  # an older checkpoint has no such keys
         tree["model"] = {name: value for name, value in tree["model"].items() if name != "lora"}
     if follows_total(schedule, setup.total_steps, setup.per_epoch):
-        tree["schedule"] = {"total": setup.total_steps}
+        tree["schedule"] = {"total": setup.total_steps}  # _TOTAL
     size, _ = setup.by_microbatch
     if size is not None:
         tree[_MICROBATCH] = size
@@ -63,4 +63,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     if not names:
         return None
     listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
-    return f"this run continues with settings that differ from those before: {', '.join(listed)}"
+    jumps = _TOTAL in names and now.get(_TOTAL) is not None
+    rate = "; the scheduler follows the length of the run, so the learning rate jumps here" if jumps else ""
+    return f"this run continues with settings that differ from those before: {', '.join(listed)}{rate}"

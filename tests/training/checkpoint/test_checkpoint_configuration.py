@@ -355,11 +355,12 @@ def test_the_command_that_a_run_prints_goes_on_at_the_rate_at_which_its_schedule
     rates = [step["lr"] for step in steps(tmp_path / "a") + steps(tmp_path / "b")]
     assert rates[4:] == pytest.approx(rates[3:4] * 4, rel=1e-5) and len(rates) == 8
     said = capsys.readouterr().err
-    assert "scheduler._target_ training.optimizer.CosineWarmup -> " in said
+    assert "scheduler._target_ training.optimizer.CosineWarmup -> " in said and "the learning rate jumps" not in said
     longer = [f"train.resume={tmp_path}/a", "train.steps=8", "logger=none", f"hydra.run.dir={tmp_path}/c"]
     assert main(longer) == 0
     said = capsys.readouterr().err
-    assert "settings that differ from those before: schedule.total 4 -> 8\n" in said
+    assert "settings that differ from those before: schedule.total 4 -> 8; the scheduler follows" in said
+    assert "so the learning rate jumps here" in said
 
 
 def test_an_evaluation_that_is_not_finite_is_said(tmp_path, capsys):
