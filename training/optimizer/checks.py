@@ -35,7 +35,9 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             raise TrainingError(f"optim.others.{key} has no effect: optim.{key} applies to both optimizers")
         if section.get("update") is not None and update_of({**section, "update": None}) is not None:
             raise TrainingError(f"{place}.update has no effect: it is for optimizers not of torch. Leave it out")
-        if type(lr := section.get("lr")) not in (int, float) or not math.isfinite(lr):
+        if "lr" not in section:
+            raise TrainingError(f"optim: {section['_target_']} needs a learning rate (lr), which the schedule changes")
+        if type(lr := section["lr"]) not in (int, float) or not math.isfinite(lr):
             raise TrainingError(f"{place}.lr={lr!r} must be a finite number, such as 1e-3: {section['_target_']}")
         if lr == 0 and section is config and config.get("others"):
             raise TrainingError("optim.lr=0: the rate of optim.others follows optim.lr; set optim.lr to a small number")
