@@ -217,7 +217,16 @@ def describe(setup: Setup) -> str:
     warnings = [f"warning: {text}" for text in (warning, tokens, across_nodes(setup)) if text is not None]
     whole = [ONE_LAYER] if len(setup.chain.layers) == 1 else []
     recipe = filter(None, [describe_recipe(setup.cfg)])
-    return "\n".join([plan, *whole, *setup.by_microbatch[1], *warnings, *recipe])
+    return "\n".join([plan, *whole, *_shorter(setup), *setup.by_microbatch[1], *warnings, *recipe])
+
+
+def _shorter(setup: Setup) -> list[str]:
+    """Return a line about a run that its epochs end before its steps."""
+    train = setup.cfg.train
+    if setup.cfg.mode != "train" or train.steps is None or setup.total_steps >= train.steps:
+        return []
+    ended = f"after {setup.total_steps} steps, before train.steps={train.steps}"
+    return [f"train.epochs={train.epochs:g} ends this run {ended}; without that limit: train.epochs=null"]
 
 
 def describe_recipe(cfg: Root) -> str:

@@ -15,6 +15,7 @@ from composed import compose, plain
 from composed import run as train_here
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import train
 from common.machine import styled
 from conf.words import hydra_word
 from launchers import World
@@ -83,6 +84,14 @@ def test_colour_is_for_terminals_that_show_it_and_users_who_want_it(monkeypatch)
     assert styled("x", "red", io.StringIO()) == "x"
     monkeypatch.setenv("NO_COLOR", "1")
     assert styled("x", "red", Terminal()) == "x"
+
+
+@pytest.mark.parametrize("words, said", [(["train.steps=3"], False), (["train.steps=5"], True), ([], False)])
+def test_a_run_that_its_epochs_end_before_its_steps_says_so_at_the_start(tmp_path, capsys, words, said):
+    line = ["train.epochs=2", "data.samples=80", "train.global_batch_size=32", "logger=none", "device=cpu"]
+    assert train.main([*line, *words, f"hydra.run.dir={tmp_path}/run"]) == 0
+    shown = "train.epochs=2 ends this run after 4 steps, before train.steps=5; without that limit: train.epochs=null"
+    assert (shown in capsys.readouterr().out) == said
 
 
 def closed():
