@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import ranks
 from benchmarks.table import Benchmark, Table
 from benchmarks.trainer import Trainer, configured
+from parallel.actions import StageSeconds, stage_seconds
 from parallel.dtensor import is_sharded
 from parallel.host_group import init_process_group
-from parallel.orders import StageSeconds, stage_seconds
 from parallel.schedules import borders
 from parallel.strategy import Strategy
 from parallel.timeline import (

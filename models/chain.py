@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from common.errors import ModelError, TrainingError
 from models.cut import CutOf
 from models.huggingface import HuggingFace
-from models.losses import Loss, as_sums, check_loss, loss_of
+from models.losses import Loss, as_sums, check_is_loss, loss_of
 from models.seeds import by_sample, derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each layer is several Python objects
@@ -360,7 +360,7 @@ class Chain:
                     "that exist become a chain by models.sequential.chain_of(nn.Sequential(...), loss)"
                 )
         object.__setattr__(self, "loss", as_sums(self.loss))
-        check_loss(self.loss)
+        check_is_loss(self.loss)
         if not (names := self.names):
             raise ModelError("a chain needs at least one layer")
         if repeated := [name for name, count in Counter(names).items() if count > 1]:

@@ -122,7 +122,7 @@ def copy_to_try(loss: Any) -> Any:
         return loss
 
 
-def check_loss(loss: Any) -> None:
+def check_is_loss(loss: Any) -> None:
     """Check an object that is used as a loss, before it is called. Raises ModelError."""
     metrics = getattr(loss, "metrics", None)
     if inspect.isclass(loss) and metrics is not None:

@@ -4,16 +4,18 @@
     plan.py, planning.py             the plan of a run, and how it is made and checked
     axes/                            how ranks divide the work along each axis: replicas, shards, pipeline, tensor
     strategies.py                    the registry of strategies
-    strategy.py                      the base class of all strategies; single, ddp, fsdp, hsdp and tensor
+    strategy.py                      Strategy, the base class, and LocalStrategy: single, ddp, fsdp, hsdp and tensor
     several_devices.py               model_parallel and data_parallel, several devices in one process
     pipeline.py, pipe_stage.py       the pipelined strategies, on torch.distributed.pipelining
-    schedules.py, orders.py          schedules, and the order in which each rank works
+    schedules.py, actions.py         the schedules of pipelines; the pieces of work that they put in order
+    partition.py                     the division of layers into stages
     zero_bubble/                     schedules that split the backward
     stage.py                         the layers of a rank
     examination.py                   what layers and the loss do that depends on the layout, seen before a run
     supported.py                     whether a layout supports a model, by its axes and by the examination
     shape_inference.py               the shapes and dtypes of what layers return, inferred without numbers
     watching.py                      the mode of torch by which an examination sees each operator
+    gathering.py                     losses that compare the samples of all replicas
     gradients.py, batchnorm.py       the gradients of a rank's stages; BatchNorm's statistics
     placement.py, pieces.py          how a tensor is divided over the axes, and the part that a rank holds
     dtensor.py                       what a DTensor says of its placement

@@ -1,14 +1,16 @@
 """The registry of strategies and of their properties, for the plan, the planner, verification and the tests.
 
-A new strategy is a class (a subclass of ``parallel.strategy.Strategy``), an entry in ``STRATEGIES``, and
-``conf/parallel/NAME.yaml``; one of the user has ``parallel.strategy`` in place of the entry. Two rules hold for each:
+A new strategy is an entry in ``STRATEGIES``, ``conf/parallel/NAME.yaml``, and, if no existing class runs it, a subclass
+of ``parallel.strategy.Strategy``. A strategy of the user has ``parallel.strategy`` in place of the entry. A new order
+of the work in a pipeline is no strategy but a schedule (``parallel.schedules``). Two rules hold for each strategy:
 
 * After each step it has the weights that ``single`` has. Checkpoints, ``mode=verify`` and ``parallel=auto`` rely on it.
   ``parallel=auto`` may choose any strategy of the registry, at the costs of its entry's properties (planner/).
 * A class says how a batch passes through the stages. How ranks share parameters and optimizer state is decided
   elsewhere: in ``parallel.axes.shards`` and ``training.optimizer``.
 
-To add a configuration key, add it to ``conf.schema.Parallel`` and to ``parallel.strategy.Options``.
+To add a configuration key, add it to ``conf.schema.Parallel``, and to ``parallel.layout.Layout`` or
+``parallel.plan.Plan``.
 """
 
 from __future__ import annotations

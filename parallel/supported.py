@@ -79,7 +79,7 @@ def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) ->
             "would be those of the last call: make one BatchNorm for each call, or call it once with all of them "
             "(torch.cat)"
         )
-    if facts.reentrant and layout.strategy in ("ddp", "pipe_ddp") and layout.dp > 1:
+    if facts.reentrant and layout.dp > 1 and not layout.info.sharded:  # in DDP
         raise PlanError(
             f"{at}it calls torch.utils.checkpoint with use_reentrant=True, which DistributedDataParallel does not "
             "support: set use_reentrant=False, or use parallel=fsdp"

@@ -8,7 +8,7 @@ from functools import cache
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
-from parallel.orders import Action, Orders, StageSeconds
+from parallel.actions import Action, Orders, StageSeconds
 from parallel.schedules import SCHEDULES
 from parallel.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, RECEIVE_ACTIVATION, RECEIVE_GRADIENT, Interval
 from parallel.zero_bubble.order import best_order

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import gcd
 
-from parallel.orders import UNMEASURED, StageSeconds
+from parallel.actions import UNMEASURED, StageSeconds
 from parallel.schedules import borders
 from planner.costs import Costs
 from planner.layout import PlannedLayout, cut

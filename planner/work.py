@@ -32,6 +32,8 @@ class Tie(NamedTuple):
 class LayerWork:
     """The work of a layer's forward for one sample. A backward is twice as much.
 
+    ``_for_a_sample`` names the numbers that ``Measure`` counts, and ``divided`` those that tensor parallelism divides.
+
     Attributes:
         name: The layer.
         flops: FLOPs of products with weights.

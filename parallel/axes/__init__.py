@@ -1,7 +1,8 @@
 """The axes of the mesh, one class a file: each says how the ranks along it divide the work of a step.
 
-``AXES`` is the only list of them. Planning, training, verification and the planner ask each axis the questions of
-``parallel.axes.axis.Axis``. The key ``parallel.axes`` adds a class of the user's.
+``AXES`` lists the classes. Planning, training, verification and the planner ask each axis the questions of
+``parallel.axes.axis.Axis``. An axis of this project also has its name in ``parallel.mesh`` and its key in
+``parallel.layout.Layout`` and ``conf.schema.Parallel``. An axis of the user's needs only the key ``parallel.axes``.
 """
 
 from __future__ import annotations

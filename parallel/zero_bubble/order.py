@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parallel.orders import UNMEASURED, Action, Orders, StageSeconds
+from parallel.actions import UNMEASURED, Action, Orders, StageSeconds
 from parallel.schedules import max_in_flight
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
-from parallel.orders import UNMEASURED, StageSeconds, stage_seconds
+from parallel.actions import UNMEASURED, StageSeconds, stage_seconds
 from parallel.pipe_stage import PipeStage
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.zero_bubble.order import best_order

@@ -15,7 +15,7 @@ from models.losses import (
     Sums,
     TokenCrossEntropy,
     as_sums,
-    check_loss,
+    check_is_loss,
 )
 
 DRAWN = torch.Generator().manual_seed(1)
@@ -152,6 +152,6 @@ class Penalty(ClassCrossEntropy):
 def test_a_loss_with_parameters_is_refused_because_no_run_would_train_them(build):
     loss = build(net := Temperature(2, 2))
     with pytest.raises(ModelError, match=rf"{type(loss).__name__} has parameters \(weight, bias\), which no run would"):
-        check_loss(loss)
+        check_is_loss(loss)
     net.requires_grad_(False)
-    check_loss(loss)
+    check_is_loss(loss)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from parallel.orders import UNMEASURED, Orders, StageSeconds
+from parallel.actions import UNMEASURED, Orders, StageSeconds
 from parallel.timeline import work_span
 from planner.simulation import order, replay
 

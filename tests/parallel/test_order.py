@@ -7,7 +7,7 @@ from orders import interleaved, span
 from probes import gradients_of_a_planned_step, operators_of_a_planned_step, orders_of_a_planned_run
 from slow_cases import with_slow
 
-from parallel.orders import UNMEASURED, StageSeconds, stage_seconds
+from parallel.actions import UNMEASURED, StageSeconds, stage_seconds
 from parallel.schedules import ideal_bubble, in_flight
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, WORK, Interval
 from parallel.zero_bubble.order import best_order

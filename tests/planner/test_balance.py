@@ -12,7 +12,7 @@ from torch import nn
 from data.dataset import Batch
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from parallel.orders import StageSeconds
+from parallel.actions import StageSeconds
 from parallel.zero_bubble.order import best_order
 from planner.balance import equal_stages, seconds_per_layer, stage_costs
 from planner.memory import Rank

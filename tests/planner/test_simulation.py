@@ -5,7 +5,7 @@ import random
 import pytest
 from cases import Layout, Recipe, train
 
-from parallel.orders import UNMEASURED, StageSeconds
+from parallel.actions import UNMEASURED, StageSeconds
 from parallel.schedules import SCHEDULES, ideal_bubble
 from parallel.timeline import WORK, bubble_fraction, work_span
 from planner.simulation import duration, makespan, simulate

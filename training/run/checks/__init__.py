@@ -4,7 +4,7 @@ configuration.py  the values of the sections, without building anything
 model.py          the model with its data, its plan and the checkpoint that it starts from
 data.py           the data: splits, one sample, the length of the run
 layers.py         the facts of the layers, as the examination has found them
-loss.py           the loss: its result, its metrics, and whether it takes the targets of the data
+loss.py           the loss: its result, its metrics (``models.losses`` has the rules), and whether it takes the targets
 memory.py         whether the run fits into memory, before any process is started
 ranks.py          whether all ranks belong to one run and start with the same weights, after they have connected
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import TrainingError, UserError, add_note
 from parallel.examination import ERRORS, reads_numbers
 from parallel.supported import check_facts
-from training.run.checks.loss import check_loss, check_targets, loss_name
+from training.run.checks.loss import check_result, check_targets, loss_name
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -33,7 +33,7 @@ def check_examined(setup: Setup) -> None:
                 raise facts.error
         if found.loss is not None:
             at = f"loss {loss_name(setup.chain.loss, found.loss)}: "
-            check_loss(setup, found.loss)
+            check_result(setup, found.loss)
             check_targets(setup, batch, found.layers[-1].outputs[0])
     except UserError:
         raise

@@ -22,7 +22,7 @@ def loss_name(loss: Any, facts: Facts) -> str:
     return f"{facts.kind}.loss" if facts.name != LOSS else getattr(loss, "__name__", type(loss).__name__)
 
 
-def check_loss(setup: Setup, facts: Facts) -> None:
+def check_result(setup: Setup, facts: Facts) -> None:
     """Check the result of the loss for a micro-batch. Raises the error of the loss, TrainingError or ModelError."""
     loss, plan, name = setup.chain.loss, setup.plan, loss_name(setup.chain.loss, facts)
     if facts.error is not None and not (facts.outputs and (facts.reads_numbers or plan.device_type == "cpu")):

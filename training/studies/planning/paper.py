@@ -11,9 +11,9 @@ from common.errors import PlanError
 from conf.instantiate import to_dict
 from conf.schema import Root
 from models.given import given_objects
+from parallel.actions import StageSeconds
 from parallel.devices import parameter_dtype
 from parallel.layout import Layout
-from parallel.orders import StageSeconds
 from parallel.planning import make_plan
 from parallel.strategies import strategy_info
 from planner.cluster import Cluster, read_cluster

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline computes, in which order, and how long a micro-batch takes in each stage."""
+"""The pieces of work in a pipeline, and their seconds. Their orders: ``schedules`` (torch's), ``zero_bubble.order``."""
 
 from __future__ import annotations
 
