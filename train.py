@@ -19,11 +19,11 @@ from training.command.errors import clear_errors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line in this process, as often as one likes, and return its exit code.
+    """Run a command line in this process and return its exit code. This function can be called repeatedly.
 
-    An error that the user can act on is one message on standard error; one of the program's own is raised. The code is
-    0, 1 after an error, or ``stopping.EXIT_CODE`` for a run that was told to stop and can go on. ``argv`` does not hold
-    the program's name.
+    A user error becomes one message on standard error; an internal error is raised. The exit code is 0 after success,
+    1 after an error, or ``stopping.EXIT_CODE`` if the run was told to stop and can continue. ``argv`` excludes the
+    program's name.
     """
     arguments = sys.argv[1:] if argv is None else argv
     try:
@@ -34,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from conf import help
 
                 print(help.answer(arguments), end="", flush=True)
-    except SystemExit as leaving:  # Hydra leaves this way after --hydra-help, a rank other than 0 after its run
+    except SystemExit as leaving:  # by Hydra after --hydra-help, by a rank other than 0 after its run
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
 
 
 def run(composed: Composed) -> Any:
-    """Run what was composed: one run, or one job of a sweep, whose objective is returned."""
+    """Execute a composed configuration: one run, or one job of a sweep. Return the objective of a job."""
     if composed.job is None:
         return execute(composed)
     from training.command.sweep_jobs import run_job

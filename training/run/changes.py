@@ -1,4 +1,4 @@
-"""The settings in which a resumed run should equal the run before, and how they differ."""
+"""The settings that should not change when a run is resumed, and the differences in these settings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SAMPLES_KEY, _TOTAL = "samples", "schedule.total"
 _LEARNED = (
     "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
 )  # fmt: skip
-_MICROBATCH = "micro-batch"  # its size, if the numbers depend on it
-# Keys that change where the data are and how they are read, but not the data.
+_MICROBATCH = "micro-batch"  # the size of a micro-batch, if the numbers depend on it
+# Keys for the location and the reading of the data, without effect on its content.
 _NOT_CONTENT = ("data.root", "data.cache_dir", "data.num_workers")
-_POINTS = 8  # steps of a run at which a schedule is compared
+_POINTS = 8  # number of steps at which two lengths of a schedule are compared
 
 
 def recipe(setup: Setup, schedule: Any) -> dict[str, Any]:
-    """Return the settings in which a resumed run should equal the run before, by the names that users type."""
+    """Return the settings that should not change when a run is resumed, by the names that users type."""
     tree = {name: setup.shown[name] for name in ("seed", *TRAINED)}
     tree["train"] = {name: tree["train"][name] for name in _LEARNED} | {"precision": setup.plan.precision}
     if setup.chain.base is None:  # an older checkpoint has no such keys
@@ -38,9 +38,9 @@ def recipe(setup: Setup, schedule: Any) -> dict[str, Any]:
 
 
 def earlier_batches(checkpoint: Checkpoint, setup: Setup) -> list[tuple[int, int]]:
-    """Return the sizes of the global batch before a checkpoint, each with the last step that had it.
+    """Return the earlier sizes of the global batch in a checkpoint's run, each as (last step of this size, size).
 
-    Sizes before the data had another number of samples do not count: then a step's number decides which samples it has.
+    The list is empty if the number of samples has changed since: the samples of a step then depend on its number alone.
     """
     kept, recipe = checkpoint.progress.get("batches", {}), checkpoint.progress.get("recipe", {})
     size = recipe.get("train.global_batch_size", now := setup.cfg.train.global_batch_size)
@@ -57,7 +57,7 @@ def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the settings that differ between the recipe in a checkpoint and that of this run; None if none does."""
+    """Return a sentence with the settings that differ between a checkpoint's recipe and this run's; None if none."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in _NOT_CONTENT]
     names = [name for name in names if not name.startswith("choice.")]  # only older checkpoints have these
     if not names:

@@ -29,8 +29,8 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
         limit: The largest number of global batches; None for the whole split.
 
     Returns:
-        "loss", the mean over all terms, and the mean of each of the loss's metrics. Empty if no target counts, because
-        the means do not exist then.
+        "loss", the mean over all terms, and the mean of each metric of the loss. Empty if no target counts, because no
+        mean exists then.
 
     Raises:
         Stopped: A rank was told to stop, at most about a second ago. All ranks raise it after the same batch.
@@ -57,9 +57,9 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
 def evaluate_split(setup: Any, strategy: Strategy, split: str, say: Callable[[str], None]) -> dict[str, float]:
     """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl.
 
-    For text, the perplexity is added: of the metric "token_loss" if the loss has it, as a loss with auxiliary terms
-    does, otherwise of the loss. The result is empty if the run does not have the split, or if no target counts. ``say``
-    prints a warning if there are no results, or some that are not finite.
+    For text, the results include a perplexity. It is computed from the metric "token_loss" if the loss has this metric
+    (a loss with auxiliary terms does), otherwise from the loss. The result is empty if the run does not have the split,
+    or if no target counts. ``say`` prints a warning if there are no results, or if a result is not finite.
     """
     source = setup.data.valid if split == "val" else setup.data.test
     if source is None:
@@ -71,7 +71,7 @@ def evaluate_split(setup: Any, strategy: Strategy, split: str, say: Callable[[st
     record = {f"{split}_{name}": value for name, value in result.items()}
     if setup.data.seq_len is not None:
         perplexity = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
-        record.setdefault(f"{split}_perplexity", perplexity)  # the loss may have such a metric
+        record.setdefault(f"{split}_perplexity", perplexity)  # the loss may have a metric of this name
     if wrong := ", ".join(f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)):
         say(
             f"warning: {wrong}: in an evaluation, the weights or BatchNorm's running statistics give numbers that are "

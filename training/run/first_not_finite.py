@@ -1,4 +1,4 @@
-"""Finds where in a step the first numbers that are not finite appear."""
+"""Finds the first numbers in a step that are not finite."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from parallel.strategy import Strategy
 
 
 def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
-    """Repeat a step and look for the first numbers that are not finite. All ranks call this together.
+    """Repeat a step to find its first numbers that are not finite. All ranks call this together.
 
     This recomputes the gradients and changes nothing else.
 
     Args:
         strategy: The model.
         batch: The step's batch.
-        step: Its number.
+        step: The step's number.
 
     Returns:
-        A description of these numbers, and of the ranks that have them; empty if all numbers are finite.
+        A phrase that names these numbers and the ranks that have them; empty if all numbers are finite.
     """
     position = {name: n for n, name in enumerate(strategy.chain.names)}
-    # Sorted in the order of a step: (0 forward, 1 or 2 backward; position of the layer, negative in a backward; words).
+    # Sorted in the order of a step: (0 in forward, 1 or 2 in backward; layer's position, negative in backward; words).
     found: list[tuple[int, int, str]] = []
 
     def look(phase: int, place: int, words: str, tensors: Iterable[Tensor]) -> None:
@@ -57,7 +57,7 @@ def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
         handles.append(stage.register_forward_hook(look_at_loss))
         handles += [layer.register_forward_hook(partial(look_at_layer, name)) for name, layer in stage.layers.items()]
     try:
-        with torch.compiler.set_stance("force_eager"):  # layers that are compiled already would not call the hooks
+        with torch.compiler.set_stance("force_eager"):  # compiled layers would not call the hooks
             strategy.train_step(batch, step)
     finally:
         for handle in handles:

@@ -69,14 +69,14 @@ class Loop:
         self.callbacks = Callbacks(setup.cfg.callbacks, view)
         self.outcome = Outcome()
         self._begun = 0
-        self._called: dict[str, Any] | None = None  # the callbacks' state after the last step that counted, if not now
+        self._called: dict[str, Any] | None = None  # the callbacks' state after the last counted step; None: now
 
     def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
         """Train from ``first_step`` to the last step.
 
         Args:
             first_step: The number of the first step.
-            unevaluated: Whether the step before ``first_step`` was trained but not evaluated, as rank 0 knows.
+            unevaluated: Whether the step before ``first_step`` was trained but not evaluated. Only rank 0 knows this.
 
         Returns:
             The outcome.
@@ -149,12 +149,12 @@ class Loop:
         """Continue an earlier run.
 
         Args:
-            checkpoint: Its checkpoint, which contains the result of its ``progress()``.
-            done: The last step that is not repeated. The steps between it and the checkpoint were skipped.
+            checkpoint: The earlier run's checkpoint, which contains the result of ``progress()``.
+            done: The last step that is not repeated. The steps between the checkpoint and this step were all skipped.
             ended: Whether no step is left to train, or a callback has ended the run before its last step.
         """
         step, now = checkpoint.step, self.callbacks.run.evaluation
-        # The best step of an older checkpoint, which has no monitor, is that of the validation loss.
+        # An older checkpoint has no monitor: its best step is the step of the best validation loss.
         older = {"best": checkpoint.progress["best_val_loss"], "monitor": (LOSS, MINIMIZE), "evaluation": now}
         progress = {**older, **checkpoint.progress}
         for key in _RESUMED:
@@ -175,7 +175,7 @@ class Loop:
             self.callbacks.run.stop_reason = progress.get("stop_reason")
 
     def _begin(self, done: int, unevaluated: bool) -> None:
-        """Stop, evaluate or save if that is still due after step ``done``, whose checkpoint is written."""
+        """Stop, evaluate or save if this is still due after step ``done``. Its checkpoint is already written."""
         self.outcome.steps = self._begun = self.callbacks.run.step = done
         heartbeat.note(done, "meeting the other ranks")
         stops, lacks = self.strategy.sum_of(stopping.wanted(), unevaluated)
@@ -184,13 +184,13 @@ class Loop:
             self.stop(done)
         evaluated = due and self._evaluate(done)
         if evaluated or self._is_best():
-            self._save(done, best=True)  # with what callbacks made of the evaluation, which is not repeated
+            self._save(done, best=True)  # with the callbacks' state after the evaluation, which is not repeated
         heartbeat.note(done, "reading data")
 
     def _update(self, step: int, batch: Batch, result: StepResult, lr: float) -> str:
         """Clip and apply the gradients, or return why the update is skipped.
 
-        All ranks take the same decisions, because these follow from numbers that are equal on all ranks.
+        All ranks take the same decisions, because the decisions depend only on numbers that are equal on all ranks.
         """
         strategy, config = self.strategy, self.config
         locate = partial(first_not_finite, strategy, batch, step)
@@ -212,7 +212,7 @@ class Loop:
         return ""
 
     def _roll_back(self) -> str:
-        """Load the newest checkpoint, and return what was done. The batches since then are not read again."""
+        """Load the newest checkpoint and return a phrase about the result. Batches since then are not read again."""
         self.checkpoints.wait_pending()
         choose = partial(Checkpoint.newest, self.checkpoints.folder, verify=True)
         with self.optimizer.evaluating():
@@ -245,7 +245,7 @@ class Loop:
         self.recorder.step(record, note=skipped)
         self.callbacks.run.step = step
         if self.callbacks.all:
-            # A run that is resumed repeats the steps that were skipped last, and their evaluation.
+            # A resumed run repeats the steps that were skipped after the last counted step, and their evaluations.
             if not skipped:
                 self._called = None
             elif self._called is None:
@@ -253,7 +253,7 @@ class Loop:
             self.callbacks.call("on_step", record)
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate on the validation split, and return whether that has given a loss. Stop if the run is told to."""
+        """Evaluate on the validation split, and return whether there is a loss. Stop the run if it is told to stop."""
         heartbeat.note(step, "evaluating")
         with self.optimizer.evaluating():
             try:
@@ -277,7 +277,7 @@ class Loop:
         return self.outcome.best_step == self.skipping.counted > 0
 
     def _save(self, step: int, last: bool = False, best: bool = False) -> None:
-        """Save a checkpoint if one is due after a step. It has the number of the last step that counted."""
+        """Save a checkpoint if one is due after ``step``. It is named after the last step that counted."""
         heartbeat.note(step, "saving a checkpoint")
         self.checkpoints.connect()  # now: at the last save the store may be gone, for instance if torchrun was killed
         every = self.config.checkpoint_every
@@ -308,13 +308,13 @@ class Loop:
 
 
 def is_due(every: int | None, step: int, last: bool) -> bool:
-    """Return whether a save or evaluation is due: every N steps and after the last one; with N=0 after that only."""
+    """Return whether a save or evaluation is due: every N steps and after the last one; only after the last if N=0."""
     return every is not None and (last or (every > 0 and step % every == 0))
 
 
 @contextmanager
 def _profiler(steps: int, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Record steps, after three of warm-up, with torch.profiler into ``run_dir/profile/rank_0000.json``.
+    """Record ``steps`` steps with torch.profiler into ``run_dir/profile/rank_0000.json``, after three warm-up steps.
 
     Yields a function to call after each step. The file is a Chrome trace.
     """

@@ -65,7 +65,7 @@ BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
 
 def adopt(cfg: Root, world: World) -> None:
-    """Let this process compute as a run asks: with its environment, code, cores and arithmetic."""
+    """Set up this process for a run: environment variables, code, cores and arithmetic."""
     os.environ.update(environment(cfg))
     use_code_of(cfg)
     share_cores(world.local_size, cfg.parallel.threads)
@@ -94,7 +94,7 @@ def build_setup(cfg: Root, plan: Plan, world: World) -> Setup:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that one process has planned and checked, as it is sent to others of the same program.
+    """A run that one process has planned and checked, in the form that is sent to the program's other processes.
 
     Attributes:
         cfg: The configuration.
@@ -116,10 +116,10 @@ def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: 
     """Build the chain and the plan, prepare the data, and check each as soon as it is built.
 
     Args:
-        cfg: The configuration. That of the result has measured values in place of those that ask for them.
-        world_size: The number of processes if they are started already (torchrun), otherwise None.
+        cfg: The configuration. In the result's configuration, measured values replace the values that request them.
+        world_size: The number of processes if they have been started already (torchrun), otherwise None.
         nodes: The number of machines.
-        hardware: The hardware of the machine that will run it and measure times; None for this machine.
+        hardware: The hardware of the machine that will execute the run and measure times; None for this machine.
 
     Raises:
         UserError: The configuration cannot run. The message states the numbers and a fix.
@@ -178,13 +178,13 @@ def in_one_process(cfg: Root) -> Any:
 
 
 def _balance(setup: Setup, world_size: int | None, hardware: Hardware | None) -> None:
-    """Measure the cost of each layer, and divide the layers by it."""
+    """Measure the cost of each layer, and divide the layers into stages of similar cost."""
     cfg, plan = setup.cfg, setup.plan
     if cfg.parallel.balance == "time":
         if hardware is not None:
-            return  # the run's first rank measures
+            return  # the run's first rank will measure
         if plan.device_type == "cuda" and world_size is None and plan.processes > 1:
-            # In a separate process: this one would keep a context on a GPU that the run's ranks use.
+            # Use a separate process: this process would keep a context on a GPU that the run's ranks use.
             (costs,) = call_in_workers(_measure, (PlannedRun(cfg, plan),), 1)
         else:
             costs = seconds_of_layers(setup)
@@ -221,7 +221,7 @@ def describe(setup: Setup) -> str:
 
 
 def _shorter(setup: Setup) -> list[str]:
-    """Return a line about a run that its epochs end before its steps."""
+    """Return a line if ``train.epochs`` ends the run before ``train.steps``; otherwise none."""
     train = setup.cfg.train
     if setup.cfg.mode != "train" or train.steps is None or setup.total_steps >= train.steps:
         return []
@@ -230,7 +230,7 @@ def _shorter(setup: Setup) -> list[str]:
 
 
 def describe_recipe(cfg: Root) -> str:
-    """Return a line about the model file's recipe, its values for other groups; empty if it has no description."""
+    """Return a line about the recipe (the model file's values for other groups); empty if it has no description."""
     recipe = cfg.recipes[cfg.recipe] if cfg.get("recipe") is not None else {}
     if "says" not in recipe:
         return ""
@@ -244,9 +244,9 @@ def model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
     """Build the chain and the data set that ``cfg`` describes. The data is prepared only if the chain needs it.
 
     Returns:
-        The configuration, the chain and the data set. The configuration has sizes in place of those that are null in
-        the section ``model``, if the model's function has an attribute ``sizes_of``: (section, the data's number of
-        words) -> {key: value}.
+        The configuration, the chain and the data set. In the configuration, sizes replace the nulls of the section
+        ``model`` if the model's function has an attribute ``sizes_of``: (section, the data's number of words) ->
+        {key: value}.
     """
     data = build("data", cfg.data)
     if (sizes_of := getattr(target_of("model", cfg.model), "sizes_of", None)) is not None:
@@ -259,7 +259,7 @@ def model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
 
 
 def _chain_of(model: Any, arguments: dict[str, Any]) -> Chain:
-    """Build the chain that a section's target returns, or a chain of one layer if that is a module."""
+    """Build the chain that a section's target returns, or a chain of one layer if the target returns a module."""
     target = target_of("model", arguments)
     if not (inspect.isclass(target) and issubclass(target, nn.Module)):
         made = build("model", arguments)
@@ -278,13 +278,13 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
 
     Args:
         model: The section.
-        vocab_size: The data's number of words, for a model whose ``vocab_size`` is None.
+        vocab_size: The data's number of words, which replaces a ``vocab_size`` of None.
 
     Raises:
         TrainingError: The model does not accept the arguments.
     """
     loss = model.get("loss")
-    own_loss = hasattr(loss, "keys")  # otherwise it is an argument of the model's function
+    own_loss = hasattr(loss, "keys")  # otherwise ``loss`` is an argument of the model's function
     dropped = OWN_KEYS["model"] if own_loss or loss is None else OWN_KEYS["model"] - {"loss"}
     arguments = {key: value for key, value in model.items() if key not in dropped}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
@@ -307,7 +307,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
         if owner in chain.tied:
             last = chain.tied[owner]
             raise TrainingError(f"model={model.name} ties {alias} to {owner}, which is tied itself; tie both to {last}")
-    inside = {}  # what a layer shares within itself
+    inside = {}  # parameters that are tied within one layer
     for name, layer in skeleton.items():
         for alias, owner in shared_parameters(layer, name).items():
             if not {alias, owner} & tied:

@@ -60,21 +60,21 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
     """Train a model, or evaluate a checkpoint.
 
     Args:
-        setup: The objects of the run: ``prepare(cfg)`` or, if another process has planned it, ``build_setup``. The
-            ``mode`` of its configuration is "train" or "eval".
-        run_dir: The existing directory in which rank 0 writes.
-        world: Which rank this process is; None for a single process.
+        setup: The objects of the run, from ``prepare(cfg)`` or, if another process has planned the run, from
+            ``build_setup``. The configuration has the ``mode`` "train" or "eval".
+        run_dir: The existing run directory. Rank 0 writes there.
+        world: This process's rank among all processes; None for a single process.
 
     Returns:
         The content of summary.json, on every rank.
 
     Raises:
         UserError: The run cannot start or continue.
-        Stopped: The run was told to stop. The weights it has trained are saved.
+        Stopped: The run was told to stop. Its trained weights are saved.
     """
     world, run_dir, cfg = world or World.alone(), Path(run_dir), setup.cfg
     adopt(cfg, world)
-    if world.meeting is not None:  # started one by one; their machines may have to prepare the data
+    if world.meeting is not None:  # ranks started one by one, whose machines may have to prepare the data
         ready_together(world.meeting, cfg.parallel.timeout_s)
     with _strategy(setup, world) as strategy:
         if cfg.mode == "eval":
@@ -97,7 +97,7 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
         if resumed is not None:
             setup = replace(setup, earlier=earlier_batches(resumed, setup))
             ended = _has_ended(setup, resumed, own=checkpoints.resumed_from(resumed))
-            # A step that was skipped has no checkpoint, and may have been the last one.
+            # A skipped step has no checkpoint, and may have been the last step.
             done = max(resumed.step, (resumed.progress.get("ended_at") or 0) if ended else 0)
         if wanted is not None and world.rank == 0:
             make_newest(wanted, checkpoints.folder, resumed)
@@ -114,7 +114,7 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
                 recorder.say(f"warning: {changed}")
         if world.rank == 0 and not ended:
             with suppress(OSError):
-                (run_dir / SUMMARY).unlink()  # of the resumed run: it describes fewer steps
+                (run_dir / SUMMARY).unlink()  # the resumed run's summary, which describes fewer steps
         ranks = []
         try:
             if summary is None:
@@ -149,7 +149,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
             results[split] = evaluate_split(setup, strategy, split, recorder.say)
             if results[split]:
                 recorder.say(numbers(results[split], setup.extents.get(split)))
-        for result in filter(None, results.values()):  # only now: what was stopped before is done again
+        for result in filter(None, results.values()):  # only now: a stopped evaluation is repeated as a whole
             recorder.record({"step": step, **result})
         found, monitor = results["val"], Monitor.of(setup.cfg.train)
         outcome = Outcome(steps=step, best_val_loss=found.get("val_loss"), best=found.get(monitor.name))
@@ -228,15 +228,15 @@ def _weight_bytes(plan: Plan, rank: int) -> int:
 def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
     """Return whether a resumed run has no steps left to train.
 
-    The run may have been killed after its last checkpoint. Then what follows the training is still to be done.
+    If the run was killed after its last checkpoint, the work after the training is still to be done.
 
     Args:
         setup: The run.
-        resumed: The checkpoint that it resumes from.
-        own: Whether that is a checkpoint of the same run.
+        resumed: The checkpoint that the run resumes from.
+        own: Whether the checkpoint is from the same run.
 
     Raises:
-        TrainingError: No step is left, and the checkpoint is of another run or of a step after the last one.
+        TrainingError: No step is left, and the checkpoint is from another run or from a step after the last step.
     """
     total, epochs = setup.total_steps, setup.cfg.train.epochs
     if own and resumed.progress.get("ended_of") == total:  # a callback has ended the run
@@ -252,7 +252,7 @@ def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
 
 
 def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] | None:
-    """Return the summary.json of a run that ended with ``step``, which rank 0 reads; None if there is none."""
+    """Return the content of summary.json, which rank 0 reads; None if it is not from a run that ended with ``step``."""
     summary = read_object(run_dir / SUMMARY) if strategy.mesh.rank == 0 else None
     summary = strategy.mesh.gather(summary)[0]
     return summary if summary.get("steps") == step else None
@@ -260,9 +260,9 @@ def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] 
 
 def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> Recorder:
     cfg, logger = setup.cfg, None
-    evaluates = cfg.mode == "eval"  # one that is started again begins anew
+    evaluates = cfg.mode == "eval"  # an evaluation that is started again begins anew
     if strategy.mesh.rank == 0:
-        if evaluates or cfg.train.resume is not None:  # before loggers read it
+        if evaluates or cfg.train.resume is not None:  # before loggers read the file
             truncate_after(run_dir / METRICS, first_step - 1)
         supplied = {"run_dir": run_dir, "run_config": setup.shown, "run_name": f"{cfg.model.name}-{cfg.parallel.name}"}
         logger = Loggers(sections(cfg), partial(build, **supplied))
@@ -273,9 +273,9 @@ def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) 
 
 
 def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, Any]:
-    """Return the results on the test split, and which weights they are of, the last or the best ones.
+    """Return the results on the test split, with the tested weights: the last or the best ones.
 
-    They are empty if there is no test split, or if none of its targets counts.
+    The results are empty if there is no test split, or if none of its targets counts.
     """
     if setup.cfg.train.eval_every is None:
         return {}
@@ -303,7 +303,7 @@ def _report(
         intervals = [rank.intervals for rank in ranks]
         write_timeline(run_dir, setup.plan, setup.cfg.model.name, intervals, outcome.steps)
     headline, *rest = describe_results(summary, run_dir, setup.extents, _idle(setup, world, ranks)).split("\n")
-    saved = None if outcome.checkpoint is None else outcome.checkpoint.parents[1]  # or another run's, resumed from
+    saved = None if outcome.checkpoint is None else outcome.checkpoint.parents[1]  # or the folder of the resumed run
     if saved is not None and saved.resolve() == run_dir.resolve() and setup.cfg.model._target_ != GIVEN:
         link = hydra_word(str(saved))
         length = [f"train.steps={2 * summary['steps']}", *["train.epochs=null"] * (setup.cfg.train.epochs is not None)]
@@ -314,7 +314,7 @@ def _report(
 
 
 def _rate_at_end(setup: Setup, step: int) -> list[str]:
-    """Return the overrides with which a longer run keeps the rate of ``step``; empty if it would without them."""
+    """Return the overrides that keep the rate of ``step`` in a longer run; empty if none is needed."""
     schedule, optim = build("scheduler", setup.cfg.scheduler), setup.cfg.optim
     if not follows_total(schedule, setup.total_steps, setup.per_epoch):
         return []

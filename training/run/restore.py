@@ -1,4 +1,4 @@
-"""Loads the whole model of a checkpoint into this process, whatever layout has saved it."""
+"""Loads the whole model of a checkpoint of any layout into this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Restored(NamedTuple):
     """The whole model of a checkpoint, in this process.
 
     Attributes:
-        data: Its data set, prepared only if the model needed it.
+        data: The model's data set, prepared only if the model needs it.
         strategy: The strategy of one process, with the loaded weights.
         step: The step after which the checkpoint was saved.
     """
@@ -30,16 +30,16 @@ class Restored(NamedTuple):
 
 
 def restore(cfg: Root, device: str) -> Restored:
-    """Build the model that ``cfg`` describes with the weights of its checkpoint, whatever layout has saved it.
+    """Build the model that ``cfg`` describes, and load the weights of its checkpoint, which may have any layout.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged or of another model.
+        CheckpointError: The checkpoint does not exist, is damaged, or belongs to another model.
     """
     path = checkpoint_of(cfg)
     share_cores(1, cfg.parallel.threads)
     cfg, chain, data = model_and_data(cfg)
     check_fits(path, chain, cfg)
-    with_base(cfg, chain)  # it compares
+    with_base(cfg, chain)  # raises if the base differs
     parallel = in_one_process(cfg).parallel
     plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)

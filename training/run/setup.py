@@ -27,7 +27,7 @@ from parallel.strategies import strategy_info
 from planner.work import Works, work_of
 
 _DIGITS = 12  # of a digest
-_SAMPLES = 8  # of each split, of which the digest is; of data that is not in memory, for an examination
+_SAMPLES = 8  # of each split, for a digest; also for an examination, if the data is not in memory
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Setup:
         data: The data set, prepared.
         plan: The layout.
         nodes: The number of machines, as far as it is known before the run.
-        shares: The measured cost of each stage, as (fractions of 1, of which quantity); None if not measured.
-        earlier: Other sizes of the global batch that a resumed run has had, each with the last step that had it.
+        shares: The measured costs of stages: (fractions of 1, "of the time" or "of the memory"); None if not measured.
+        earlier: The earlier sizes of the global batch in a resumed run, each as (last step of this size, size).
     """
 
     cfg: Root
@@ -59,12 +59,12 @@ class Setup:
 
     @cached_property
     def data_digest(self) -> str:
-        """A digest of the data. Ranks compare it, and a resumed run compares it with that of its checkpoint."""
+        """A digest of the data. Ranks compare it, and a resumed run compares it with its checkpoint's."""
         return data_digest(self.data)
 
     @property
     def evaluation(self) -> str:
-        """A digest of what evaluations measure: the validation split, how much of it, and the loss."""
+        """A digest of what evaluations measure: the validation split, the evaluated part of it, and the loss."""
         model, kind = self.shown["model"], type(self.chain.loss)
         loss = f"{kind.__module__}.{kind.__qualname__} {model.get('loss')} {self.cfg.train.eval_batches}"
         return f"{data_digest(self.data, (self.data.valid,))} {hashlib.sha256(loss.encode()).hexdigest()[:_DIGITS]}"
@@ -93,13 +93,13 @@ class Setup:
         return Batch(*self.data.train.read(indices, 0))
 
     def some(self, count: int) -> Batch:
-        """Return samples from all of the training data."""
+        """Return ``count`` samples, spread evenly over the training data."""
         rows = np.linspace(0, len(self.data.train) - 1, count)
         return Batch(*self.data.train.read(rows.astype(np.int64), 0))
 
     @property
     def known(self) -> list[Batch]:
-        """All samples of each split, training first, if they are tensors in memory."""
+        """One batch of all samples per split in memory, training first; empty if the training data is not in memory."""
         splits = (self.data.train, self.data.valid, self.data.test)
         memories = [split for split in splits if isinstance(split, InMemory)]
         held = [split for split in memories if type(split).read is InMemory.read and len(split) > 0]
@@ -107,7 +107,7 @@ class Setup:
 
     @cached_property
     def work(self) -> tuple[Works, int]:
-        """What each layer keeps and computes for one sample, and the samples of the smallest micro-batch it accepts."""
+        """The work of each layer for one sample, and the size of the smallest micro-batch that the layers accept."""
         return work_of(self.chain, self.some(1), self.plan.precision)
 
     @cached_property
@@ -117,7 +117,7 @@ class Setup:
 
     @property
     def extents(self) -> dict[str, str]:
-        """How much of "val" and "test" a limited evaluation covers, such as "2 of 73 batches"; not if it is all."""
+        """The evaluated part of "val" and "test", such as "2 of 73 batches"; without splits evaluated as a whole."""
         batch, limit = self.plan.global_batch_size, self.cfg.train.eval_batches
         sources = {"val": self.data.valid, "test": self.data.test}
         batches = {name: EvalBatches(source, batch, limit=limit) for name, source in sources.items() if source}
@@ -125,12 +125,12 @@ class Setup:
 
     @cached_property
     def has_batchnorm(self) -> bool:
-        """Whether some layer of the model normalizes over samples, in training."""
+        """Whether a layer of the model normalizes over samples in training."""
         return any(isinstance(module, _BatchNorm) and module.training for module in self.chain.skeleton().modules())
 
     @cached_property
     def by_microbatch(self) -> tuple[str | None, list[str]]:
-        """The micro-batch size, if numbers depend on it (otherwise None), and a line for each reason why they do."""
+        """The micro-batch size if numbers depend on it (otherwise None), and a line for each reason."""
         plan, size, lines = self.plan, None, []
         info = strategy_info(plan.strategy)
         copies = len(plan.devices) if info.several_devices and not info.stages else 1
@@ -155,7 +155,7 @@ class Setup:
         return size, lines
 
     def _named(self, names: Sequence[str]) -> str:
-        """Return some layers, and the loss, in words."""
+        """Return a phrase that names layers, and the loss."""
         layers = [name for name in names if name != LOSS]
         named = " and ".join([", ".join(layers[:3]), *[f"{len(layers) - 3} more"] * (len(layers) > 3)])
         who = [f"layer{'s' * (len(layers) > 1)} {named}"] * bool(layers)
@@ -164,11 +164,11 @@ class Setup:
 
 
 def data_digest(data: DataSet, splits: Sequence[Source | None] | None = None) -> str:
-    """Return a digest of the data: of the text, or of each split's number of samples and some of its samples."""
+    """Return a digest of the data: of its text, and of the number of samples and some samples in each split."""
     digest = hashlib.sha256(f"{data.vocab_size} {data.seq_len} {data.fingerprint}".encode())
     for source in (data.train, data.valid, data.test) if splits is None else splits:
         digest.update(f"|{0 if source is None else len(source)}".encode())
-        with suppress(DataError):  # a sample that cannot be read is an error when its turn comes
+        with suppress(DataError):  # a sample that cannot be read is an error when training reads it
             for tensor in _some_samples(source):
                 digest.update(_content(tensor))
     return digest.hexdigest()[:_DIGITS]
@@ -178,13 +178,13 @@ def _some_samples(source: Source | None) -> list[Tensor]:
     if source is None or len(source) == 0:
         return []
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(np.int64))
-    # One by one, so that samples of variable length are not padded to the longest.
+    # Read one by one, so that samples of variable length are not padded to the longest.
     batches = [Batch(*source.read(np.array([index]), 0)) for index in indices]
     return [tensor for batch in batches for tensor in (*batch.input_tensors, batch.targets)]
 
 
 def _content(tensor: Tensor) -> bytes:
-    """Return a tensor's content; for floating-point numbers, whose last bits differ by processor, rounded means."""
+    """Return a tensor's bytes; for floating-point numbers, rounded means, because the last bits differ by processor."""
     if not tensor.is_floating_point():
         return tensor.numpy().tobytes()
     numbers = tensor.double()

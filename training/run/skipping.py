@@ -1,4 +1,4 @@
-"""Which steps count: those with numbers that are not finite are skipped and, on request, loss spikes."""
+"""Decides which steps count. Steps with numbers that are not finite are skipped and, on request, loss spikes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.reporting.summary import Outcome
 from training.run.evaluate import IGNORED_TARGETS
 
 _FEWEST_LOSSES = 10  # losses in the running mean before another one can be a spike
-_NEW_WEIGHT = 0.05  # of a new loss in the running mean, which thus covers about twenty steps
+_NEW_WEIGHT = 0.05  # of a new loss in the running mean, which therefore covers about twenty steps
 
 # The reasons to skip a step.
 _EMPTY, _SPIKE, _NOT_FINITE = "no target counts", "loss spike", "not finite"
@@ -23,16 +23,16 @@ class Skipping:
     """Decides after each step whether it counts. All ranks decide the same, from numbers that are equal on all ranks.
 
     A step is skipped because no target counts, because its loss is a spike, or because a number is not finite. A step
-    in which no target counts has the loss 0/0, which says nothing about the weights: such steps are counted separately.
+    in which no target counts has the loss 0/0, which says nothing about the weights; these steps are counted apart.
 
     Attributes:
         skipped: The number of steps skipped so far.
-        counted: The last step that counted. Checkpoints have its number: steps skipped since then are repeated.
-        row: The number of steps skipped since then, by reason.
+        counted: The last step that counted. Checkpoints have its number: a resumed run repeats the steps skipped since.
+        row: The number of steps skipped since ``counted``, by reason.
         rolls_back: Whether the last step was the last of ``train.spike_rollback`` spikes.
         losses_averaged: The number of losses in ``mean``.
         mean: The running mean of the losses of steps that counted.
-        note: The end of a sentence about the last step, for the first step of each reason; else empty.
+        note: The end of a sentence about the last step if it is the first one skipped for its reason; otherwise empty.
     """
 
     def __init__(self, config: Any) -> None:
@@ -57,13 +57,13 @@ class Skipping:
 
         Args:
             step: The step's number.
-            result: Its result.
-            locate: Returns where numbers first were not finite, in words. Called for the first step that is skipped
-                because of them, and for a step that ends the run.
-            scaled: Whether the loss is scaled, so that gradients that are not finite are to be expected.
+            result: The step's result.
+            locate: Returns a phrase that names the first numbers that are not finite. Called for the first step that is
+                skipped because of such numbers, and for a step that ends the run.
+            scaled: Whether the loss is scaled. Gradients that are not finite are then expected.
 
         Returns:
-            The reason why its update is skipped; empty if it is not.
+            The reason why the step's update is skipped; empty if the step counts.
 
         Raises:
             TrainingError: More than ``train.max_skipped`` steps in a row were skipped.
@@ -116,10 +116,10 @@ class Skipping:
             raise TrainingError(f"no step counted: the updates of all {outcome.steps} steps were skipped, {why}")
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state with which a run that is resumed after ``counted`` decides as this one: no row is open."""
+        """Return the state with which a run resumed after ``counted`` decides as this one. The open row is left out."""
         return {"skipped": self.skipped - self.row.total(), "seen": self.losses_averaged, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from the ``state_dict`` of the run that is resumed."""
+        """Continue from the ``state_dict`` of the resumed run."""
         self.skipped = int(state["skipped"])
         self.losses_averaged, self.mean = int(state["seen"]), float(state["mean"])

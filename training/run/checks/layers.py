@@ -1,4 +1,4 @@
-"""Checks the facts of the layers and of the loss, as the examination has found them."""
+"""Checks the facts of the layers and of the loss that the examination has found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def check_examined(setup: Setup) -> None:
 
     Raises:
         UserError: A layer cannot take its input, its output cannot be passed on, the state that it changes would
-            depend on the layout, or its shapes depend on numbers but must be known in advance. The message names it.
+            depend on the layout, or its shapes depend on numbers but must be known in advance. The message names the
+            layer.
     """
     plan, batch, at, known = setup.plan, setup.sample, "", True
     needs_shapes = plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
@@ -39,7 +40,7 @@ def check_examined(setup: Setup) -> None:
         raise
     except ERRORS as error:
         if not known:
-            return  # a layer reads numbers, which the meta device does not have: errors after it show in the run
+            return  # a layer reads numbers, which the meta device lacks: later errors appear in the run
         said = str(error)
         if at and "meta" in said and "device" in said:
             said = (

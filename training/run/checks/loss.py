@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def loss_name(loss: Any, facts: Facts) -> str:
-    """Return the name of the loss for messages: the given loss, or the method of a last layer that computes it."""
+    """Return the name of the loss for messages: the given loss, or the last layer's method that computes the loss."""
     return f"{facts.kind}.loss" if facts.name != LOSS else getattr(loss, "__name__", type(loss).__name__)
 
 
@@ -42,10 +42,10 @@ def check_result(setup: Setup, facts: Facts) -> None:
 
 
 def check_targets(setup: Setup, batch: Batch, output: Tensors) -> None:
-    """Check that some target counts, and that the loss takes all known targets with the output for a micro-batch.
+    """Check that a target counts, and that the loss accepts all known targets with the output for a micro-batch.
 
     Raises:
-        TrainingError: All targets are ignored, or the loss cannot take some.
+        TrainingError: All targets are ignored, or the loss does not accept some targets.
     """
     samples = setup.known
     if samples and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
@@ -58,7 +58,7 @@ def check_targets(setup: Setup, batch: Batch, output: Tensors) -> None:
 
 
 def _check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: str) -> None:
-    """Compute the loss of random outputs for ``size`` samples with the largest and the smallest of real targets."""
+    """Compute the loss of random outputs for ``size`` samples with the largest and the smallest real targets."""
     span = ""
     if not targets.is_floating_point() and targets.numel() > 0:
         each = targets.reshape(len(targets), -1)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def check_memory_of(setup: Setup, world: World | None) -> None:
     """Check that a run with all ranks on this machine fits into its memory, before a rank is started.
 
-    This counts the memory that is needed for certain: processes, weights, gradients and optimizer states. If there are
-    GPUs, they hold all of these except the processes. (mode=plan estimates all of the memory, which takes seconds.)
+    This counts the minimum memory: processes, weights, gradients and optimizer states. If there are GPUs, they hold
+    all of these except the processes. (mode=plan estimates all of the memory, which takes seconds.)
 
     Raises:
         UserError: The run does not fit.
@@ -39,18 +39,18 @@ def check_memory_of(setup: Setup, world: World | None) -> None:
 
 
 def check_gpu_memory(setup: Setup) -> None:
-    """Check that this machine's GPUs have the memory that their ranks need for certain. Raises PlanError."""
+    """Check that this machine's GPUs have the minimum memory that their ranks need. Raises PlanError."""
     if setup.plan.gpus is not None and not setup.plan.devices:
         check_gpus(setup.plan, certain_memory(setup), lambda gpu: get_device_properties(gpu).total_memory)
 
 
 def certain_memory(setup: Setup) -> list[Memory]:
-    """Return the memory that each rank needs for certain: its process, weights, gradients and optimizer state."""
+    """Return the minimum memory that each rank needs: for its process, weights, gradients and optimizer state."""
     return memory_of_ranks(setup.plan, weights_of(setup.chain), certain_states(setup.cfg))
 
 
 def certain_states(cfg: Root) -> int | None:
-    """Return how many tensors of a parameter's size its optimizer keeps at least; None where nothing is trained."""
+    """Return the minimum number of parameter-sized optimizer states per parameter; None if nothing is trained."""
     return states_of(cfg.optim, unknown=0) if cfg.mode == "train" else None
 
 

@@ -43,7 +43,7 @@ def _checkpoint(cfg: Root) -> Path | None:
 
 
 def check_kind(data: DataSet, model: Any) -> None:
-    """Check that data and model both have tokens or neither has; arrays may have both. Raises TrainingError."""
+    """Check that data and model both use tokens, or that neither does, except for arrays. Raises TrainingError."""
     if (data.seq_len is None) == ("vocab_size" not in model) or isinstance(data, Arrays):
         return
     kind = "tokens" if data.seq_len is not None else "numbers"
@@ -64,7 +64,7 @@ def check_length(cfg: Root, chain: Chain, data: DataSet) -> None:
 
 
 def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
-    """Check that optim.rates name parameters, and that the metrics by which weights and runs are compared exist.
+    """Check that ``optim.rates`` names parameters, and that the metrics for comparing weights and runs exist.
 
     Raises:
         TrainingError: A name is wrong, or the direction of a metric is unknown.
@@ -93,15 +93,15 @@ def check_evaluated(setup: Setup) -> None:
 
 
 def check_proof(cfg: Root, chain: Chain, data: DataSet) -> None:
-    """Check that the chain computes the same as the model that it was made from. Raises ModelError.
+    """Check that the chain computes the same outputs as the model it was made from. Raises ModelError.
 
-    The data cache remembers a proof by the model's configuration, the versions of torch and transformers, and the code
-    of ``models``.
+    The data cache keeps each proof under a key: the model's configuration, the versions of torch and transformers, and
+    the code of ``models``.
     """
     if (prove := chain.prove) is None or chain.hugging_face is None:
         return
     code = [path.read_text("utf-8") for path in sorted(_MODELS.glob("*.py"))]
-    name = f"proved-{key_of(chain.hugging_face.config, torch.__version__, *code)}"  # transformers' is in its config
+    name = f"proved-{key_of(chain.hugging_face.config, torch.__version__, *code)}"  # the config names transformers'
     try:
         cached_folder(data.cache_dir, name, lambda _: prove())
     except DataError:  # the cache cannot be written

@@ -27,11 +27,11 @@ _ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES = (
     "common", "conf", "data", "launchers", "models", "parallel", "planner", "training", "hydra_plugins",
 )  # fmt: skip
-_APPEARS_S = 10.0  # seconds that a file may take until another machine sees it
+_APPEARS_S = 10.0  # seconds until another machine must see a new file
 _POLL_S = 0.1
 _DIGITS = 12
 _SHOWN = 3
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype of so many bytes
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by their size in bytes
 
 
 def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
@@ -40,7 +40,7 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
     Args:
         mesh: The connected ranks.
         setup: The setup that this rank has prepared.
-        alike: Whether one process has started all ranks, so that only what each of them prepares can differ: the data.
+        alike: Whether one process has started all ranks. Then only the data can differ, because each rank prepares it.
 
     Returns:
         A warning about differences if ``launcher.allow_mixed`` is set; None if there are none.
@@ -65,12 +65,12 @@ def check_ranks(mesh: Mesh, setup: Any, alike: bool = False) -> str | None:
 
 
 def check_nodes(mesh: Mesh, plan: Plan, typed: int | None, local_size: int) -> None:
-    """Check that the groups of replicas are those of the nodes, where they must be. All ranks call this together.
+    """Check that all nodes have equally many ranks if each node forms a group. All ranks call this together.
 
     Args:
         mesh: The connected ranks.
         plan: The layout.
-        typed: The typed size of the groups; None if the nodes decide it.
+        typed: The size of the groups that the user has typed; None if the nodes determine it.
         local_size: The number of ranks on this rank's node.
 
     Raises:
@@ -130,7 +130,7 @@ def check_run_directory(mesh: Mesh, run_dir: Path, writes: bool, timeout_s: floa
 
 
 def describe_rank(setup: Any) -> dict[str, str | None]:
-    """Return versions and digests, which must be equal on all ranks, by name; None for an unknown one."""
+    """Return the versions and digests that must be equal on all ranks, by name; None for an unknown value."""
     return {
         "project files": _project_digest(),
         "torch": torch.__version__,
@@ -141,7 +141,7 @@ def describe_rank(setup: Any) -> dict[str, str | None]:
 
 
 def check_weights(strategy: Strategy, allow_mixed: bool = False) -> str | None:
-    """Compare the ranks' copies of the same tensors: those of replicas, and of a tied parameter.
+    """Compare the copies of the same tensor on several ranks: in replicas, and of a tied parameter.
 
     All ranks call this together, between two steps.
 
@@ -190,7 +190,7 @@ def _digests_of_weights(strategy: Strategy) -> list[tuple[str, str]]:
 
 
 def _bits(tensor: Tensor) -> bytes:
-    """Return a tensor's bits as bytes; for a matrix, the sum of each row, which the tensor's device computes."""
+    """Return a tensor's bits as bytes; for a matrix, the sums of its rows, computed on the tensor's device."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = real.detach().view(_WHOLE[real.itemsize])
     rows = bits.sum(dim=tuple(range(1, bits.dim())), dtype=bits.dtype) if bits.dim() > 1 else bits
@@ -198,7 +198,7 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _differing(mesh: Mesh, values: Iterable[tuple[str, str | None]]) -> list[str]:
-    """Compare named values of all ranks, except None. Return a text for each name with its values and their ranks."""
+    """Compare named values of all ranks, except None. Return a line per differing name with its values and ranks."""
     answers = mesh.gather((socket.gethostname(), list(values)))
     found: dict[str, dict[str, list[int]]] = {}
     for rank, (_, named) in enumerate(answers):
