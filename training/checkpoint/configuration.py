@@ -1,13 +1,13 @@
 """Restores the configuration that a checkpoint keeps, so that a command that names the checkpoint need not repeat it.
 
-A checkpoint keeps the option of each group and every value that determine what is trained, not where it is trained
-(see ``training.run.rank.kept``). A saved value applies unless its key was typed, or its group has another option than
-the run had. Its options are words before the typed ones, so that Hydra reads the files of the same options
-(``SavedConfig.words``). Its values replace those of the files, before Hydra applies the typed words
+A checkpoint keeps the option of each group and all values that determine what is trained, but not where it is trained
+(see ``training.run.rank.kept``). A saved value applies unless its key was typed, or its group now has another option
+than in the run. The saved options become words before the typed words, so that Hydra reads the files of the same
+options (``SavedConfig.words``). The saved values replace the files' values before Hydra applies the typed words
 (``SavedConfig.lay_over``).
 
-What an experiment sets counts as typed if the run was started without that experiment. A value that the files derive
-from others (``${train.global_batch_size}``) stays derived, as long as the result is the saved value.
+The values of an experiment count as typed if the run was started without this experiment. A value that the files derive
+from other values (``${train.global_batch_size}``) stays derived if the result equals the saved value.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class SavedConfig:
     """The configuration of a checkpoint that a command names."""
 
     def __init__(self, path: str, config: Mapping[str, Any], own: Path | None = None) -> None:
-        """Note where it is from.
+        """Store the configuration and its source.
 
         Args:
-            path: The checkpoint.
+            path: The checkpoint's path.
             config: The configuration that the checkpoint keeps.
             own: The folder of the user's options; None if there is none.
         """
         self._path, self._config = path, config
         self._folders = [folder for folder in (FOLDER, own) if folder is not None]
         self._had = {"model": config["model"]["name"], **config.get("choices", {})}
-        for group in set(CHOSEN) - self._had.keys():  # of a program; the option from which the fewest values differ
+        for group in set(CHOSEN) - self._had.keys():  # of a Python program: the option with the fewest differing values
             section, alike = config[group], {}
             for file in (file for folder in self._folders for file in sorted((folder / group).glob("*.yaml"))):
                 content = self._read(group, file.stem)
@@ -95,14 +95,14 @@ class SavedConfig:
         return [f"{group}={option}" for group, option in left.items() if self._read(group, option)]
 
     def lay_over(self, cfg: DictConfig, words: Sequence[str]) -> None:
-        """Replace the values of the files in ``cfg`` by those of the checkpoint.
+        """Replace the files' values in ``cfg`` by the checkpoint's values.
 
         Args:
-            cfg: The configuration as the files have it, which is changed.
+            cfg: The configuration from the files. It is changed in place.
             words: The typed words. Hydra applies them later.
 
         Raises:
-            TrainingError: A value was masked, or names code that is neither this project's nor torch's, nor typed.
+            TrainingError: A value was masked, or names code that is not this project's or torch's and was not typed.
         """
         typed, config = _typed(words), self._config
         chosen, files = self._chosen(typed), _plain(cfg)
@@ -127,7 +127,7 @@ class SavedConfig:
                     OmegaConf.update(cfg, key, derived, merge=False)
                     if _resolved(cfg, key) != value:
                         OmegaConf.update(cfg, key, literal(value), merge=False)
-        for key in config.get("left_out", ()):  # by masking: a secret, or from the environment
+        for key in config.get("left_out", ()):  # masked keys: secrets, or values from the environment
             if key.partition(".")[0] in sections and key not in typed and OmegaConf.select(cfg, key) is None:
                 raise TrainingError(f"{self._path} does not keep {key}, whose value was masked: type {key}= again")
         given = {*targets([files, *({key.split(".")[-1]: one.value()} for key, one in typed.items())])}
@@ -141,19 +141,19 @@ class SavedConfig:
                     )
 
     def _chosen(self, typed: Mapping[str, Override]) -> dict[str, Any]:
-        """Return the groups whose option was typed, or is chosen by an experiment that the run had not."""
+        """Return the option of each group that was typed, or that an experiment of ``_new`` chooses."""
         entries = [entry for file in self._new(typed) for entry in file.get("defaults", []) if isinstance(entry, dict)]
         by_file = {str(key).split("/")[-1]: option for entry in entries for key, option in entry.items()}
         by_word = {group: next(iter(_values(typed[group])), None) for group in CHOSEN if group in typed}
         return {group: option for group, option in (by_file | by_word).items() if group in CHOSEN}
 
     def _new(self, typed: Mapping[str, Override]) -> list[dict[str, Any]]:
-        """Return the files of the typed experiments that the run had not."""
+        """Return the contents of the files of typed experiments, except experiments that the run already had."""
         options = ((key, option) for key in ON_TOP for option in _values(typed.get(key)))
         return [self._read(key, option) for key, option in options if option != self._had.get(key)]
 
     def _differs(self, group: str, section: Mapping[str, Any]) -> bool:
-        """Return whether a section is not of the checkpoint's option, for instance because its file is missing."""
+        """Return whether a section does not belong to the checkpoint's option, for instance if the file is missing."""
         return not self._read(group, self._had[group]) or section.get("_target_") != self._config[group].get("_target_")
 
     def _read(self, group: str, option: Any) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _checkpoints(typed: Mapping[str, Override]) -> list[str]:
 
 
 def _values(override: Override | None) -> list[str]:
-    """Return the text of an override's value, or of each value of a sweep, without null and values of other types."""
+    """Return the value of an override, or each value of a sweep. Values that are not text (null) are left out."""
     if override is None:
         return []
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
@@ -214,7 +214,7 @@ def _resolved(cfg: DictConfig, key: str) -> Any:
 def checkpoint_of(cfg: Root) -> Path:
     """Return the path in ``checkpoint``: a checkpoint, or a run directory, which stands for its newest checkpoint.
 
-    Whether it exists and is complete is checked where it is read.
+    The reader of the path checks whether the checkpoint exists and is complete.
 
     Raises:
         TrainingError: ``checkpoint`` is null.

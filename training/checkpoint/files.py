@@ -65,7 +65,7 @@ class Checkpoint:
         optimizer: The optimizer's class, by its full name.
         layout: The run's plan: parallel, dp, pp, chunks, precision, stages …
         tied: {alias: canonical} names of tied parameters.
-        loss_scale: For float16: scale and good_steps after that step.
+        loss_scale: The loss scale of float16 after that step: scale and good_steps.
         progress: The state that the training loop needs to continue.
         best_step: The step of the best evaluation so far; None before the first evaluation.
         config: The part of the run's configuration that a checkpoint keeps; None if it was saved without one.
@@ -107,7 +107,7 @@ class Checkpoint:
         checksum.
 
         Raises:
-            CheckpointError: There is none, or it is damaged; the message names the newest undamaged one beside it.
+            CheckpointError: It is missing or damaged. The message names the newest undamaged checkpoint in its folder.
         """
         folder = _named_by(expand_home(path))
         try:
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 def _inside(name: str) -> str:
-    """Return the name of a file in the checkpoint's folder; raise ValueError if it leads elsewhere."""
+    """Return ``name`` if it names a file in the checkpoint's folder; raise ValueError if it leads elsewhere."""
     if name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(f"{name} is not the name of a file in its folder")
     return name
@@ -230,8 +230,8 @@ def sha256(path: Path) -> str:
 def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> None:
     """Write a safetensors file, or this rank's pieces of it at their offsets, and flush it.
 
-    The offset of each tensor follows from the names, dtypes and shapes alone, so that every rank knows it. A rank
-    writes the pieces that it counts; the rank that counts uncut tensors also writes the header.
+    The offset of each tensor follows from the names, dtypes and shapes alone, so that every rank knows the
+    offset. A rank writes the pieces that it owns (``Mesh.owns``); the owner of uncut tensors also writes the header.
 
     Raises:
         CheckpointError: A weight is not finite, so that training could not continue from this checkpoint.
@@ -281,7 +281,7 @@ def is_usable(name: str, tensor: Tensor) -> bool:
 def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file, and the offset of each tensor in bytes from the beginning of the file.
 
-    Tensors follow each other without gaps. Those of the widest dtypes come first, so that all are aligned.
+    Tensors follow each other without gaps. The widest dtypes come first, so that all tensors are aligned.
     """
     entries, end = {}, 0
     for name, piece in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
@@ -297,7 +297,7 @@ def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
 
 
 def _write_box(descriptor: int, content: Any, box: tuple[slice, ...], shape: tuple[int, ...], begin: int) -> None:
-    """Write a box, an array of bytes, into a tensor that begins at offset ``begin``, one contiguous run at a time."""
+    """Write a box (an array of bytes) into a tensor that begins at offset ``begin``, one contiguous run at a time."""
     stride = math.prod(shape[1:]) * content.shape[-1]
     if all(place == slice(0, size) for place, size in zip(box[1:], shape[1:], strict=True)):
         _write_at(descriptor, content.reshape(-1), begin + (box[0].start * stride if box else 0))
@@ -327,7 +327,7 @@ def publish(draft: Path, final: Path) -> None:
 def update_link(folder: Path, name: str, target: str) -> None:
     """Make the relative link ``name`` point to ``target``, in one atomic step.
 
-    ``Checkpoint.find`` also works without links: on a file system that has none, this only warns, once.
+    ``Checkpoint.find`` also works without links: on a file system without links, this only warns, once.
     """
     link, place = folder / f".{name}.tmp", folder / name
     try:
@@ -350,7 +350,7 @@ def _tell_of_no_links(folder: Path, why: str) -> None:
 
 
 def remove_old(folder: Path, keep: int, best: int | None = None) -> None:
-    """Remove all checkpoints except the newest ``keep`` and that of the step ``best``."""
+    """Remove all checkpoints except the newest ``keep`` and the checkpoint of step ``best``."""
     for old in step_folders(folder)[: -max(keep, 1)]:
         if step_of(old) != best:
             remove(old)

@@ -40,7 +40,7 @@ _BLOCK = 4096  # rows summed at a time: a float64 copy of a whole embedding woul
 def start(model: Any, chain: Chain, strategy: Strategy) -> None:
     """Load the weights that a new run starts from, for ``model.init_from``, ``model.extra_tokens`` or both.
 
-    These may be the base of adapters, which no checkpoint contains.
+    These weights may be the base of adapters. No checkpoint contains the base.
 
     Raises:
         TrainingError: The weights do not fit; see ``check_start``.
@@ -58,7 +58,7 @@ def start(model: Any, chain: Chain, strategy: Strategy) -> None:
 
 
 def with_base(cfg: Root, chain: Chain) -> Any:
-    """Return the configuration with ``model.lora.base``: on which weights the adapters of a run are trained.
+    """Return the configuration with ``model.lora.base``, which identifies the weights under the run's adapters.
 
     Raises:
         TrainingError: The adapters of a checkpoint were trained on other weights.
@@ -79,7 +79,7 @@ def with_base(cfg: Root, chain: Chain) -> Any:
 
 
 def digest_read(cfg: Root, chain: Chain) -> str | None:
-    """Return a digest of the files that ``model.init_from`` names; None if the run reads none, or they are missing.
+    """Return a digest of the files that ``model.init_from`` names; None if no file is read, or one is missing.
 
     The digest covers the name and size of each file and blocks spread over it. It does not cover the whole file, since
     a rank reads only its layers, and reading the whole of a large model on every rank may take minutes.
@@ -107,8 +107,8 @@ def check_start(model: Any, chain: Chain) -> Weights:
     """Return the weights of ``model.init_from``, after checking config.json and the tensors' names and shapes.
 
     Raises:
-        TrainingError: A size differs, or tensors are missing, of another shape, or not the model's; the message names
-            them.
+        TrainingError: A size differs, or tensors are missing, have another shape, or do not belong to the model. The
+            message names them.
         ModelError: config.json describes a model that this project does not have.
     """
     weights = Weights(model, chain)
@@ -126,7 +126,7 @@ def check_start(model: Any, chain: Chain) -> Weights:
 
 
 def check_new_words(model: Any, chain: Chain, weights: Weights, words: int | None) -> None:
-    """Check that the file has all ``words`` of the data, if only adapters are trained. Raises TrainingError."""
+    """Check that the weights include all ``words`` of the data if only adapters train. Raises TrainingError."""
     if chain.base is None or chain.embedding is None or words is None:
         return
     known = weights.stored(chain.embedding).shape[0]
@@ -150,9 +150,9 @@ def unseen(model: Any, chain: Chain) -> str | None:
 
 
 def not_drawn(model: Any, chain: Chain) -> Chain:
-    """Return the chain with initial weights drawn only where ``model.init_from`` has none: others need no memory."""
+    """Return a chain that draws only the initial weights that ``model.init_from`` lacks: others need no memory."""
     weights, drawn = Weights(model, chain), chain.initialise
-    if drawn is None:  # constructors draw
+    if drawn is None:  # the layers' constructors draw
         return chain
 
     def initialise(name: str, module: nn.Module) -> None:
@@ -167,16 +167,16 @@ class Weights(dict):
     """The tensors of ``model.init_from``, under this project's names. Boxes of them are read on demand.
 
     Attributes:
-        expected: The model's tensors by name, without memory; a tied tensor is there once.
+        expected: The model's tensors by name, without memory; a tied tensor appears once.
         unexpected: The names of tensors in the file that the model does not have.
-        added: The tokens after GPT-2's vocabulary whose rows the file has.
+        added: The tokens after GPT-2's vocabulary that have rows in the file.
     """
 
     def __init__(self, model: Any, chain: Chain) -> None:
         """Read the names of the tensors.
 
         Raises:
-            TrainingError: There is no such file, or it holds another model.
+            TrainingError: The file does not exist, or it holds another model.
         """
         files, self._names = _files(find_weights(model.init_from)), (model.init_from, model.name)
         stored = {name: partial(StoredTensor, path, name) for path in files for name in _open(path).keys()}
@@ -210,11 +210,11 @@ class Weights(dict):
         return _Padded(stored, rows) if grows else stored
 
     def stored(self, name: str) -> Boxes:
-        """Return a parameter's tensor as it is in its file."""
+        """Return a parameter's tensor as the file stores it."""
         return self._opened[super().__getitem__(name)]()
 
     def check_copies(self) -> None:
-        """Check the tensors that are not loaded because they follow from others: tied and redundant ones.
+        """Check the tensors that are not loaded because other tensors determine them: tied and redundant ones.
 
         Raises:
             TrainingError: A tensor contradicts the others, so the weights belong to another model.
@@ -255,9 +255,9 @@ class _Transposed:
 
 
 class _Padded:
-    """The parameters of words in a file, extended by rows that equal the mean row.
+    """A stored tensor with one row per word, extended by rows that equal the mean row.
 
-    Rows of zeros would have logit 0, which is more than most words get.
+    A row of zeros would give the logit 0, which is higher than the logits of most words.
     """
 
     def __init__(self, stored: Boxes, rows: int) -> None:
@@ -308,7 +308,7 @@ def _files(path: Path) -> list[Path]:
 def _parts(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        return [index.parent / Path(name).name for name in names]  # in the index's folder, also for a name with a path
+        return [index.parent / Path(name).name for name in names]  # in the index's folder, even if a name has a path
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TrainingError(f"model.init_from: {index} cannot be read: {error!r}") from None
 
@@ -323,7 +323,7 @@ def _open(path: Path) -> Any:
 
 
 def _check_begins_with(theirs: tuple[str, ...], model: Any) -> None:
-    """Check that ``model.extra_tokens`` begins with those that the file's vocabulary has already."""
+    """Check that ``model.extra_tokens`` begins with the extra tokens of the file's vocabulary."""
     ours = parse_extra_tokens(model.get("extra_tokens"))
     if list(theirs) != list(ours)[: len(theirs)]:
         wanted = json.dumps({**dict.fromkeys(theirs), **{k: v for k, v in ours.items() if k not in theirs}})

@@ -87,7 +87,7 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a checkpoint's whole parameters and buffers under the names of the module that was given, tied ones too."""
+    """Read all parameters and buffers of a checkpoint under the given module's names, tied parameters included."""
     checkpoint = Checkpoint.find(path, verify=True)
     tensors = CheckpointTensors(checkpoint)
     weights = {name: tensors[name][...] for name in tensors if "/" not in name}
@@ -139,7 +139,7 @@ def _load_optimizer(tensors: CheckpointTensors, strategy: Strategy, optimizer: O
             kinds.setdefault(name, []).append(kind)
     for name, parameter in strategy.named_parameters():
         state = {kind: tensors[f"{name}/{kind}"] for kind in kinds.get(name, [])}
-        # State of the weights' dtype follows their present dtype; counters and plain numbers keep theirs.
+        # State in the stored weights' dtype takes the present weights' dtype; counters and plain numbers keep theirs.
         for kind, value in state.items():
             if kind != "step" and "#" not in kind and name in tensors and value.dtype == tensors[name].dtype:
                 value.dtype = parameter.dtype
@@ -165,7 +165,7 @@ def check_fits(path: Path, chain: Chain, cfg: Root) -> None:
 def _compare(
     checkpoint: Checkpoint, stored: CheckpointTensors, chain: Chain, trains: bool, cfg: Root | None = None
 ) -> None:
-    """Compare a checkpoint's tensors with those of a model; if it ``trains``, those of its optimizer, too."""
+    """Compare a checkpoint's tensors with a model's and, if the run ``trains``, also with its optimizer's."""
     skeleton = chain.skeleton()
     names = [(chain.canonical(name), tensor) for name, tensor in skeleton.state_dict().items()]
     wanted = {name: tuple(tensor.shape) for name, tensor in names if name not in chain.unsaved}
@@ -174,7 +174,7 @@ def _compare(
     states = {name.partition("/")[0] for name in stored if "/" in name}
     if trains and states and not problems:
         trained = {chain.canonical(name) for name, p in skeleton.named_parameters() if p.requires_grad}
-        # An optimizer that is not torch's may keep the state of all parameters at one.
+        # An optimizer that is not torch's may keep the state of all parameters under a single parameter.
         every = str(optim.get("_target_")).startswith("torch.optim.") and not optim.get("others")
         problems = [f"it trained {name}, which is frozen now" for name in sorted(states - trained)]
         problems += [f"{name} was frozen in it, and is trained now" for name in sorted(trained - states) if every]
@@ -184,7 +184,7 @@ def _compare(
 
 
 def differences(stored: Shapes, wanted: Shapes, missing: str = "is not in it", expected: str = "expected") -> list[str]:
-    """Compare the shapes of stored tensors with those of a model, both ways, and return the problems."""
+    """Compare the shapes of stored tensors and of a model's tensors in both directions, and return the problems."""
     problems = [f"{name} {missing}" for name in wanted if name not in stored]
     both = [(name, stored[name], shape) for name, shape in wanted.items() if name in stored]
     problems += [f"{name} has {one}, {expected} {other}" for name, one, other in both if one != other]
@@ -209,12 +209,12 @@ def _differences(config: Mapping[str, Any] | None, cfg: Root) -> str:
 
 
 def load_chosen(choose: Callable[[], Checkpoint | None], strategy: Strategy, optimizer: Optimizer) -> Checkpoint | None:
-    """Load the checkpoint that rank 0 chooses: other ranks may see an older state of a shared folder.
+    """Load the checkpoint that rank 0 chooses. Other ranks may see an older state of a network folder.
 
     Args:
         choose: Returns the checkpoint, after comparing its checksums; None if there is none. Only rank 0 calls it.
         strategy: The model to load into.
-        optimizer: Its optimizer.
+        optimizer: The model's optimizer.
 
     Returns:
         The loaded checkpoint; None if there is none.
@@ -233,8 +233,8 @@ def load_chosen(choose: Callable[[], Checkpoint | None], strategy: Strategy, opt
 def _together(mesh: Mesh, work: Callable[[], T]) -> T:
     """Return the result of ``work``; a CheckpointError on one rank is raised on every rank.
 
-    The checksums of a large checkpoint may take longer than ranks wait for each other. They therefore ask each other
-    every second whether all have finished.
+    The checksums of a large checkpoint may take longer than ranks wait for each other. The ranks therefore ask each
+    other every second whether all ranks have finished.
     """
     result: Future[T] = Future()
     threading.Thread(target=_finish, args=(result, work), name="checkpoint", daemon=True).start()
@@ -280,9 +280,9 @@ def find_resumed(wanted: str, folder: Path) -> Checkpoint | None:
 
 
 def make_newest(wanted: str, folder: Path, loaded: Checkpoint | None) -> None:
-    """Make the checkpoint that a run has resumed from the newest one of this run directory, if it is there.
+    """Make the loaded checkpoint the newest one of this run directory, if it is in this directory.
 
-    Newer ones, which are damaged or were skipped, are renamed. Rank 0 calls this, once nothing refuses the run.
+    Newer checkpoints (damaged or passed over) are renamed. Rank 0 calls this when nothing refuses the run.
     """
     if not folder.is_dir() or (loaded is not None and loaded.folder.parent != folder.resolve()):
         return
@@ -305,7 +305,7 @@ def make_newest(wanted: str, folder: Path, loaded: Checkpoint | None) -> None:
 def after_restart(cfg: Any, run_dir: Path) -> Any:
     """Return the configuration of a run that its launcher has started again.
 
-    The run continues from its newest checkpoint, or, before it has one, from the one that ``train.resume`` names.
+    The run continues from its newest checkpoint, or, before it has one, from ``train.resume``'s checkpoint.
     """
     anew = cfg.train.resume is None or Checkpoint.newest(run_dir / "checkpoints") is not None
     return with_values(cfg, {"train.resume": AUTO}) if anew else cfg

@@ -4,10 +4,10 @@ A save goes through these phases. A run that is killed in any of them leaves the
 
     copy_tensors      each writing rank copies its tensors; training continues after that
     write_file        each rank writes its files, or its pieces of them, into the draft .step-00000050.tmp, and flushes
-    describe          each rank compares its tensors with the complete files; one computes their sizes and sha256
+    describe          each rank compares its tensors with the complete files; one rank computes sizes and sha256
     write_manifest    rank 0 writes manifest.json, with step, layout, size and sha256 of each file
     publish           the draft is renamed to its final name
-    update_link       ``latest`` is updated, and ``best``; a best one of another directory is copied
+    update_link       ``latest`` and ``best`` are updated; a best checkpoint in another directory is copied
     remove_old        older checkpoints are removed
 
 The saving threads of all ranks have a separate process group. They exchange results and errors on it after the files
@@ -64,7 +64,7 @@ _NICE = 10
 _CLOSE_S = 10.0  # seconds that a failed run waits for a save to end
 _SLOWEST_DISK = 10 * 2**20  # bytes per second, for the longest wait for another rank
 
-Files = dict[str, dict[str, Piece]]  # this rank's piece of each tensor, by its name, by the name of its file
+Files = dict[str, dict[str, Piece]]  # {file name: {tensor name: this rank's piece}}
 
 
 class Checkpointer:
@@ -85,17 +85,17 @@ class Checkpointer:
         Args:
             folder: The ``checkpoints`` folder, which may not exist yet.
             strategy: The model.
-            optimizer: Its optimizer.
-            keep: How many of the newest checkpoints are kept.
+            optimizer: The model's optimizer.
+            keep: The number of newest checkpoints to keep.
             config: The run's configuration, which each checkpoint keeps.
             check: Called on every rank at each save. It raises if the run may not continue, and may return a warning.
         """
         self.folder, self.strategy, self.optimizer = Path(folder), strategy, optimizer
         self.keep, self.check = keep, check
-        self.warn: Callable[[str], None] = log.warning  # about a failed save in the background, or what check returns
+        self.warn: Callable[[str], None] = log.warning  # gets failed saves and warnings of ``check``
         self._mesh = strategy.mesh
         self.rank = self._mesh.rank
-        self._writers = 1  # on this machine
+        self._writers = 1  # ranks on this machine that write
         self._about = {
             "seed": strategy.options.seed,
             "optimizer": optimizer.kind,
@@ -123,10 +123,10 @@ class Checkpointer:
             wait: Whether to wait until the weights are on disk.
 
         Returns:
-            The checkpoint that is being written; None if none is.
+            The path of the checkpoint that is being written; None if nothing is written.
 
         Raises:
-            CheckpointError: With ``wait``, on every rank: it could not be written. Older ones are untouched.
+            CheckpointError: With ``wait``, on every rank: the checkpoint was not written. Older ones are untouched.
             TrainingError: On every rank: the error of ``check``, after the checkpoint is written.
         """
         self.wait_pending()
@@ -167,7 +167,7 @@ class Checkpointer:
         answers = self._mesh.gather((save.error, save.lost))
         if any(lost for _, lost in answers):
             self.group = None  # it cannot be used any more
-            if self.rank == 0:  # a rank that was late may have written to it again
+            if self.rank == 0:  # a late rank may have written to the draft again
                 shutil.rmtree(save.draft, ignore_errors=True)
         failure = next((error for error, _ in answers if error is not None), None)
         if failure is not None:
@@ -175,7 +175,7 @@ class Checkpointer:
         return failure
 
     def resumed_from(self, checkpoint: Checkpoint) -> bool:
-        """Note that the run has loaded a checkpoint. One of this run's directory is not saved again.
+        """Record that the run has loaded a checkpoint. A checkpoint in this run's directory is not saved again.
 
         Returns whether the checkpoint is in this run's directory.
         """
@@ -196,7 +196,7 @@ class Checkpointer:
             self._pending.join(_CLOSE_S)
 
     def _amend(self, final: Path, progress: dict) -> None:
-        """Update the progress of a saved checkpoint: the model may have been evaluated since."""
+        """Update the progress in a saved checkpoint, because the model may have been evaluated since the save."""
         try:
             known = read_manifest(final / MANIFEST)
             if known.get("progress") != progress:
@@ -207,7 +207,7 @@ class Checkpointer:
             self.warn(f"{final} could not be brought up to date: {error}; {free_space(final)}")
 
     def connect(self) -> None:
-        """Make the group of the saving threads, unless there is one."""
+        """Make the process group of the saving threads if it does not exist yet."""
         if self._mesh.size == 1 or self.group is not None:
             return
         files = files_of(self.strategy, self.optimizer).values()
@@ -217,7 +217,7 @@ class Checkpointer:
         self._writers = sum(where == node and size > 0 for where, size in others)
         seconds = self.strategy.options.timeout_s + max(size for _, size in others) / _SLOWEST_DISK
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-        assert isinstance(group, dist.ProcessGroup)  # of all ranks
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self.group = group
 
 
@@ -225,12 +225,12 @@ class _Save(threading.Thread):
     """A thread that writes one checkpoint. The threads of all ranks go through the phases together.
 
     Attributes:
-        error: Why the save has failed; the same on every rank, unless a rank is lost.
+        error: The reason why the save has failed, the same on every rank unless a rank is lost; None if it has not.
         lost: Whether a rank no longer answers.
     """
 
     def __init__(self, checkpoints: Checkpointer, manifest: dict, files: Files, awaited: bool) -> None:
-        """Keep the files that this rank writes. An error is a warning, unless ``awaited``: then the run raises it."""
+        """Store the files that this rank writes. An error is a warning or, if ``awaited``, is raised by the run."""
         super().__init__(name=f"checkpoint-{manifest['step']}", daemon=True)
         self.step: int = manifest["step"]
         self.draft = checkpoints.folder / f".{step_name(self.step)}.tmp"
@@ -253,7 +253,7 @@ class _Save(threading.Thread):
                 self._checkpoints.warn(f"{self.error}; training goes on, the last good checkpoint stays")
 
     def _together(self, done: str, phase: Callable[[], Any]) -> list:
-        """Run a phase and return its results of all ranks.
+        """Run a phase and return its results on all ranks.
 
         Raises:
             CheckpointError: On every rank: the phase failed on a rank, or a rank does not answer.
@@ -281,17 +281,17 @@ class _Save(threading.Thread):
             write_file(self.draft / name, pieces, self._checkpoints.strategy.mesh)
 
     def _describe(self) -> dict[str, dict]:
-        """Read this rank's files again, and return the size and sha256 of those that it is the first to write."""
+        """Read this rank's files again. Return their sizes and sha256 if it is their first writer, otherwise {}."""
         mesh = self._checkpoints.strategy.mesh
         described = {name: describe(self.draft / name, pieces, mesh) for name, pieces in self._files.items()}
         return described if mesh.owns() else {}
 
     def _publish(self, described: list[dict[str, dict]]) -> None:
-        """Complete the draft and rename it to its final name, on rank 0. If that fails, older checkpoints stay.
+        """Complete the draft and rename it to its final name, on rank 0. If this fails, older checkpoints stay.
 
         Raises:
             OSError: The disk is full, or cannot be written.
-            CheckpointError: A file is missing, or its size is not the one that its rank has described.
+            CheckpointError: A file is missing, or its size differs from the size that its rank has described.
         """
         if self._checkpoints.rank != 0:
             return
@@ -311,13 +311,13 @@ class _Save(threading.Thread):
         update_link(folder, LATEST, final.name)
         best = self._manifest["progress"].get("best_step")
         if best is None and (folder / BEST).is_symlink():
-            (folder / BEST).unlink()  # it was the best by other numbers
+            (folder / BEST).unlink()  # it was the best by another metric or other data
         elif best is not None and (best == self.step or self._brought(folder, step_name(best))):
             update_link(folder, BEST, step_name(best))
         remove_old(folder, self._checkpoints.keep, best)
 
     def _brought(self, folder: Path, best: str) -> bool:
-        """Copy the best checkpoint from the directory of the resumed run, unless it is here; return whether it was."""
+        """Copy the best checkpoint from the resumed run's directory unless it is here; return whether it was copied."""
         source, draft = self._checkpoints.origin / best, folder / f".{best}.tmp"
         if (folder / best).exists():
             return False
@@ -333,9 +333,9 @@ class _Save(threading.Thread):
 
 
 def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
-    """Return the files that this rank writes, wholly or in part, with its pieces of its stages' tensors.
+    """Return the files that this rank writes, wholly or in part, with this rank's pieces of its stages' tensors.
 
-    A tied parameter is only in the file that has its canonical name.
+    A tied parameter is only in the file that contains its canonical name.
     """
     tied, files = strategy.chain.tied, {}
     left_out = strategy.chain.unsaved.union(tied)
@@ -366,7 +366,7 @@ def describe(path: Path, pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Any]
     try:
         own = {name: piece for name, piece in pieces.items() if mesh.owns(piece.axes)}
         same = all(bytes_of(p.read(StoredTensor(path, n))).equal(bytes_of(p.tensor)) for n, p in own.items())
-    except SafetensorError:  # without its header, or its end
+    except SafetensorError:  # the file lacks its header or its end
         same = False
     if not same:
         raise CheckpointError(
@@ -395,8 +395,8 @@ def check_savable(files: Files) -> None:
 def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> Files | None:
     """Copy the tensors to main memory, so that training may change the originals.
 
-    The copies go into ``buffers``, by the tensors' names, which are reused: newly allocated memory costs a process far
-    more time than the copy.
+    The copies go into ``buffers`` by tensor name. These buffers are reused, because allocating new memory takes a
+    process far more time than the copy.
 
     Returns:
         The copies; None if this machine has too little memory for the copies that all of its ``writers`` make at the
