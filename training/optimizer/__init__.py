@@ -1,9 +1,9 @@
-"""How parameters are updated.
+"""The update of parameters.
 
 optimizer.py   the optimizer over this rank's share of the parameters, and its state in checkpoints
 groups.py      the rate and the weight decay of each parameter
 muon.py        hidden matrices, and Muon in the gradients' precision
-kinds.py       what is known of torch's optimizers: what an update depends on, and the states that they keep
+kinds.py       facts about optimizers: the kind of their updates, and the number of states that they keep
 schedules.py   the learning-rate schedules
 checks.py      checks of the section ``optim``
 """

@@ -86,7 +86,7 @@ def check_apart(config: Mapping[str, Any], strategy: str) -> None:
 
 
 def check_others(config: Mapping[str, Any], chain: Chain) -> None:
-    """Check that a model has matrices of hidden layers if the optimizer is only for these; raise TrainingError."""
+    """Check that a model has matrices of hidden layers if the optimizer updates only these. Raises TrainingError."""
     if config.get("others") is not None and not hidden_matrices(chain):
         kind, others = (section["_target_"] for section in (config, config["others"]))
         raise TrainingError(
@@ -96,12 +96,12 @@ def check_others(config: Mapping[str, Any], chain: Chain) -> None:
 
 
 def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
-    """Check ``optim.rates``; raise TrainingError for a factor below 0, or a module without parameters."""
+    """Check ``optim.rates``. Raises TrainingError for a factor below 0 and for a module without parameters."""
     if not isinstance(rates or {}, Mapping):
         raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
     names = [name for name, _ in chain.skeleton().named_parameters()]
     for module, factor in (rates or {}).items():
-        if not isinstance(module, (str, int)) or isinstance(module, bool):  # 1.10 is 1.1, and no is false
+        if not isinstance(module, (str, int)) or isinstance(module, bool):  # YAML reads 1.10 as 1.1, and no as false
             raise TrainingError(
                 f"optim.rates: a key is read as {module!r}: write '1.10' with quotes in a file, or name the module's "
                 "parameters, which is possible in a command, too: {1.10.weight: 0.1}"

@@ -50,7 +50,7 @@ def build_optimizer(
 def is_within(name: str, module: str) -> bool:
     """Return whether a parameter is in a module: ``h.0.attn.weight`` is in ``h.0`` and in ``attn``.
 
-    A module that is only a number, a child of an ``nn.Sequential``, is looked for at the beginning of the name.
+    A module whose name is a number (a child of an ``nn.Sequential``) matches only at the beginning of the name.
     """
     if str(module).isdecimal():
         return name.removeprefix(f"{MODULE}.").startswith(f"{module}.")

@@ -1,4 +1,4 @@
-"""Facts about optimizers: what an update depends on, and how many tensors an optimizer keeps."""
+"""Facts about optimizers: the kind of their updates, and the number of tensors that they keep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from models.chain import Chain
 from training.optimizer.muon import hidden_matrices
 
-# Values of ``optim.update``: the update of an element depends only on the gradients of that element, or of its tensor.
+# Values of ``optim.update``: the update of an element depends only on this element's gradients, or on its tensor's.
 ELEMENTWISE, PER_PARAMETER = "elementwise", "per_parameter"
 # For torch's optimizers: the kind of update, and the number of state tensors of a parameter's size. Adafactor keeps
 # rows and columns.
@@ -26,15 +26,15 @@ def _of_torch(section: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def update_of(section: Mapping[str, Any]) -> str | None:
-    """Return what an update of the section's optimizer depends on: "elementwise" or "per_parameter"; None: unknown."""
+    """Return the kind of update of the section's optimizer: "elementwise" or "per_parameter"; None if unknown."""
     known = _of_torch(section)
     return section.get("update") if known is None else known[0]
 
 
 def states_of(section: Mapping[str, Any], unknown: int = 2) -> int:
-    """Count the tensors of a parameter's size that an optimizer keeps for it; ``unknown`` if it is not torch's.
+    """Return the number of parameter-sized states that an optimizer keeps per parameter.
 
-    ``others`` of the section do not count.
+    The number is ``unknown`` if the optimizer is not torch's. ``others`` of the section do not count.
     """
     known = _of_torch(section)
     momentum = section["_target_"].endswith(".SGD") and bool(section.get("momentum"))
@@ -42,7 +42,7 @@ def states_of(section: Mapping[str, Any], unknown: int = 2) -> int:
 
 
 def mean_states(section: Mapping[str, Any], chain: Chain) -> float:
-    """Return how many tensors of a parameter's size the section's optimizers keep, on average over a model."""
+    """Return the number of parameter-sized states per parameter of the section's optimizers, averaged over a model."""
     others = section.get("others")
     if others is None:
         return states_of(section)

@@ -12,10 +12,10 @@ from models.chain import Chain
 
 
 def hidden_matrices(chain: Chain) -> set[str]:
-    """Return the names of the trainable matrices of a model's hidden layers. Tied ones have their canonical names.
+    """Return the names of the trainable matrices of a model's hidden layers. Tied matrices have their canonical names.
 
-    The matrices that are left out are embeddings, the model's output layer, which is the last module that has a matrix
-    itself, and those tied to them.
+    Embeddings, the output layer (the last module that directly has a matrix), and matrices that are tied to an
+    embedding or to the output layer are left out.
     """
     outer, found = {chain.embedding}, []
     for layer_name, layer in chain.skeleton().items():
@@ -34,9 +34,9 @@ def hidden_matrices(chain: Chain) -> set[str]:
 
 
 class ExactMuon(torch.optim.Muon):
-    """torch's Muon, except that it orthogonalizes in the gradients' dtype.
+    """torch's Muon with orthogonalization in the gradients' dtype.
 
-    In torch's bfloat16, the last bit of a gradient moves the loss by 1e-4 within 20 steps.
+    torch orthogonalizes in bfloat16. There, the last bit of a gradient moves the loss by 1e-4 within 20 steps.
     """
 
     @torch.no_grad()

@@ -23,16 +23,16 @@ _FUSED = ("cpu", "cuda", "mps")
 
 
 class Optimizer:
-    """The optimizer of a configuration over this rank's parameters; does nothing on a rank that has none.
+    """The optimizer of a configuration over this rank's parameters. It does nothing on a rank without parameters.
 
     Weight decay applies to matrices; biases and the scales of norms are left out unless ``decay_vectors`` is set.
-    ``rates`` has factors on the learning rate of the parameters of some modules. If the section has ``others``, the
+    ``rates`` maps modules to factors on the learning rate of their parameters. If the section has ``others``, the
     optimizer (Muon) updates the matrices of hidden layers, and a second one all other parameters; see
     ``hidden_matrices``. One fused kernel updates all parameters of one rate if the optimizer and the device have it.
 
     If parameters are sharded, an elementwise optimizer updates this rank's box as a plain tensor. An optimizer that
-    needs whole tensors gets them one after the other: parameter, gradient and state are gathered, every rank computes
-    the same update, and keeps its box.
+    needs whole tensors updates one parameter after the other: the parameter, its gradient and its state are gathered,
+    every rank computes the same update, and each rank keeps its box.
 
     Args:
         config: The section ``optim`` as plain data.
@@ -70,14 +70,14 @@ class Optimizer:
                 group["ratio"] = group["lr"] / self.base_lr if self.base_lr else 1.0
 
     def step(self, lr: float) -> None:
-        """Update the parameters once at learning rate ``lr``. Ranks that share parameters call this together."""
+        """Update the parameters once at learning rate ``lr``. Ranks with parts of one parameter call this together."""
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["lr"] = lr * group["ratio"]
             part.step()
 
     def train(self, training: bool = True) -> None:
-        """Switch the weights of an optimizer that has modes, as those of schedulefree, to those of a step."""
+        """Switch an optimizer with modes (schedulefree) to its weights for training or for evaluation."""
         for part in self._parts:
             switch = getattr(part.optimizer, "train" if training else "eval", None)
             if callable(switch):
@@ -85,7 +85,7 @@ class Optimizer:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """In the block, the weights are those to evaluate and to save."""
+        """Switch to the weights for evaluation and saving within the block."""
         self.train(False)
         try:
             yield
@@ -93,12 +93,12 @@ class Optimizer:
             self.train()
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Piece]:
-        """Return this rank's pieces of the optimizer's tensors for a parameter, such as exp_avg; none before a step."""
+        """Return this rank's pieces of the optimizer's tensors for a parameter, such as exp_avg; {} before a step."""
         part = self._part_of.get(parameter)
         return {} if part is None else part.state_of(parameter)
 
     def load_state_of(self, parameter: torch.nn.Parameter, state: Mapping[str, Boxes]) -> None:
-        """Replace those tensors. ``step`` counters stay on the device where torch keeps them.
+        """Replace the optimizer's tensors for a parameter. ``step`` counters stay on the device where torch keeps them.
 
         Args:
             parameter: A parameter of this rank.
@@ -109,9 +109,9 @@ class Optimizer:
 
 
 class _Part:
-    """An optimizer of torch. Plain tensors stand in for parameters sharded by FSDP2; others are optimized directly.
+    """A torch optimizer. Plain tensors replace the parameters sharded by FSDP2; other parameters are updated directly.
 
-    With ``gathers``, the parameters are gathered for the update. ``parameters`` has each, with its tensor.
+    If ``gathers``, the parameters are gathered for the update. ``parameters`` maps each parameter to its tensor.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class _Part:
         if strategy.plan.precision in ("fp32", "fp64") and type(self.optimizer) is torch.optim.Muon:
             self.optimizer = ExactMuon(self.optimizer.param_groups, **self.optimizer.defaults)
         groups = [(group, _own_values(group)) for group in self.optimizer.param_groups]
-        # The group of a parameter, and the group's values when it was made.
+        # For each updated tensor: its group, and the group's initial values.
         self._groups = {own: pair for pair in groups for own in pair[0]["params"]}
-        # Between updates, the names of the states of a gathered parameter of which this rank has a part.
+        # For each gathered parameter: the names of the states that are divided over ranks between updates.
         self._divided: dict[Tensor, set[str]] = {}
         self._resumed = self._warned = False
         if gathers:
@@ -226,13 +226,13 @@ class _Part:
             values[name.removeprefix(_GROUP)] = _KINDS[kind](value[...].item())
 
 
-# Names in a checkpoint of numbers that are not tensors: "d#float" of a parameter, "group.k#int" of its group (Prodigy).
+# Names of plain numbers in a checkpoint: "d#float" of a parameter, "group.k#int" of the parameter's group (Prodigy).
 _PLAIN, _GROUP = "#", "group."
 _KINDS = {"int": int, "float": float, "bool": bool}
 
 
 def _own_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer may change in a group. The learning rate is the schedule's."""
+    """Return the values of a group that an optimizer may change. The schedule sets the learning rate."""
     own = {key: value for key, value in group.items() if key not in ("params", "lr", "ratio")}
     return {key: value.clone() if torch.is_tensor(value) else value for key, value in own.items()}
 
@@ -247,9 +247,9 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _placed_as(piece: Piece, key: str, value: Boxes, group: Mapping[str, Any]) -> Tensor:
-    """Return this rank's part of a state tensor of the parameter that has ``piece``.
+    """Return this rank's part of a state tensor. ``piece`` is this rank's piece of the parameter.
 
-    It is on the parameter's device in its memory order, since fused kernels walk both together.
+    The part is on the parameter's device and in the parameter's memory order, because fused kernels walk both together.
     """
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value[...].cpu().clone()  # the host reads it in every update

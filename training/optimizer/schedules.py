@@ -22,10 +22,10 @@ class Constant:
 
 
 class Step:
-    """Multiplied by ``gamma`` after every ``every`` epochs or steps (torch's StepLR).
+    """Multiplies the learning rate by ``gamma`` after every ``every`` epochs or steps (torch's StepLR).
 
     Args:
-        every: Length of a period, in units.
+        every: Length of a period, in units of ``unit``.
         unit: "step" or "epoch".
         gamma: Factor from one period to the next.
 
@@ -45,10 +45,10 @@ class Step:
 
 
 class CosineWarmup:
-    """Linear from 1/warmup_steps to 1, then half a cosine down to ``min_ratio`` (GPT-3's schedule, as in nanoGPT).
+    """Rises linearly from 1/warmup_steps to 1, then falls along half a cosine to ``min_ratio`` (GPT-3, nanoGPT).
 
     Args:
-        warmup_steps: Length of the linear part, in steps. None: ``warmup_ratio`` of the run.
+        warmup_steps: Length of the linear part, in steps; None for the fraction ``warmup_ratio`` of the run.
         min_ratio: The factor at the end, in [0, 1].
         warmup_ratio: The linear part as a fraction of the run, in [0, 1].
 
