@@ -26,8 +26,8 @@ class Callback:
 
     All ranks call every method in the same order, so a callback may communicate. ``on_step`` and ``on_evaluation`` get
     the record that is written to metrics.jsonl. Loss, metrics, rate and norm are the same on every rank; times are not.
-    An exception ends the run with its traceback; a ``common.errors.UserError``, with its message. Which parameters are
-    trained (``requires_grad``) cannot be changed.
+    An exception ends the run with its traceback; a ``common.errors.UserError``, with its message. A callback
+    cannot change which parameters are trained (``requires_grad``).
     """
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
@@ -37,16 +37,16 @@ class Callback:
         """Called after an evaluation of the validation split."""
 
     def on_checkpoint(self, run: TrainingRun, path: Path) -> None:
-        """Called when a checkpoint is begun. It appears at ``path`` once complete, which may be a few steps later."""
+        """Called when a checkpoint is begun. The complete checkpoint appears at ``path``, maybe a few steps later."""
 
     def on_end(self, run: TrainingRun, summary: Mapping[str, Any]) -> None:
         """Called when a run has reached its end, with the content of summary.json."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that checkpoints keep and a resumed run continues from.
+        """Return the state that checkpoints keep and that a resumed run continues from.
 
-        A checkpoint has the state of rank 0 as JSON, which every rank gets back: keys are texts, tensors are lists, and
-        NaN and infinity are None.
+        A checkpoint keeps rank 0's state as JSON, and every rank gets this state back: keys become strings, tensors
+        become lists, NaN and infinity become None.
         """
         return {}
 
@@ -65,9 +65,9 @@ class TrainingRun:
         record: Writes a record, which has a "step", to metrics.jsonl and the loggers; only rank 0's call counts.
         histogram: Passes (name, counts, edges, step) to loggers that show histograms; only rank 0's call counts.
         say: Prints a sentence on the console; only rank 0's call counts.
-        evaluation: A digest of the validation data and the loss. Results with another one cannot be compared.
-        step: The last step that was done.
-        stop_reason: Why the run ends after this step; None while it continues.
+        evaluation: A digest of the validation data and the loss. Results with different digests cannot be compared.
+        step: The last completed step.
+        stop_reason: The reason why the run ends after this step; None while it continues.
     """
 
     cfg: Root
@@ -81,7 +81,7 @@ class TrainingRun:
     stop_reason: str | None = None
 
     def stop(self, reason: str) -> None:
-        """End the training after this step as after the last one, with evaluation, checkpoint and test.
+        """End the training after this step as if it were the last one: with evaluation, checkpoint and test.
 
         All ranks must call this. From ``on_checkpoint``, it takes effect after the next step.
         """
@@ -92,7 +92,7 @@ class Callbacks:
     """All callbacks of a run, in the order of the configuration.
 
     Attributes:
-        run: The run that they see.
+        run: The view of the run that each callback gets.
         all: The callbacks, by name.
     """
 
@@ -101,7 +101,7 @@ class Callbacks:
 
         Args:
             section: The section ``callbacks`` of the configuration.
-            run: The run that they see.
+            run: The view of the run that each callback gets.
 
         Raises:
             TrainingError: See ``build``.
@@ -118,7 +118,7 @@ class Callbacks:
         """
         for place, callback in self.all.items():
             if hasattr(callback, method):
-                getattr(callback, method)(self.run, deepcopy(argument))  # it may change what it is given
+                getattr(callback, method)(self.run, deepcopy(argument))  # a callback may change its argument
                 changed = [name for name, parameter, trained in self._trained if parameter.requires_grad != trained]
                 if changed and method != "on_end":
                     raise TrainingError(
@@ -141,7 +141,7 @@ class Callbacks:
 
 
 def build(section: Any, kind: type = object) -> dict[str, Any]:
-    """Build the callbacks of the section ``callbacks``: a mapping by name, a list, or None; of these, those of a class.
+    """Build the callbacks of class ``kind`` in the section ``callbacks``: a mapping by name, a list, or None.
 
     Raises:
         TrainingError: An entry is not a section with a ``_target_``, or its target has no method of a callback.

@@ -14,7 +14,7 @@ _KEYS = ("callbacks.early_stop.metric", "callbacks.early_stop.direction")
 
 
 class EarlyStop(Callback):
-    """Ends the training after some evaluations in a row without a better result; ``best`` is the checkpoint to use."""
+    """Ends the training after ``patience`` evaluations in a row without a better result. Use checkpoint ``best``."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class EarlyStop(Callback):
 
         Args:
             metric: A number of every evaluation, such as val_accuracy; None for ``train.monitor``.
-            patience: Evaluations without a better result after which to stop.
-            min_delta: By how much a result must be better to count.
-            direction: Whether less or more is better; None: by the metric's name.
+            patience: Number of evaluations without a better result, after which the training stops.
+            min_delta: Minimum difference from the best result that counts as better.
+            direction: Whether less or more is better; None to decide by the metric's name.
 
         Raises:
             TrainingError: A number is out of range.
@@ -41,11 +41,11 @@ class EarlyStop(Callback):
         self._compared: tuple | None = None  # the metric, its sign and the digest of the evaluation, once known
 
     def monitor(self, train: Any) -> Monitor:
-        """Return what is compared in a run with this section ``train``. Raises TrainingError."""
+        """Return the metric that a run with this section ``train`` compares. Raises TrainingError."""
         return Monitor.of(train, self.metric, self.direction, _KEYS)
 
     def on_evaluation(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
-        """Compare with the best so far. Every rank has the same numbers, so all stop together."""
+        """Compare the result with the best so far. Every rank has the same numbers, so all ranks stop together."""
         monitor = self.monitor(run.cfg.train)
         name, sign, _ = compared = monitor.name, monitor.sign, run.evaluation
         if self._compared not in (None, compared):  # the best result of another metric or of other data says nothing
@@ -59,7 +59,7 @@ class EarlyStop(Callback):
             run.stop(f"{name} has not been better than {sign * self.best:.4g} for {self.since} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best result so far, the number of evaluations since, and what was compared."""
+        """Return the best result so far, the number of evaluations since, and the compared metric and data."""
         best = self.best if math.isfinite(self.best) else None
         metric, sign, evaluation = self._compared or (None, None, None)
         return {"best": best, "since": self.since, "metric": metric, "sign": sign, "evaluation": evaluation}

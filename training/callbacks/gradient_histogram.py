@@ -1,4 +1,4 @@
-"""Writes histograms of each parameter's gradient every so many steps."""
+"""Writes histograms of each parameter's gradient at regular steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import TrainingError
 from training.callbacks import Callback, TrainingRun
 from training.reporting.metrics import MetricsFile, truncate_after
 
-_MOST_BINS = 512  # that wandb accepts
+_MOST_BINS = 512  # the most that wandb accepts
 
 
 class GradientHistogram(Callback):
@@ -21,8 +21,8 @@ class GradientHistogram(Callback):
         """Check the numbers.
 
         Args:
-            every: Steps from one histogram to the next, the first step included.
-            bins: Bins between the smallest and the largest element.
+            every: Number of steps from one histogram to the next, beginning with the first step.
+            bins: Number of bins between the smallest and the largest element.
 
         Raises:
             TrainingError: A number is out of range.
@@ -41,7 +41,7 @@ class GradientHistogram(Callback):
         mesh, own = run.strategy.mesh, {}
         for name, parameter in run.strategy.named_parameters():
             if parameter.grad is not None:
-                gradient = run.strategy.whole(name, parameter.grad.detach())  # of all ranks that share it
+                gradient = run.strategy.whole(name, parameter.grad.detach())  # gathered from all ranks with a part
                 if mesh.owns():
                     counts, edges = torch.histogram(gradient.flatten().float().cpu(), self.bins)
                     own[name] = counts.tolist(), edges.tolist()
