@@ -29,7 +29,7 @@ from models.generate import logits_at
 from models.losses import assert_all
 from parallel.strategy import Strategy
 
-TOLERANCE = 1e-5  # on differences to another program, relative to the model's largest output, absolute if that is < 1
+TOLERANCE = 1e-5  # limit of differences from another program, relative to the largest output, absolute if this is < 1
 LABELS = "labels.txt"
 PROGRAM, ONNX = "model.pt2", "model.onnx"
 OPSET = 18  # the newest that torch's exporter writes without conversion; ONNX Runtime reads it since 1.14
@@ -40,7 +40,7 @@ _NO_LIMIT = int(1e30)  # the value that transformers writes for a model without 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """An input or output; ``dims`` is its shape without the batch dimension, -1 for the free number of tokens."""
+    """An input or output; ``dims`` is its shape without the batch dimension, -1 for a variable number of tokens."""
 
     name: str
     dtype: torch.dtype
@@ -54,11 +54,11 @@ class ServedModel:
     Attributes:
         name: The model's name.
         module: The module in evaluation mode, without the padding of its vocabulary.
-        takes: Its inputs.
-        gives: Its output.
-        samples: Returns inputs of the training data, by their indices [b]; None to use random inputs.
-        positions: The longest text, in tokens; None for no limit, and for models other than language models.
-        texts: The content of files that belong to it, by name: a tokenizer, labels.
+        takes: The model's inputs.
+        gives: The model's output.
+        samples: Returns inputs from the training data for the indices [b]; None to use random inputs.
+        positions: Maximum length of a text in tokens; None if there is no limit, and for other kinds of models.
+        texts: The content of the model's text files by name: a tokenizer, labels.
         preparation: A sentence on how inputs must be preprocessed.
     """
 
@@ -73,16 +73,16 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """The names of its inputs."""
+        """The names of the model's inputs."""
         return [info.name for info in self.takes]
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether it is a language model."""
+        """Whether the model is a language model."""
         return self.takes[0].dims == (-1,)
 
     def example(self, batch: int, tokens: int = _FEW_TOKENS) -> tuple[Tensor, ...]:
-        """Return inputs, the same every time. A language model's have ``tokens`` tokens, at most its positions."""
+        """Return the same inputs at every call. A language model gets ``tokens`` tokens, at most its positions."""
         if self.samples is not None:
             return self.samples(np.arange(batch))
         generator = torch.Generator().manual_seed(batch)
@@ -97,9 +97,9 @@ class ServedModel:
         return self.module(*inputs)
 
     def compare(self, run: Callable[..., Tensor], what: str) -> str:
-        """Compare with another program, in batches of 1, 2 and 5 and, for a language model, at several lengths.
+        """Compare with another program in batches of 1, 2 and 5 and, for a language model, at several lengths.
 
-        Returns a sentence with the largest difference. Raises TrainingError if that is more than ``TOLERANCE``.
+        Return a sentence with the largest difference. Raises TrainingError if the difference exceeds ``TOLERANCE``.
         """
         largest = 0.0
         for batch, tokens in ((1, _FEW_TOKENS), (5, _FEW_TOKENS), (2, 3 * _FEW_TOKENS), (1, 1)):
@@ -118,7 +118,7 @@ class ServedModel:
 
 
 class _Served(nn.Module):
-    """All layers. A language model takes no padding tokens of its vocabulary, and returns no logits for them.
+    """All layers. A language model rejects the padding tokens of its vocabulary, and returns no logits for them.
 
     With ``last``, a language model returns the logits of a text's last position only, [batch, words].
     """
@@ -145,7 +145,7 @@ class _Served(nn.Module):
         known = (tokens >= 0) & (tokens < self.words)
         assert_all(known, f"tokens must be from 0 to {self.words - 1}")
         # ONNX has no assertions, but an index beyond a table is an error: this look-up fails for unknown tokens, and
-        # does not change others.
+        # leaves known tokens unchanged.
         tokens = F.embedding(torch.where(known, tokens, self.words), self.words_by_token)[..., 0]
         logits = logits_at(self.layers, tokens, slice(None), -1) if self.last else self.layers(tokens)
         return logits[..., : self.words]
@@ -158,7 +158,7 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
     """
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
-    texts = tokenizer(data, chain)  # which prepares data whose number of words follows from their text
+    texts = tokenizer(data, chain)  # prepares data with a vocabulary from its own text
     words = None if data.seq_len is None else min(filter(None, (data.vocab_size, chain.limits.get("vocabulary"))))
     layers = stage.layers.float()
     layers.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]  # no overload has it
@@ -192,14 +192,14 @@ def _inputs(data: DataSet, first_layer: nn.Module) -> tuple[tuple[TensorInfo, ..
 
 
 def _output(name: str, module: nn.Module, takes: tuple[TensorInfo, ...], chain: Chain) -> TensorInfo:
-    """Return the description of the model's output, from two samples of zeros. Raises TrainingError for several."""
+    """Return the description of the output for two samples of zeros. Raises TrainingError for several outputs."""
     with torch.no_grad():
         output = module(*(torch.zeros(2, *(1 if n < 0 else n for n in info.dims), dtype=info.dtype) for info in takes))
     if not isinstance(output, Tensor):
         raise TrainingError(f"model={name} gives {len(output)} tensors; only a model that gives one can be served")
     dims = tuple(output.shape[1:])
     named = "logits" if {"classes", "vocabulary"} & chain.limits.keys() else "outputs"
-    # A language model returns logits of each token, whose number is free, or only of the last one.
+    # A language model returns logits for each of a variable number of tokens, or only for the last token.
     return TensorInfo(named, output.dtype, (-1, dims[1]) if takes[0].dims == (-1,) and len(dims) > 1 else dims)
 
 
@@ -237,7 +237,7 @@ def write_program(path: Path, model: ServedModel) -> str:
     """Write the program of torch.export, load it and compare it with the model; return the sentence of ``compare``.
 
     Raises:
-        TrainingError: torch cannot export the model, or the two differ.
+        TrainingError: torch cannot export the model, or the outputs of program and model differ.
         OSError: The file cannot be written.
     """
     # Not directly to the file: torch's writer does not report a full disk as an OSError.
@@ -248,7 +248,7 @@ def write_program(path: Path, model: ServedModel) -> str:
 
 
 def write_onnx(path: Path, model: ServedModel) -> str:
-    """Write the ONNX file, with a second one for weights of more than 2 GB, and compare it as ``write_program`` does.
+    """Write the ONNX file, with a second file for weights of more than 2 GB, and compare it as ``write_program`` does.
 
     Raises:
         TrainingError: torch cannot export the model, or ONNX Runtime's answers differ from the model's.

@@ -32,9 +32,9 @@ class TritonPythonModel:
         self.device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
         self.model = model.to(self.device).eval()  # pyright: ignore[reportArgumentType]  # its decorator hides ``self``
-        # Not AutoTokenizer, which for some kinds of models replaces how tokenizer.json splits a text.
+        # Not AutoTokenizer: for some kinds of models, it splits a text in another way than tokenizer.json.
         self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)
-        # Some tokenizers also end a text, which is to be continued.
+        # Some tokenizers append an end-of-text token, but the text is to be continued.
         added = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
         self.ending = next((count for count, special in enumerate(reversed(added)) if not special), 0)
 

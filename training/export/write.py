@@ -41,7 +41,7 @@ _EXAMPLES, _AS_IT_IS = 2, "PreTrainedTokenizerFast"
 _AS_THE_FILE = {"tokenizer_class": _AS_IT_IS, "split_special_tokens": False}
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _PACKAGES = {"onnx": _ONNX, "triton": (*_ONNX, "transformers")}
-# The ends of names that peft 0.21 takes for experts, of which transformers 5 has one tensor, wherever the modules are.
+# Name endings that peft 0.21 takes for experts, wherever the modules are. transformers 5 has one tensor for experts.
 _EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
@@ -100,9 +100,9 @@ def write(cfg: Root, folder: Path, data: DataSet, strategy: Strategy) -> str:
 
 
 def keep_tokens(folder: Path, vocabulary: Any) -> str:
-    """Have transformers read a tokenizer as this run does, and return what was changed for that.
+    """Make transformers read a tokenizer as this run does, and return the end of a sentence about the change.
 
-    For some kinds of models it ignores the class that tokenizer_config.json names, unless that is in a module.
+    For some kinds of models, transformers ignores the class in tokenizer_config.json unless this class is in a module.
     """
     path, changed, why = folder / SETTINGS, "", vocabulary.difference(folder)
     module = {"auto_map": {"AutoTokenizer": [f"as_it_is.{_AS_IT_IS}"] * 2}}
@@ -121,9 +121,9 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
 
     A model with a Hugging Face counterpart (``Chain.hugging_face``) is written under the counterpart's names, with
     config.json, generation_config.json and the tokenizer, so that ``from_pretrained(folder)`` gives the same logits.
-    The tokens that begin and end a text are kept from ``published``, the folder from which training began. Other models
-    are written as a plain state dict: that of the given module, or under this project's names (those of ResNet-50 are
-    torchvision's).
+    The tokens that begin and end a text are kept from ``published``, the folder that training began with. Other models
+    are written as a plain state dict, under the given module's names or under this project's names (for ResNet-50,
+    these are torchvision's).
     """
     chain, state = strategy.chain, strategy.state_dict()
     texts = tokenizer(data, chain)
@@ -132,8 +132,8 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
         known = json.loads(theirs.get(_CONFIG, "{}"))
         words = max(filter(None, (known.get("vocab_size"), data.vocab_size)), default=None)
         state, config = chain.hugging_face.export(state, words)
-        end = getattr(data.vocabulary, "end", None)  # words, and tokens of an unknown vocabulary, have no end
-        if (config.get("pad_token_id") or 0) >= config["vocab_size"]:  # of words that the data does not have
+        end = getattr(data.vocabulary, "end", None)  # words and unknown vocabularies have no end token
+        if (config.get("pad_token_id") or 0) >= config["vocab_size"]:  # beyond the data's words
             config["pad_token_id"] = None
         ends = {key: known[key] for key in _ENDS if key in known} or dict.fromkeys(_ENDS[:2], end)
         texts[_CONFIG] = json.dumps({**config, **ends}, indent=1)
@@ -176,13 +176,13 @@ def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) 
 
 
 def _published(folder: str | None) -> dict[str, str]:
-    """Return the configuration files of a Hugging Face folder, by their names."""
+    """Return the texts of the configuration files in a Hugging Face folder, by file name."""
     paths = [] if folder is None else [folder_of(folder) / name for name in (_CONFIG, _GENERATION)]
     return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
 
 def write_repository(folder: Path, model: ServedModel, max_batch_size: int, kind: str) -> str:
-    """Write a model repository for Triton and return the sentence of the comparison by ONNX Runtime.
+    """Write a model repository for Triton and return the sentence of the comparison with ONNX Runtime.
 
         README.md                requests and answers, and how to start the server
         NAME/config.pbtxt        inputs, outputs, batching
@@ -220,7 +220,7 @@ def write_text(folder: Path, model: ServedModel, data: DataSet, strategy: Strate
         NAME_text/1/model.py     for Triton's Python backend
         NAME_text/1/...          the Hugging Face folder that it loads
 
-    It is written only if the model and its tokenizer have a Hugging Face form.
+    The text model is written only if the model and its tokenizer have a Hugging Face form.
 
     Raises:
         TrainingError: The outputs of transformers differ from the model's.
@@ -243,7 +243,7 @@ def _text_home(folder: Path, model: ServedModel) -> Path:
 
 
 def render(name: str, model: ServedModel, **settings: Any) -> str:
-    """Fill in the template of a file, which is beside this module."""
+    """Fill in the template of a file. The template is in the folder of this module."""
     labels = LABELS if LABELS in model.texts else None
     filled_in = template(Path(__file__).with_name(f"{name}.jinja"), kind=_kind, dims=_dims, describe=_describe)
     return filled_in.render(settings, model=model, labels=labels)
