@@ -11,9 +11,9 @@ console.py        the text on the console: configuration, plan, mode=plan's tabl
 timeline.py       train.trace: the picture of a pipeline's step
 run_directory.py  one run at a time in a directory
 job_record.py     job.json of a sweep's job
-page.py, plot.py  the layout that all HTML pages share, and the style of all figures
+page.py, plot.py  the layout of all HTML pages, and the style of all figures
 
-A lost server, a full disk or a closed terminal does not end a training run: it is reported once, and the run continues.
+A lost server, a full disk or a closed terminal does not end a training run. It is reported once, and the run continues.
 """
 
 from training.reporting.environment import describe

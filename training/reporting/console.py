@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # both import torch
     from planner.memory import Memory
 
 _RESULTS = ("best_val_loss", "test_loss", "test_accuracy", "test_perplexity")
-_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # the reason of a bubble is printed if it exceeds the ideal by both
+_FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # the bubble's reason is printed if it exceeds the ideal by both
 
 
 def number(name: str, value: float | None) -> str:
@@ -32,7 +32,7 @@ def number(name: str, value: float | None) -> str:
 
 
 def numbers(record: Mapping[str, float], extent: str | None = None) -> str:
-    """Format an evaluation's results in one line, with the evaluated part of the split if that is not all of it."""
+    """Format an evaluation's results in one line, with the evaluated part of the split unless it is all of it."""
     results = [f"{name} {number(name, value)}" for name, value in record.items()]
     return "  ".join([*results, f"({extent})"] if extent else results)
 
@@ -48,8 +48,7 @@ def describe_plan(setup: Any) -> str:
     """Describe the model, the data and the layout: stages with their layers and parameters, and the split of a batch.
 
     Each stage is shown with its fraction of the measured cost, or of all parameters if no cost was measured. Copies of
-    tied parameters count.
-    ``setup`` is the ``training.run.setup.Setup`` of the run.
+    tied parameters count. ``setup`` is the run's ``training.run.setup.Setup``.
     """
     from parallel.axes import axes_of
 
@@ -126,8 +125,8 @@ def describe_results(
     Args:
         summary: The content of summary.json.
         run_dir: The directory of the run.
-        extents: The evaluated part of the splits "val" and "test", unless that is all of the split.
-        idle: Why the bubble is above the ideal; empty if this is unknown.
+        extents: The evaluated part of "val" and "test"; without splits that are evaluated as a whole.
+        idle: The reason why the bubble is above the ideal; empty if this is unknown.
     """
     lines = []
     if summary["first_loss"] is not None:
@@ -148,7 +147,7 @@ def describe_results(
 
 
 def call_of(words: Iterable[str], given: Iterable[str] | None = None) -> str:
-    """Return a command line with these words, or a call of ``training.train`` with the names of ``given`` objects."""
+    """Return a command line with ``words``, or a call of ``training.train`` with the names of ``given`` objects."""
     if given is None:
         return shlex.join(["python", "train.py", *words])
     return f"training.train({', '.join([*map(json.dumps, words), *(f'{name}=...' for name in given)])})"

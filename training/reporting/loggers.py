@@ -39,11 +39,11 @@ class NoLogger(Logger):
 class CsvLogger(NoLogger):
     """Writes metrics.csv when the run ends: one line per step, with the evaluation after it.
 
-    The records are read from metrics.jsonl, which has those of a resumed run in order.
+    The records are read from metrics.jsonl, which also has the records of a resumed run in order.
     """
 
     def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, file: str = "metrics.csv") -> None:
-        """Note the run directory and the name of the file in it."""
+        """Store the run directory and the name of the file in it."""
         self._run_dir, self._file = Path(run_dir), file
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
@@ -82,7 +82,7 @@ class Loggers:
         """Show a histogram in all loggers that have this method.
 
         Args:
-            name: Its name, such as "gradients/head.weight".
+            name: The histogram's name, such as "gradients/head.weight".
             counts: The number of elements in each bin, [bins].
             edges: The edges of the bins, [bins + 1], ascending.
             step: The optimizer step.
@@ -124,7 +124,7 @@ def grouped(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return the single numbers of ``grouped``, without null, texts and lists, which a callback may record."""
+    """Return the single numbers of ``grouped``, without the nulls, texts and lists that a callback may record."""
     return {
         name: float(value)
         for name, value in grouped(record).items()

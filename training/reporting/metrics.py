@@ -31,7 +31,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Note the path. The file and its folder are made at the first write; an existing file is appended to."""
+        """Store the path. The first write creates the file and its folder, or appends to an existing file."""
         self.path = Path(path)
         self._pending: deque[bytes] = deque()
         self._file: io.FileIO | None = None
@@ -52,7 +52,7 @@ class MetricsFile:
                 log.warning("%s can be written again; %d records of the outage were added", self.path, waiting)
 
     def close(self) -> None:
-        """Write what is pending, force the file to the disk and close it. A later ``write`` opens it again."""
+        """Write pending lines, force the file to the disk and close it. A later ``write`` opens it again."""
         try:
             if self._pending:
                 self._write_pending()
@@ -113,7 +113,7 @@ def _append(file: io.FileIO, line: bytes) -> None:
 
 
 def write_json(path: str | os.PathLike, content: Any) -> None:
-    """Replace a JSON file by a new one, with secrets masked; log a warning if that fails as in ``write_or_warn``.
+    """Replace a JSON file by a new one, with secrets masked; log a warning if this fails (see ``write_or_warn``).
 
     Args:
         path: The file. At every moment, it has either its old content or the whole new one.

@@ -10,11 +10,11 @@ from training.reporting.loggers import scalars
 from training.reporting.metrics import flat
 
 ID_FILE = "mlflow_id.txt"
-_LONGEST_VALUE = 500  # characters of a parameter that every server accepts
+_LONGEST_VALUE = 500  # in characters, of the parameters that every server accepts
 
 
 class MlflowRun:
-    """One MLflow run; a resumed training continues the same.
+    """One MLflow run. A resumed training continues the same MLflow run.
 
     MLflow cannot remove points: if a step is logged again, its first values are kept.
     """
@@ -29,7 +29,7 @@ class MlflowRun:
         tracking_uri: str | None = None,
         experiment: str = "one-word-parallel",
     ) -> None:
-        """Start the run, by the options of conf/logger/mlflow.yaml; ``run_config`` is stored with secrets masked."""
+        """Start the run with the options of conf/logger/mlflow.yaml; ``run_config`` is stored with secrets masked."""
         import mlflow  # pyright: ignore[reportMissingImports]  # only logger=mlflow needs it
 
         self._run_dir = Path(run_dir).absolute()

@@ -46,17 +46,17 @@ class Monitor(NamedTuple):
 
     @classmethod
     def of(cls, train: Any, name: str | None = None, typed: Any = None, keys: Sequence[str] = _KEYS) -> Monitor:
-        """Return the monitor of a section ``train``, or another metric.
+        """Return the monitor of a section ``train``, or the monitor of another metric.
 
         Args:
             train: The section ``train``.
             name: The metric; None for ``train.monitor``.
-            typed: Its direction; None for ``train.monitor_direction`` if ``name`` is ``train.monitor``, or else the
-                direction that the name tells.
+            typed: The typed direction; None for ``train.monitor_direction`` if ``name`` is ``train.monitor``, otherwise
+                for the direction that the name implies.
             keys: The keys of the metric and of its direction, for the error.
 
         Raises:
-            TrainingError: The direction is not typed, and the name does not tell it.
+            TrainingError: The direction is not typed, and the name does not imply it.
         """
         own: str = train.monitor or LOSS
         what = name or own
@@ -77,7 +77,7 @@ class Monitor(NamedTuple):
 
 
 def direction_of(name: str) -> str | None:
-    """Return "minimize" or "maximize" for the name of a number; None if the name does not tell the direction.
+    """Return "minimize" or "maximize" for the name of a number; None if the name does not imply one.
 
     The last known word decides: "top1_error" is an error, "val_dice_loss" a loss.
     """
@@ -86,7 +86,7 @@ def direction_of(name: str) -> str | None:
     known = [direction for word in words if (direction := _known(word)) is not None]
     if not known or _UNCLEAR.intersection(words):
         return MAXIMIZE if re.search(r"_per_s(ec|econd)?$", name) else None
-    # As in scikit-learn's neg_mean_squared_error; but true_negative_rate.
+    # scikit-learn's neg_mean_squared_error is negated, true_negative_rate is not.
     negated = words[words[0] in ("val", "test")] in ("neg", "negative")
     return {MINIMIZE: MAXIMIZE, MAXIMIZE: MINIMIZE}[known[-1]] if negated else known[-1]
 
@@ -106,7 +106,7 @@ def evaluated(metrics: Sequence[str], language: bool, splits: Sequence[str] = ("
     Args:
         metrics: The metrics of the model's loss.
         language: Whether the data are text, so that the results include a perplexity.
-        splits: Which evaluations.
+        splits: The evaluated splits.
     """
     return list(dict.fromkeys(f"{s}_{m}" for s in splits for m in ("loss", *metrics, *["perplexity"] * language)))
 

@@ -40,7 +40,7 @@ style = partial(
 
 
 def embedded(figure: Figure) -> str:
-    """Return a figure as a data URL for a page; its background is transparent."""
+    """Return a figure as a data URL with a transparent background, for a page."""
     buffer = BytesIO()
     figure.savefig(buffer, format="svg", transparent=True)
     return f"data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}"

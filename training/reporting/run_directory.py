@@ -1,4 +1,4 @@
-"""Locks run directories: a directory has one run at a time, and a new run never overwrites another one.
+"""Locks run directories: a directory has one run at a time, and a new run never overwrites another run.
 
 The lock is a POSIX record lock on the file ``.lock``, which names its holder. The system frees the lock when the holder
 ends. The processes that read data outlive a killed run by seconds. They would inherit an ``flock``, which filelock
@@ -91,7 +91,7 @@ def release(folder: Path) -> None:
 
 @contextmanager
 def locked_directories() -> Iterator[None]:
-    """At the end of the block, remove the locks that were made in it."""
+    """Remove the locks that were made in the block, at the end of the block."""
     try:
         yield
     finally:
@@ -120,8 +120,8 @@ def take(config: DictConfig) -> None:
     The directories of a sweep's jobs are checked job by job elsewhere.
 
     Raises:
-        TrainingError: It holds another run, cannot be written, or has a link that leads out of it; or a sweep was
-            started by torchrun.
+        TrainingError: The directory holds another run, cannot be written, or contains a link that leads out of it; or
+            torchrun has started a sweep.
     """
     sweeps, world = config.hydra.mode is RunMode.MULTIRUN, World.detect()
     if sweeps and world is not None and world.size > 1:

@@ -29,7 +29,7 @@ class Outcome:
     Attributes:
         steps: The number of the last step.
         best: The best value of ``train.monitor``.
-        best_step: The step after which it was measured.
+        best_step: The step after which ``best`` was measured.
         skipped: The number of steps without an update.
         checkpoint: The newest checkpoint.
         seconds: The duration of each step of this process.
@@ -49,7 +49,7 @@ class Outcome:
     terms: float = 0.0
 
     def forget_best(self) -> None:
-        """Let the next evaluation be the best so far."""
+        """Forget the best results, so that the next evaluation is the best so far."""
         self.best_val_loss = self.best = self.best_step = None
 
     @property

@@ -16,7 +16,7 @@ class TensorBoardRun:
     requires = "tensorboard"
 
     def __init__(self, run_dir: str | Path, run_config: dict, run_name: str, folder: str = "tensorboard") -> None:
-        """Note the folder; files are made at the first record. ``run_config`` is shown with its secrets masked."""
+        """Store the folder; the first record creates the files. ``run_config`` is shown with its secrets masked."""
         self._folder, self._config, self._writer = Path(run_dir) / folder, mask_secrets(run_config), None
 
     def log(self, record: dict, step: int) -> None:
@@ -25,7 +25,7 @@ class TensorBoardRun:
             self._open(step, after="loss" not in record).add_scalar(name, value, step)
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
-        """Add a histogram, see ``Loggers.histogram``. Elements count as the middle of their bin."""
+        """Add a histogram, see ``Loggers.histogram``. Each element counts as the middle of its bin."""
         middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
         total = sum(count * x for count, x in zip(counts, middles, strict=True))
         squares = sum(count * x * x for count, x in zip(counts, middles, strict=True))
@@ -41,7 +41,7 @@ class TensorBoardRun:
             self._writer.close()
 
     def _open(self, step: int, after: bool = False):
-        """Return the writer. ``after`` is whether the record follows ``step``, as an evaluation does."""
+        """Return the writer. ``after`` tells whether the record follows ``step``, like an evaluation."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -1,4 +1,4 @@
-"""``train.trace``: draws a measured step of a pipeline, writes a Chrome trace. Imports matplotlib: import it late."""
+"""``train.trace``: draws a measured step of a pipeline, and writes a Chrome trace. Imports matplotlib: import late."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _named(stages: Sequence[int]) -> str:
 
 
 def _stages_at(loop: int, stages: list[list[int]]) -> str:
-    """Return the stages that share a shade, such as " (stages 2-3)"; empty if each rank has one stage."""
+    """Return the stages with the same shade, such as " (stages 2-3)"; empty if each rank has one stage."""
     if all(len(own) == 1 for own in stages):
         return ""
     alike = sorted(own[loop] for own in stages if loop < len(own))
@@ -177,7 +177,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
     The picture shows the steady step of median duration on replica 0; the Chrome trace (open it in
     https://ui.perfetto.dev) has the newest five steady steps on all replicas.
 
-    ``ranks`` are the intervals of each rank's newest steps, up to ``last_step``, all on one clock.
+    ``ranks`` has the intervals of each rank's newest steps, up to ``last_step``, all on one clock.
     """
     replicas = [plan.mesh(0).pipeline(replica) for replica in range(plan.dp)]
     first = [ranks[rank] for rank in replicas[0]]

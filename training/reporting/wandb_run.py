@@ -37,8 +37,7 @@ class WandbRun:
     The run's id is kept in ``run_dir/wandb_id.txt``: a resumed training continues the same online run, and
     ``wandb sync`` merges its offline parts. A resumed offline run first cuts off earlier parts at the step where it
     continues. Then it logs the records of metrics.jsonl that these parts lack, because a killed process loses the
-    records of up to 15 s.
-    Uploaded parts cannot be cut off: their steps are not logged again.
+    records of up to 15 s. Uploaded parts cannot be cut off: their steps are not logged again.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class WandbRun:
         init_timeout_s: float = 20.0,
         finish_timeout_s: float = 30.0,
     ) -> None:
-        """Start the run, by the options of conf/logger/wandb.yaml; ``run_config`` is stored with its secrets masked.
+        """Start the run with the options of conf/logger/wandb.yaml; ``run_config`` is stored with its secrets masked.
 
         Without an API key, or if the server does not answer in time, an online run becomes an offline one, after a
         warning.
@@ -96,7 +95,7 @@ class WandbRun:
             self._run.log({name: wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))}, step=step)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
-        """Store the summary and close the run, which an exit code other than 0 marks as failed."""
+        """Store the summary and close the run. An exit code other than 0 marks the run as failed."""
         with _service_ended_on_error():
             self._run.summary.update(mask_secrets(summary or {}))
             self._run.finish(exit_code=exit_code)
