@@ -11,14 +11,14 @@
     partition.py                     the division of layers into stages
     zero_bubble/                     schedules that split the backward
     stage.py                         the layers of a rank
-    examination.py                   what layers and the loss do that depends on the layout, seen before a run
+    examination.py                   the facts of layers and the loss that depend on the layout, found before a run
     supported.py                     whether a layout supports a model, by its axes and by the examination
-    shape_inference.py               the shapes and dtypes of what layers return, inferred without numbers
-    watching.py                      the mode of torch by which an examination sees each operator
+    shape_inference.py               the shapes and dtypes of the layers' outputs, inferred without numbers
+    watching.py                      the torch mode through which an examination sees each operator
     gathering.py                     losses that compare the samples of all replicas
     gradients.py, batchnorm.py       the gradients of a rank's stages; BatchNorm's statistics
     placement.py, pieces.py          how a tensor is divided over the axes, and the part that a rank holds
-    dtensor.py                       what a DTensor says of its placement
+    dtensor.py                       the placement of a DTensor
     host_group.py, devices.py        ranks that share a GPU; devices and threads
     timeline.py                      when each piece of work ran
 

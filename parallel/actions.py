@@ -9,14 +9,14 @@ from parallel.timeline import WARM_UP_STEPS, WORK, Steps
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work (``parallel.timeline.WORK``): its stage, its kind, and its replica's micro-batch."""
+    """One piece of a rank's work (``parallel.timeline.WORK``): the stage, the kind, and the replica's micro-batch."""
 
     stage: int
     kind: str
     microbatch: int
 
 
-Orders = dict[int, list[Action]]  # rank -> what it computes, in order
+Orders = dict[int, list[Action]]  # rank -> its actions, in order
 
 
 class StageSeconds(NamedTuple):
@@ -31,19 +31,19 @@ class StageSeconds(NamedTuple):
     weights: float
 
     def of(self, kind: str) -> float:
-        """Return the seconds of one of ``parallel.timeline.WORK``."""
+        """Return the seconds of one kind of ``parallel.timeline.WORK``."""
         return self[WORK.index(kind)]
 
 
-# The times to use before any are measured: the textbook's, and a little more for a split backward.
+# The times to use before any are measured: textbook values, and a little more for a split backward.
 UNMEASURED = StageSeconds(1.0, 2.0, 1.0, 1.05)
 
 
 def stage_seconds(steps: Steps) -> dict[int, StageSeconds]:
-    """Return how long each of this rank's stages takes, by the stage's index.
+    """Return the time of each of this rank's stages, by the stage's index.
 
-    It is the minimum over the steps after the warm-up, since disturbances only add time. If a backward was only
-    measured whole, or only split, the other time is estimated.
+    The time is the minimum over the steps after the warm-up, since disturbances only add time. If only the whole
+    backward or only the split backward was measured, the other time is estimated.
     """
     least: dict[tuple[str, int], float] = {}
     for step in steps[WARM_UP_STEPS:]:

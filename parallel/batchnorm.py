@@ -26,10 +26,10 @@ class RunningStatistics:
     def __init__(
         self, stages: Sequence[nn.Module], microbatches: int, replicas: dist.ProcessGroup | None, sync: bool = False
     ) -> None:
-        """Refer to the BatchNorm layers of some stages, if there are any.
+        """Find the BatchNorm layers of the given stages, if there are any.
 
-        ``microbatches`` is the number that each replica computes in a step, ``replicas`` the group of the ranks that
-        hold the same stages (None if there is one replica), and ``sync`` whether to normalize over the
+        ``microbatches`` is the number of micro-batches that each replica computes in a step. ``replicas`` is the group
+        of the ranks that hold the same stages, None if there is one replica. ``sync`` is whether to normalize over the
         micro-batches of all replicas together.
         """
         self._microbatches, self._replicas = microbatches, replicas
@@ -49,12 +49,12 @@ class RunningStatistics:
                 norm.normalise = partial(normalise_over_replicas, group=replicas)
 
     def begin(self) -> None:
-        """Begin a step with the running statistics as moments, so that a layer that no forward calls keeps its own."""
+        """Begin a step. Moments start as running statistics, so an unused layer keeps its statistics."""
         if self._norms:
             torch._foreach_copy_(self._parts, self._running)  # pyright: ignore[reportPrivateImportUsage]
 
     def add(self, stage: nn.Module) -> None:
-        """Add the moments that a stage's layers computed in the newest micro-batch. Called after its forward."""
+        """Add the moments that a stage's layers computed in the newest micro-batch. Call it after its forward."""
         if self._sums[stage]:
             torch._foreach_add_(self._sums[stage], self._moments[stage])  # pyright: ignore[reportPrivateImportUsage]
 
@@ -66,10 +66,10 @@ class RunningStatistics:
         if self._norms:
             means = torch._foreach_div(self._all_sums, self._microbatches)  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_zero_(self._all_sums)  # pyright: ignore[reportPrivateImportUsage]
-            self._means = means  # the sums are clear, so a number that is not finite does not stay in them
+            self._means = means  # the sums are zero again, so a number that is not finite does not stay in them
 
     def update(self) -> None:
-        """Update the running statistics with the means of ``take``. Called if the step updates the weights."""
+        """Update the running statistics with the means from ``take``. Called if the step updates the weights."""
         if not (means := self._means):
             return
         if self._replicas is not None:
@@ -77,7 +77,7 @@ class RunningStatistics:
             dist.all_reduce(flat, group=self._replicas)
             means = [part.view(2, -1) for part in flat.split([mean.numel() for mean in means])]
         parts = [part for mean in means for part in mean.unbind()]
-        # A layer that a module's ``train`` keeps in evaluation mode has no moments, and keeps its statistics.
+        # A layer that a module's ``train`` keeps in evaluation mode has no moments. Its statistics do not change.
         updates = [int(norm.training) for norm in self._norms]
         weights = [weight * updates[i // 2] for i, weight in enumerate(self._weights)]
         torch._foreach_lerp_(self._running, parts, weights)  # pyright: ignore[reportPrivateImportUsage]
@@ -87,9 +87,9 @@ class RunningStatistics:
 def normalise_over_replicas(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor, *, group: dist.ProcessGroup
 ) -> Tensor:
-    """Normalize over the equally large micro-batches of all ranks of ``group``, which call this together.
+    """Normalize over the equally large micro-batches of all ranks of ``group``. All ranks call this together.
 
-    Statistics are computed in float32 at least. The backward communicates too.
+    Statistics are computed in float32 or a wider dtype. The backward communicates too.
 
     Args:
         x: [b, c, ...], this rank's micro-batch.
@@ -106,7 +106,7 @@ def normalise_over_replicas(
 
 
 def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return mean [c] and biased variance [c] of all ranks' ``x``, from those of each: sums of squares would cancel."""
+    """Return mean [c] and biased variance [c] over all ranks, from each rank's: sums of squares would cancel."""
     wide, dims = x.to(torch.promote_types(x.dtype, torch.float32)), [d for d in range(x.dim()) if d != 1]
     variance, mean = torch.var_mean(wide, dim=dims, correction=0)
     local = torch.stack((mean, variance))
@@ -129,7 +129,8 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, mean, variance = ctx.saved_tensors
-        # These are of this rank's x only. DDP averages those of the parameters; x also changes all ranks' statistics.
+        # These gradients come from this rank's x only. DDP averages the gradients of the parameters; x also changes the
+        # statistics on all ranks.
         dx, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             dy, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )

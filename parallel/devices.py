@@ -32,8 +32,8 @@ class Hardware:
 
     Attributes:
         device_type: cpu, cuda or mps.
-        count: The number of such devices of a machine. None for CPUs, because any number of processes may share cores,
-            and if it is not known.
+        count: The number of devices of this type in a machine. None if it is not known, and for CPUs, because any
+            number of processes may share cores.
         precision: The precision that ``auto`` selects; ``auto`` if it is not known.
     """
 
@@ -43,7 +43,7 @@ class Hardware:
 
     @classmethod
     def here(cls, wanted: str, alone: bool) -> Hardware:
-        """Look at this machine. ``auto`` is its best device, which can be mps if a run has one process (``alone``).
+        """Detect this machine's hardware. ``auto`` is the best device; mps only if a run has one process (``alone``).
 
         Raises PlanError if the machine has no such device.
         """
@@ -63,7 +63,7 @@ class Hardware:
 
 
 def local_device(device_type: str, local_rank: int) -> torch.device:
-    """Return the device of this rank, which is the CPU or a GPU, and make it the current device.
+    """Return the device of this rank, a GPU or the CPU, and make it the current device.
 
     GPUs are assigned in turn. If there are fewer GPUs than ranks, ranks share them, unless a queue shows each rank only
     one GPU (see ``parallel.host_group.choose_backend``).
@@ -91,16 +91,16 @@ def share_cores(processes: int, wanted: int | None) -> int:
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Return the peak memory of this process in bytes: of the resident set on a CPU, of torch's allocator on CUDA.
+    """Return the peak memory of this process in bytes: the resident set on a CPU, torch's allocator on CUDA.
 
-    Metal records no peak: on ``mps`` the memory that is allocated now is returned.
+    Metal records no peak, so on ``mps`` the currently allocated memory is returned.
     """
     kind = str(device).partition(":")[0]
     if kind == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if kind == "mps":
         return torch.mps.current_allocated_memory()
-    # Preferred over getrusage: there a worker inherits the peak of the process that started it.
+    # Preferred over getrusage, where a worker inherits the peak of its parent process.
     with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
         if found := re.search(r"^VmHWM:\s+(\d+) kB", status.read(), re.MULTILINE):
             return int(found[1]) * 1024
@@ -113,12 +113,12 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
 def keep_freed_memory(weights: int = 0) -> None:
     """Let the C allocator keep the memory that a CPU run frees. ``weights`` is the size of the model in bytes.
 
-    By default glibc returns every large tensor to the kernel when it is freed, and the kernel zeroes the pages of the
-    next one, which takes a third of the time of a GPT-2 step. torch's huge pages (THP_MEM_ALLOC_ENABLE) are not used:
-    steps are as fast without them, and their aligned blocks leave gaps that glibc fills with fresh memory for another
-    five steps. With more than 1 GiB of weights, tensors from 32 MiB on are still returned, and steps are a sixth
-    slower: gradients move once into DDP's buckets, and the heap would keep the memory of the first copy, the model's
-    size again. Nothing is changed in other C libraries.
+    By default glibc returns every large tensor to the kernel when the tensor is freed, and the kernel zeroes the pages
+    of the next large tensor. This takes a third of the time of a GPT-2 step. torch's huge pages (THP_MEM_ALLOC_ENABLE)
+    are not used: steps are as fast without them, and their aligned blocks leave gaps that glibc fills with fresh memory
+    for another five steps. With more than 1 GiB of weights, tensors from 32 MiB on are still returned, and steps are a
+    sixth slower: gradients move once into DDP's buckets, and the heap would keep the memory of the first copy, which is
+    as large as the model. With other C libraries this function does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -146,13 +146,13 @@ def check_compiler() -> None:
 def import_compiler_late() -> None:
     """Keep torch from importing its compiler in this process until something is compiled.
 
-    torch imports it, which takes 1.4 s, to exclude some functions from compilation: those of optimizers, of modes, of
-    the meta device. If nothing is compiled, these can be called as they are.
+    torch imports its compiler, which takes 1.4 s, to exclude some functions of optimizers, modes and the meta
+    device from compilation. If nothing is compiled, these functions can be called directly.
     """
     if _COMPILER in sys.modules:
         return
     late = sys.modules[_COMPILER] = _LateCompiler(_COMPILER)
-    # Fake tensors read its settings, which are in a file that does not import the compiler.
+    # Fake tensors read the compiler's settings from a file that does not import the compiler.
     spec = spec_from_file_location(f"{_COMPILER}.config", Path(torch.__file__).parent / "_dynamo" / "config.py")
     assert spec is not None and spec.loader is not None  # the file's name ends in .py
     late.config = sys.modules[spec.name] = module_from_spec(spec)
@@ -163,13 +163,13 @@ _COMPILER = "torch._dynamo"
 
 
 class _LateCompiler(ModuleType):
-    """Replaces ``torch._dynamo`` until another attribute of it is used."""
+    """A stand-in for ``torch._dynamo`` that imports the real module when an unknown attribute is used."""
 
     config: ModuleType
     graph_break = "".format  # takes any arguments and does nothing, since there is no graph
 
     def disable(self, function: Callable | None = None, *args: Any, **kwargs: Any) -> Callable:
-        """Leave a function as it is; without one, return a decorator that does."""
+        """Return a function unchanged. Without a function, return a decorator that does the same."""
         return (lambda decorated: decorated) if function is None else function
 
     def __getattr__(self, name: str) -> Any:
@@ -202,29 +202,30 @@ def best_precision(device_type: str) -> str:
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of weights, gradients and optimizer state. bf16 and fp16 are computed under autocast."""
+    """Return the dtype of weights, gradients and optimizer state. bf16 and fp16 computation uses autocast."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def between_layers(precision: str) -> torch.dtype | None:
-    """Return the dtype in which layers pass on floating-point tensors; None if each layer chooses its own.
+    """Return the dtype of the floating-point tensors passed between layers; None if each layer chooses its own.
 
-    Under autocast a residual stream stays in float32. In bf16 it is half as large, in memory and between stages.
+    Under autocast a residual stream stays in float32. In bf16 it takes half the memory, also when it is sent between
+    stages.
     """
     return torch.bfloat16 if precision == "bf16_residual" else None
 
 
 def autocast(precision: str, device_type: str, keep_casts: bool = True):
-    """Return the context for one whole step."""
+    """Return the autocast context for one whole step."""
     if precision not in _COMPUTE:
         return nullcontext()
     return torch.autocast(device_type, dtype=_COMPUTE[precision], cache_enabled=keep_casts)
 
 
 def outside_autocast(device_type: str):
-    """Return the context for a backward within a step's ``autocast``, so that gradients get the dtype of their forward.
+    """Return the context for a backward within a step's ``autocast``, so that gradients get the dtype of the forward.
 
-    Autocast would compute gradients in bf16 even for a layer that computes in float32. Activations that are recomputed
-    in the backward enter the forward's autocast by themselves.
+    Autocast would compute gradients in bf16 even for a layer that computes in float32. The recomputation of activations
+    in the backward enters the forward's autocast by itself.
     """
     return torch.autocast(device_type, enabled=False)

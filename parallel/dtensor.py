@@ -1,4 +1,4 @@
-"""What a DTensor of FSDP2 says of its placement. Only this module knows DTensor."""
+"""The placement of a DTensor of FSDP2. Only this module knows DTensor."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether replicas have shards of a tensor, without the import of DTensor, which takes a second."""
+    """Return whether replicas have shards of a tensor. DTensor is not imported, because its import takes a second."""
     return hasattr(tensor, "placements")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, with the same memory. A tensor without shards is returned as it is."""
+    """Return this rank's part of a tensor, in the same memory. A tensor without shards is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def split_of(tensor: Tensor) -> Split | None:
-    """Return how replicas have sharded a tensor; None if each has the whole.
+    """Return the division of a tensor among replicas; None if each replica has the whole tensor.
 
-    FSDP2 shards along one axis of its mesh, and has copies along the other.
+    FSDP2 shards along one axis of its mesh and replicates along the other.
     """
     if not is_sharded(tensor):
         return None

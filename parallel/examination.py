@@ -1,6 +1,6 @@
-"""The facts of layers and of the loss on which a layout depends, found by running them without memory.
+"""The facts of layers and of the loss that a layout depends on, found by running the layers without memory.
 
-Each kind of layer computes a micro-batch, and then twice its samples, on the meta device. A layer that torch cannot
+Each kind of layer computes a micro-batch, and then twice as many samples, on the meta device. A layer that torch cannot
 compute there computes numbers on the CPU. The sentence for each fact is in ``parallel.supported``.
 """
 
@@ -25,9 +25,9 @@ from models.losses import Sums, copy_to_try, is_by_sample, loss_of, replicas
 from models.seeds import Samples, computing, seeded
 from parallel.watching import Effects, Refused
 
-MOST_OUTPUTS = 10**7  # elements of the model's output above which a loss is not tried on made-up ones
-_ASKED = 8  # samples for which a loss is asked
-_SAME = 1e-3  # relative difference of losses that may be rounding
+MOST_OUTPUTS = 10**7  # elements of the model's output above which a loss is not tried on made-up outputs
+_ASKED = 8  # number of samples on which a loss is tried
+_SAME = 1e-3  # relative difference of losses that may come from rounding
 
 
 @dataclass
@@ -35,32 +35,35 @@ class Facts:
     """The facts of a layer, or of the loss.
 
     Attributes:
-        name: The layer; ``LOSS`` for the loss.
-        kind: Its class.
-        given: Its inputs for the micro-batch, and for twice the samples unless they are unknown.
-        outputs: Its results for each of them, on the meta device; empty if it fails.
-        error: The error that it raises without memory. If there are no ``outputs``, it also fails with numbers.
+        name: The name of the layer; ``LOSS`` for the loss.
+        kind: The class of the layer.
+        given: The inputs for the micro-batch, and for twice the samples unless they are unknown.
+        outputs: The results for each of the inputs, on the meta device; empty if the layer fails.
+        error: The error that the layer raises without memory. If ``outputs`` is empty, the layer also fails with
+            numbers.
         watched: Whether the facts below are known.
-        draws: Whether its random numbers depend on how the batch is cut. It draws by itself (``F.dropout``,
-            ``nn.MultiheadAttention``, ``torch.rand``), or has dropout by sample that cannot tell the samples apart,
-            because the first dimension of its input is not that of the batch.
-        random: Whether it draws random numbers.
-        passes: Whether it passes on a number computed from all samples, such as an auxiliary loss. For the loss:
+        draws: Whether the layer's random numbers depend on how the batch is cut. The layer draws by itself
+            (``F.dropout``, ``nn.MultiheadAttention``, ``torch.rand``), or has dropout by sample that cannot tell the
+            samples apart, because the first dimension of the dropout's input is not the batch dimension.
+        random: Whether the layer draws random numbers.
+        passes: Whether the layer passes on a number computed from all samples, such as an auxiliary loss. For the loss:
             whether the loss of some samples, with made-up outputs, differs from the sum of the losses of both halves.
-            The loss is not asked if it is known to be a sum over samples, draws, gathers, or fails, or if its inputs
+            The loss is not tried if it is known to be a sum over samples, draws, gathers, or fails, or if its inputs
             are unknown or large.
-        gathers: Whether it calls ``models.losses.gather``.
-        writes: Whether it changes its inputs in place.
-        aliases: Whether it changes an input in place that shares its memory with another input.
-        fills: Whether an operator fills a tensor that it does not return, as the operator of ``F.rrelu`` does. A
-            recomputation of torch stops as soon as all tensors exist, before such an operator has filled the last one.
-        spoils: Whether it changes a tensor in place that its backward needs, which torch does not notice in a
+        gathers: Whether the layer calls ``models.losses.gather``.
+        writes: Whether the layer changes its inputs in place.
+        aliases: Whether the layer changes an input in place that shares its memory with another input.
+        fills: Whether an operator fills a tensor that the operator does not return, as the operator of ``F.rrelu``
+            does. torch's recomputation stops as soon as all tensors exist, before this operator has filled the last
+            one.
+        spoils: Whether the layer changes a tensor in place that its backward needs. torch does not notice this in a
             recomputation.
         reads_numbers: Whether a result or a shape depends on numbers.
-        stale: Whether it uses a parameter that a run would not train, because a run replaces the parameters of modules.
-        reentrant: Whether it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``.
+        stale: Whether the layer uses a parameter that a run would not train, because a run replaces the parameters of
+            modules.
+        reentrant: Whether the layer calls ``torch.utils.checkpoint`` with ``use_reentrant=True``.
         changes: The name of a tensor in the layer's state that each forward changes; None if there is none.
-        norms: The number of calls of each BatchNorm that updates its statistics, by name.
+        norms: The number of calls that update the statistics of each BatchNorm, by the BatchNorm's name.
     """
 
     name: str
@@ -91,8 +94,8 @@ class Examination:
     Attributes:
         names: The names of the layers, and ``LOSS``.
         layers: The facts of the layers, up to the first one that cannot be computed.
-        loss: The facts of the loss: the method of the last layer if that computes it, otherwise the chain's loss. None
-            if a layer cannot be computed.
+        loss: The facts of the loss: the last layer's method if that layer computes the loss, otherwise the chain's
+            loss. None if a layer cannot be computed.
     """
 
     names: Sequence[str]
@@ -131,15 +134,15 @@ def examine(
     samples: Sequence[Batch] = (),
     training: bool = True,
 ) -> Examination:
-    """Pass a micro-batch, and twice its samples, through the layers and the loss.
+    """Pass a micro-batch, and then twice as many samples, through the layers and the loss.
 
     The examination ends at a layer that cannot be computed.
 
     Args:
         chain: The model.
         sample: A micro-batch.
-        samples: Samples that are known. Integer inputs lie in their range, and the loss is asked with targets of the
-            first ones whether it is a sum over samples.
+        samples: Known samples. They give the range of integer inputs, and the targets of the first samples test whether
+            the loss is a sum over samples.
         training: Whether the mode is training, not evaluation.
     """
     with seeded(0):
@@ -152,7 +155,7 @@ Call = Callable[[nn.Module, tuple[Tensor, ...], Batch], Any]
 
 
 class _Examiner:
-    """Calls layers and losses, and notes what they do."""
+    """Calls layers and losses, and records the facts."""
 
     def __init__(self, chain: Chain, sample: Batch, samples: Sequence[Batch], training: bool) -> None:
         batch = sample.map(lambda tensor: converted(tensor, torch.float32))
@@ -199,14 +202,14 @@ class _Examiner:
     def _observe(self, name: str, module: nn.Module, call: Call, given: Given, loss: bool = False) -> Facts:
         """Observe a layer or a loss on the meta device, or with numbers if torch cannot compute it there.
 
-        A loss may read numbers, as no shape depends on it.
+        A loss may read numbers, because no shape depends on the loss.
         """
         facts = self._seen(name, module, call, given, self.meta)
         if facts.error is None or (facts.reads_numbers and not loss) or isinstance(facts.error, Refused):
             return facts
         error, first = facts.error, given is self.inputs
         numbers = [batch.input_tensors if first else made_up(x) for x, batch in zip(given, self.batches, strict=False)]
-        for watched in (True, False):  # torch does not let some operators be watched
+        for watched in (True, False):  # torch does not allow some operators to be watched
             if name != LOSS:
                 module = self.chain.build([name], 0, CPU)[name]
             seen = self._seen(name, module, call, numbers, self.batches, watched)
@@ -220,7 +223,7 @@ class _Examiner:
     def _seen(
         self, name: str, module: nn.Module, call: Call, given: Given, batches: Sequence[Batch], watched: bool = True
     ) -> Facts:
-        """Call a layer or a loss and note what it does; then call it with twice the samples, and compare."""
+        """Call a layer or a loss and record the facts; then call it with twice the samples, and compare."""
         facts, norms = Facts(name, type(module).__name__, given), _calls_of_batchnorm(name, module)
         (tensors, batch), *twice = zip(given, batches, strict=False)
         followed = [x for x, of in zip(tensors, _sample_dims(given), strict=False) if of]
@@ -262,7 +265,7 @@ class _Examiner:
     def _called(
         self, call: Call, module: nn.Module, tensors: tuple[Tensor, ...], batch: Batch, notes: list, mode: Any
     ) -> Any:
-        """Call a layer or a loss in a mode of torch. Dropout by sample adds itself to ``notes``, and draws nothing."""
+        """Call a layer or a loss in a torch mode. Dropout by sample adds itself to ``notes`` and draws no numbers."""
         with torch.set_grad_enabled(self.training), computing(Samples(len(batch), notes=notes)), mode:
             return call(module, tensors, batch)
 
@@ -287,7 +290,7 @@ class _Examiner:
         return False
 
     def _is_stale(self, parameter: nn.Parameter) -> bool:
-        """Return whether a run would compute with this parameter and train another one in its place."""
+        """Return whether a run would compute with this parameter but train its replacement."""
         return parameter in self.replaced or (parameter.requires_grad and parameter.device.type != "meta")
 
 
@@ -298,7 +301,7 @@ def _output(name: str, module: nn.Module, tensors: tuple[Tensor, ...], _: Batch)
 
 
 def backward_nodes(outputs: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield each node of the backward from some tensors once. Stop behind a node for which ``ends`` is true."""
+    """Yield each node of the backward graph of some tensors once. Do not go past a node for which ``ends`` is true."""
     seen, nodes = set(), [getattr(output, "grad_fn", None) for output in outputs]
     while nodes:
         if (node := nodes.pop()) is not None and node not in seen:
@@ -324,7 +327,7 @@ def _needs_numbers(error: Exception | None) -> bool:
 
 
 def made_up(tensors: Any, device: str = "cpu") -> Any:
-    """Return numbers from 0 to 1 with the shapes and dtypes of tensors. No result is a leaf, which cannot change."""
+    """Return numbers from 0 to 1 in the shapes and dtypes of tensors. No result is a leaf, which cannot change."""
 
     def drawn(like: Tensor) -> Tensor:
         numbers = torch.rand(like.shape, device=device).to(like.dtype)
@@ -335,7 +338,7 @@ def made_up(tensors: Any, device: str = "cpu") -> Any:
 
 
 def _replace_parameters(layer: nn.Module) -> set[nn.Parameter]:
-    """Replace the parameters of a layer on the meta device, as a run does. Return the replaced ones."""
+    """Replace the parameters of a layer on the meta device, as a run does. Return the original parameters."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # several names may share a parameter
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -346,7 +349,7 @@ def _replace_parameters(layer: nn.Module) -> set[nn.Parameter]:
 
 
 def _calls_of_batchnorm(name: str, layer: nn.Module) -> Counter[str]:
-    """Count the calls, from now on, of each BatchNorm in a layer that updates its statistics."""
+    """Count the calls, from now on, that update the statistics of each BatchNorm in a layer."""
     calls: Counter[str] = Counter()
     for path, norm in layer.named_modules(prefix=name):
         if isinstance(norm, StepBatchNorm) and norm.training:
@@ -380,7 +383,7 @@ def reads_numbers(name: str, kind: str) -> PlanError:
 def some_samples(
     tensors: Sequence[Tensor], sample_dims: Sequence[Sequence[int]], first: int, count: int, whole: int
 ) -> tuple[Tensor, ...]:
-    """Return ``count`` samples from ``first`` on, of ``whole`` in each tensor along its ``sample_dims``."""
+    """Return ``count`` samples starting at ``first``. Each tensor has ``whole`` samples along its ``sample_dims``."""
 
     def part(x: Tensor, dims: Sequence[int]) -> Tensor:
         for dim in dims:

@@ -1,4 +1,4 @@
-"""Gathers the rows of all replicas for losses and layers that compare samples, in ``models.losses.gather``."""
+"""Gathering of the rows of all replicas in ``models.losses.gather``, for losses and layers that compare samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parallel.plan import Plan
 
 @contextmanager
 def gathering(plan: Plan, axis: Ranks | None = None, compiled: bool = False) -> Iterator[None]:
-    """Let ``gather`` return the rows of the replicas along ``axis`` in the block; without an axis, its argument.
+    """Let ``gather`` return the rows of all replicas along ``axis`` in the block; without an axis, its argument.
 
     If the plan divides the samples of a replica, ``gather`` raises PlanError. ``compiled`` is whether layers or losses
     are compiled.
@@ -45,7 +45,7 @@ def divides_samples(layout: Layout) -> bool:
 
 
 def refuse_to_gather(layout: Layout, rows: Tensor | None = None) -> NoReturn:
-    """Raise the error of a layout that divides the samples of a replica."""
+    """Raise the error for a layout that divides the samples of a replica."""
     raise PlanError(
         f"models.losses.gather() compares all samples of a step at once, and parallel={layout.strategy} "
         f"parallel.chunks={layout.chunks} divides those of a replica; set parallel.chunks=1, with more replicas "

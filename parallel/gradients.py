@@ -27,16 +27,16 @@ _ROW, _LARGE = 512, 2**16  # the elements of a row that is summed in float32, an
 class Gradients:
     """The gradients that the stages of a rank hold.
 
-    A tied parameter that several stages hold has a copy in each, and all copies get the summed gradient. Copies start
-    equal (they are drawn under the same name) and get equal updates, so they stay equal. If parameters are sharded,
-    a rank has the same box of each copy.
+    A tied parameter that several stages hold has a copy in each of them, and all copies get the summed gradient. Copies
+    start equal (they are drawn under the same name) and get equal updates, so they stay equal. If parameters are
+    sharded, a rank has the same box of each copy.
     """
 
     def __init__(
         self, plan: Plan, stages: Sequence[Stage], mesh: Mesh, timeout_s: float, place: Place, axes: Sequence[Axis] = ()
     ) -> None:
         self._device, self._axes, tied = stages[0].device, axes, stages[0].chain.tied
-        # True: the parameters that this rank counts. False: those that another rank counts, which holds them as well.
+        # True: this rank counts the parameter. False: another rank, which holds the parameter too, counts it.
         self._counted: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         # Listed once: iterating over the modules of a ResNet-50 takes a millisecond, and a GPU waits for most of it.
         self._names: dict[nn.Parameter, list[str]] = {}
@@ -52,8 +52,8 @@ class Gradients:
         """Clear the last step's gradients.
 
         With replicas, gradients are views of DDP's buckets and are zeroed in place, because gradients outside the
-        buckets would take the model's size in memory again. Replicas that shard parameters have no buckets, and neither
-        have those with a split backward, where a gradient may have the memory into which the next step receives.
+        buckets would take as much memory as the model again. There are no buckets if parameters are sharded or if the
+        backward is split. With a split backward, a gradient may occupy the memory into which the next step receives.
         """
         if self._in_buckets and (present := self._present()):
             torch._foreach_zero_(present)  # pyright: ignore[reportPrivateImportUsage]
@@ -65,9 +65,9 @@ class Gradients:
     def finish(self) -> None:
         """Complete the gradients after the last backward. All ranks call this, once per step.
 
-        Trainable parameters that the step has not used get a gradient of zero in every layout. Some optimizers skip a
-        parameter without a gradient, and with replicas it has one as soon as any of them uses it. Every copy of a tied
-        parameter gets the sum of all copies' gradients.
+        Trainable parameters that the step has not used get a zero gradient in every layout. Some optimizers skip a
+        parameter without a gradient, and with replicas the parameter has one as soon as any replica uses it. Every copy
+        of a tied parameter gets the sum of all copies' gradients.
         """
         for parameter in self._names:
             if parameter.requires_grad and parameter.grad is None:
@@ -98,7 +98,7 @@ class Gradients:
     def squared_norm(self, of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> Tensor:
         """Compute this rank's part of the squared norm of the whole model's gradients, or of the tensors from ``of``.
 
-        If several ranks hold the same tensor, as replicas do, one of them adds it (``Mesh.owns``). The others add 0,
+        If several ranks hold the same tensor, as replicas do, one rank adds it (``Mesh.owns``). The other ranks add 0,
         or NaN if their copy is not finite. A tied parameter is added by the stage that has its canonical name.
         """
         dtype, sums = sum_dtype(self._device), []
@@ -115,9 +115,9 @@ class Gradients:
 def _norms(gradients: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Compute the norms of gradients, or of the rows into which a gradient is cut, on ``device``.
 
-    A sum in float32 depends on how the elements are divided among ranks; for 40 million elements, from the third digit
-    on. A sum in float64 takes a CPU four times as long, because it must copy the elements to float64. On a CPU the rows
-    of a large gradient are therefore summed in float32: they are short, and their errors cancel.
+    A float32 sum depends on how the elements are divided among ranks: with 40 million elements the third digit differs.
+    A float64 sum takes four times as long on a CPU, because the elements must be copied to float64. On a CPU the rows
+    of a large gradient are therefore summed in float32: rows are short, and their errors cancel.
     """
 
     def is_cut(gradient: Tensor) -> bool:
@@ -136,7 +136,7 @@ def _norms(gradients: Sequence[Tensor], dtype: torch.dtype, device: torch.device
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which sums over ranks are computed."""
+    """Return the dtype for sums over ranks."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

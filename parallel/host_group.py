@@ -1,8 +1,9 @@
-"""A process group for ranks that share a GPU: tensors travel through main memory, by gloo.
+"""A process group for ranks that share a GPU: gloo sends the tensors through main memory.
 
-NCCL refuses two ranks on one device, also on slices of it (MIG), and gloo itself does not send a GPU's tensors from
-rank to rank. Here every operation copies its inputs to main memory, calls gloo on the copies, and copies the result
-back. The copies wait for the device, so no operation overlaps with computation. This is slow, but it always works.
+NCCL refuses two ranks on one device, also on slices of a device (MIG), and gloo itself does not send a GPU's tensors
+from rank to rank. Here every operation copies its inputs to main memory, calls gloo on the copies, and copies the
+result back. The copies wait for the device, so no operation overlaps with computation. This is slow, but it always
+works.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BACKEND, NCCL = "host", "nccl"
 
 
 def init_process_group(device_type: str, rank: int, size: int, local_rank: int, store: Store, timeout_s: float) -> str:
-    """Make the group of all ranks, which call this together, and return its backend."""
+    """Create the group of all ranks and return its backend. All ranks call this together."""
     backend, more = choose_backend(device_type, rank, size, local_rank, store)
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, **more)
@@ -30,7 +31,7 @@ def init_process_group(device_type: str, rank: int, size: int, local_rank: int, 
 
 
 def choose_backend(device_type: str, rank: int, size: int, local_rank: int, store: Store) -> tuple[str, dict[str, Any]]:
-    """Return the backend by which ranks exchange tensors, and its arguments. Rank 0 prints which ranks share a GPU.
+    """Return the backend for communication between ranks, and its arguments. Rank 0 prints which ranks share a GPU.
 
     All ranks call this together, before anything else uses ``store``.
     """
@@ -53,7 +54,7 @@ def choose_backend(device_type: str, rank: int, size: int, local_rank: int, stor
 
 
 def register() -> None:
-    """Register ``HostGroup`` with torch, for ``init_process_group("host")`` and the groups that are made after it."""
+    """Register ``HostGroup`` with torch, for ``init_process_group("host")`` and all groups created after it."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, HostGroup, devices=["cpu", "cuda"])
 
@@ -61,7 +62,7 @@ def register() -> None:
 class HostGroup(dist.ProcessGroup):
     """A process group with the operations that strategies, DistributedDataParallel and torch's pipelines use.
 
-    The methods have the names by which torch.distributed's functions call them. ``options`` are those of gloo.
+    torch.distributed's functions call the methods by these names. ``options`` are the options of gloo.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -81,7 +82,7 @@ class HostGroup(dist.ProcessGroup):
         return self._name
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._gloo  # torch 2.11 reads from it whether operations can be coalesced
+        return self._gloo  # torch 2.11 reads from this backend whether operations can be coalesced
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> dist.Work:
         """Reduce in place."""
@@ -158,7 +159,7 @@ class _Work(dist.Work):
         return self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future:
-        """Return the future for which DistributedDataParallel asks in the backward."""
+        """Return the future that DistributedDataParallel requests in the backward."""
         self.wait()
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self._result)
@@ -171,5 +172,5 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 def _empty_host(tensor: Tensor) -> Tensor:
-    """Return pinned memory of the tensor's shape, which a GPU copies to and from several times as fast."""
+    """Return pinned memory of the tensor's shape. A GPU copies to and from pinned memory several times as fast."""
     return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

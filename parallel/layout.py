@@ -1,6 +1,6 @@
-"""A layout: the number of replicas and of stages, and all other keys that decide where a number is computed.
+"""A layout: the number of replicas and stages, and all other keys that decide where a number is computed.
 
-Wherever a layout is needed, it is a ``Layout``: read from the section ``parallel`` or shown as it, typed on a
+Every layout in this project is a ``Layout``, whether it is read from or shown as the section ``parallel``, typed on a
 command line, planned, compared, or kept in a checkpoint.
 """
 
@@ -21,7 +21,7 @@ from parallel.strategies import StrategyInfo, strategy_info
 class Layout:
     """The keys of the section ``parallel`` (conf/schema.py) that decide where a number is computed.
 
-    By default one process on one device computes all of them, as ``parallel=single`` sets it.
+    By default one process computes everything on one device, as with ``parallel=single``.
 
     Attributes:
         strategy: The name in the registry (``parallel.strategies``).
@@ -29,15 +29,17 @@ class Layout:
         tp: The number of ranks that split each layer.
         pp: The number of ranks of each pipeline, or of stages if one process runs all of them.
         chunks: The number of micro-batches per replica and step.
-        schedule: The name in ``parallel.schedules``, ignored if one process runs all stages.
+        schedule: The name in ``parallel.schedules``. It is ignored if one process runs all stages.
         stages_per_rank: The number of stages of each rank; None for the default of the schedule.
         balance: How layers are divided into stages: the name of a rule, or the number of layers of each stage.
         order: dp_pp or pp_dp, the numbering of the ranks.
-        shard: The number of neighbouring replicas in a group (``parallel.mesh``); None for all that hold one copy.
-        reshard: Whether sharded parameters are gathered one layer at a time; None for yes, except in pipelines.
+        shard: The number of neighboring replicas in a group (``parallel.mesh``); None for all replicas that hold one
+            copy.
+        reshard: Whether sharded parameters are gathered one layer at a time. None means yes, except in pipelines.
         devices: The devices of the stages or copies that one process runs; empty to let the plan choose them.
         sequence: Whether the ranks that split layers also split the sequence between the products.
-        axes: For each further axis of the mesh its name, the module and name of its class, and its number of ranks.
+        axes: The further axes of the mesh: for each axis its name, the module and name of its class, and its number of
+            ranks.
     """
 
     DEGREES: ClassVar = ("dp", "tp", "pp")  # the keys that hold the degrees
@@ -85,14 +87,14 @@ class Layout:
         )
 
     def section(self) -> dict[str, Any]:
-        """Return all keys of the section ``parallel`` that a layout has. The reverse of ``of``."""
+        """Return the keys of the section ``parallel`` that a layout has. This is the inverse of ``of``."""
         keys = {key: getattr(self, key) for key in _KEYS}
         balance, devices = [*self.counts] or self.balance, [*self.devices] or None
         axes = {name: {"_target_": path, "ranks": ranks} for name, path, ranks in self.axes} or None
         return {"name": self.strategy, **keys, "balance": balance, "devices": devices, "axes": axes}
 
     def keys(self) -> dict[str, Any]:
-        """Return the keys of the section ``parallel`` that a planner chooses. It leaves the others as they are."""
+        """Return the keys of the section ``parallel`` that a planner chooses. It leaves the other keys as they are."""
         keys = {"name": self.strategy, "dp": self.dp, "pp": self.pp, "chunks": self.chunks}
         keys |= {"tp": self.tp, "sequence": self.sequence} if self.tp > 1 else {}
         if self.pipelined and self.schedule is not None:
@@ -139,7 +141,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The number of ranks along each axis of the mesh by its name, the slowest first."""
+        """The number of ranks along each axis of the mesh, by the axis's name, slowest axis first."""
         group = SHARDS if self.info.sharded else PEERS
         stages = self.pp if self.pipelined else 1
         sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: stages, TENSOR: self.tp}
@@ -147,12 +149,12 @@ class Layout:
 
     @property
     def ranks_per_stage(self) -> int:
-        """The number of ranks that compute the same samples with the same layers, each a part or all of it."""
+        """The number of ranks that compute the same samples with the same layers, all or a part of each."""
         return self.tp * math.prod(ranks for *_, ranks in self.axes)
 
     @property
     def ranks_per_replica(self) -> int:
-        """The number of ranks that compute the same samples, each a part of the model."""
+        """The number of ranks that compute the same samples, each with a part of the model."""
         return self.ranks_per_stage * (self.pp if self.pipelined else 1)
 
     @property
@@ -171,12 +173,12 @@ class Layout:
 
     @cached_property
     def group(self) -> int:
-        """The number of neighbouring replicas that reduce gradients among themselves first."""
+        """The number of neighboring replicas that reduce gradients within their group first."""
         return self.shard or (self.dp if self.info.sharded else 1)
 
     @property
     def shards(self) -> int:
-        """The number of ranks among which one copy of the parameters is sharded; 1 if each rank has its own."""
+        """The number of ranks among which one copy of the parameters is sharded; 1 if each rank has a whole copy."""
         return self.group if self.info.sharded else 1
 
     @property

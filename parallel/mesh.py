@@ -4,25 +4,26 @@ A mesh arranges the ranks in an array with one axis for each way to divide the w
 pp=2, and parallel.order=dp_pp (copies before pipeline: rank = replica x pp + position):
 
               position 0   position 1
-    copy 0      rank 0       rank 1      <- along pipeline: neighbours exchange activations
+    copy 0      rank 0       rank 1      <- along pipeline: neighbors exchange activations
     copy 1      rank 2       rank 3
                   ^- along copies: ranks 0 and 2 hold the same stages and average their gradients
 
 With parallel.order=pp_dp, pipeline comes before copies, and the ranks are numbered down the columns.
 
-A copy of the parameters belongs to one replica, or is sharded among the replicas along shards. dp counts the ranks
-along copies and shards together: each replica computes different samples. For parallel=hsdp with dp=4 and shard=2:
+A copy of the parameters belongs to one replica, or is sharded among the replicas along the axis shards. dp is the
+number of ranks along copies and shards together: each replica computes different samples. For parallel=hsdp with dp=4
+and shard=2:
 
               shard 0      shard 1
     copy 0    rank 0       rank 1        <- along shards: reduce-scatter, and shards of one copy
     copy 1    rank 2       rank 3
-                ^- along copies: ranks 0 and 2 all-reduce what each holds after the reduce-scatter
+                ^- along copies: ranks 0 and 2 all-reduce their results of the reduce-scatter
 
-With parallel.comm_hook=hierarchical each replica has its own copy, and the columns are peers: the peers of a row
-reduce gradients among themselves first. Peers and shards are different axes, so that no flag is needed to say whether a
-group shards its parameters.
+With parallel.comm_hook=hierarchical each replica has its own copy, and the columns are peers: the peers of a row reduce
+gradients within the row first. Peers and shards are different axes, so no flag has to say whether a group shards its
+parameters.
 
-Along tensor, the innermost built-in axis in both orders, ranks compute the same samples, each with a part of every
+Along tensor, the innermost built-in axis in both orders, ranks compute the same samples, each rank with a part of every
 layer (``parallel.axes.tensor``).
 """
 
@@ -50,12 +51,12 @@ ORDERS = {"dp_pp": (*REPLICAS, PIPELINE, TENSOR), "pp_dp": (PIPELINE, *REPLICAS,
 
 @dataclass
 class Ranks:
-    """The ranks that differ from this one along an axis, or along several axes together.
+    """The ranks that differ from this rank only along one axis, or along several axes together.
 
     Attributes:
-        ranks: The ranks, this one included, in order.
+        ranks: The ranks in order, including this rank.
         index: This rank's index in ``ranks``.
-        group: Their process group; None before ``Mesh.connect``, and for a single rank.
+        group: The process group of the ranks; None before ``Mesh.connect``, and for a single rank.
     """
 
     ranks: list[int]
@@ -68,31 +69,31 @@ class Ranks:
         return len(self.ranks)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, in order. They have one shape, and all ranks call this together."""
+        """Return the tensors of all ranks, in order. The tensors have the same shape. All ranks call this together."""
         return _all_gather(tensor, self.group)
 
 
 class Mesh:
-    """The ranks, seen from one of them.
+    """The mesh of ranks, seen from one rank.
 
     Attributes:
-        sizes: The number of ranks along each axis by its name, the slowest first.
+        sizes: The number of ranks along each axis, by the axis's name, slowest axis first.
         index: This rank's index along each axis, from 0.
         rank: This process's rank.
         size: The number of all ranks.
     """
 
     def __init__(self, sizes: Mapping[str, int], rank: int = 0) -> None:
-        """Arrange the ranks. An axis that ``sizes`` does not name has one rank."""
+        """Arrange the ranks. An axis that is not in ``sizes`` has one rank."""
         self.sizes, self.rank, self.size = dict(sizes), rank, math.prod(sizes.values())
         self._ranks = torch.arange(self.size).reshape(tuple(sizes.values()))
         self.index = dict(zip(sizes, (self._ranks == rank).nonzero()[0].tolist(), strict=True))
         self._axes: dict[tuple[str, ...], Ranks] = {}
 
     def axis(self, *names: str) -> Ranks:
-        """Return the ranks along an axis, or along several together, that have this rank's index on the others."""
+        """Return the ranks along an axis, or several axes together, that have this rank's index on all other axes."""
         if names not in self._axes:
-            # Axes that add the same ranks are one axis, so that they share a group.
+            # Axes that add the same ranks are treated as one axis, so that they use one group.
             several = tuple(name for name, size in self.sizes.items() if name in names and size > 1)
             if several not in self._axes:
                 here = tuple(slice(None) if name in several else index for name, index in self.index.items())
@@ -102,7 +103,7 @@ class Mesh:
         return self._axes[names]
 
     def groups(self, *names: str) -> list[list[int]]:
-        """Return all groups of ranks along an axis, or along several together."""
+        """Return all groups of ranks along one axis, or along several axes together."""
         along = [i for i, name in enumerate(self.sizes) if name in names]
         across = [i for i in range(len(self.sizes)) if i not in along]
         grouped = self._ranks.permute((*across, *along))
@@ -111,8 +112,8 @@ class Mesh:
     def owns(self, axes: Collection[str] = ()) -> bool:
         """Return whether this rank counts and saves its part of a tensor that is divided along ``axes``.
 
-        The ranks along the other axes hold the same part, and the first of them owns it. The positions of a pipeline
-        hold different tensors.
+        The ranks along the other axes hold the same part, and the first of these ranks owns it. The positions of a
+        pipeline hold different tensors.
         """
         return self.axis(*(self.sizes.keys() - {*axes, PIPELINE})).index == 0
 
@@ -139,12 +140,12 @@ class Mesh:
         return self.axis(*REPLICAS).group
 
     def pipeline(self, replica: int) -> list[int]:
-        """Return the ranks of one pipeline, first stage to last; of ranks with parts of a stage, the first ones."""
+        """Return the ranks of one pipeline, first stage to last. Of ranks with parts of one stage, only the first."""
         groups = self.groups(PIPELINE)
         return groups[replica * len(groups) // self.dp]
 
     def holders(self, position: int) -> list[int]:
-        """Return the ranks that hold the stages of a position, or a part of each of their layers."""
+        """Return the ranks that hold the stages of a position, or a part of each layer of these stages."""
         return self.groups(*self.sizes.keys() - {PIPELINE})[position]
 
     # -- communication -----------------------------------------------------------------------------------------------
@@ -158,17 +159,17 @@ class Mesh:
         return self
 
     def disconnect(self) -> None:
-        """Close the process groups of ``connect``. Every rank calls this when no rank uses them any more."""
+        """Close the process groups of ``connect``. Every rank calls this when no rank uses the groups any more."""
         for axis in self._axes.values():
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
                 axis.group = None
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list:
-        """Return every rank's value, by rank. All ranks of ``group`` call this together (None: all ranks of the mesh).
+        """Return every rank's value, by rank. All ranks of ``group`` (None: all ranks of the mesh) call this together.
 
-        Values are sent as JSON in tensors of bytes, never as pickles, so that another program that reaches the ranks'
-        connections can end the run but cannot execute code. Values consist of JSON's types; tuples become lists.
+        Values are sent as JSON in byte tensors, never as pickles. A foreign program that reaches the ranks' connections
+        can therefore end the run but cannot execute code. Values consist of JSON types; tuples become lists.
         """
         mine = json.dumps(value).encode()
         if self.size == 1:
@@ -186,7 +187,7 @@ class Mesh:
             ) from None
 
     def new_group(self, groups: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
-        """Make each group of several ranks; return that of this rank, if any. All ranks call this."""
+        """Create each group of several ranks, and return this rank's group, if it has one. All ranks call this."""
         several, timeout = [list(ranks) for ranks in groups if len(ranks) > 1], timedelta(seconds=timeout_s)
         mine: Any = dist.new_subgroups_by_enumeration(several, timeout)[0] if several else None
         return mine

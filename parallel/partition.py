@@ -1,4 +1,4 @@
-"""The layers of each stage: how ``parallel.balance`` cuts a model."""
+"""The division of layers into stages according to ``parallel.balance``."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def blocks(items: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage: equally many, with one more in the first stages if some remain."""
+    """Return equal numbers of layers for each stage; the first stages get one more layer if some remain."""
     each, extra = divmod(layers, stages)
     return [each + (i < extra) for i in range(stages)]
 
 
 def block_partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Return the lengths of contiguous non-empty blocks of ``costs`` with the smallest possible largest sum.
+    """Return the lengths of contiguous non-empty blocks of ``costs`` that minimize the largest sum of a block.
 
-    Exact, by dynamic programming in O(parts x n^2).
+    The result is exact. It is found by dynamic programming in O(parts x n^2).
     """
     n, total = len(costs), [*accumulate(costs, initial=0.0)]
     best = {(0, 0): (0.0, [])}  # (blocks used, layers used) -> (largest sum, lengths)

@@ -1,7 +1,7 @@
 """The part of a tensor that a rank holds: the whole tensor, or its part along one or more axes of the mesh.
 
-A parameter, its gradient, its optimizer state and its copy in a checkpoint are one ``Piece`` each, made from the
-tensor's ``parallel.placement``.
+A parameter, its gradient, its optimizer state and its copy in a checkpoint are one ``Piece`` each. A piece is made from
+the tensor's ``parallel.placement``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Box = slice | tuple[slice, ...] | EllipsisType  # rows, a range in each dimensio
 
 
 class Boxes(Protocol):
-    """A tensor, or a reader of a tensor in a file, from which boxes can be taken."""
+    """A source of boxes: a tensor, or a reader of a tensor in a file."""
 
     @property
     def shape(self) -> torch.Size:
@@ -36,8 +36,8 @@ class Piece(NamedTuple):
     """The part of a tensor that this rank holds.
 
     Attributes:
-        tensor: Its numbers, which share the memory of the original.
-        ranges: The indices of the whole tensor that it consists of, in each dimension, in order.
+        tensor: The numbers of the part, in the memory of the original tensor.
+        ranges: The part's indices in the whole tensor, in each dimension, in order.
         shape: The shape of the whole tensor.
         axes: The axes of the mesh that divide the tensor; empty if this rank holds the whole tensor.
     """
@@ -49,11 +49,11 @@ class Piece(NamedTuple):
 
     @classmethod
     def of_whole(cls, tensor: Tensor) -> Piece:
-        """Return the piece of a rank that has a whole tensor."""
+        """Return the piece of a rank that holds the whole tensor."""
         return cls(tensor, tuple((slice(0, size),) for size in tensor.shape), tuple(tensor.shape))
 
     def boxes(self) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Yield each contiguous box: its numbers, and its place as an index of the whole tensor."""
+        """Yield each contiguous box: its numbers, and its index in the whole tensor."""
         for box in product(*self.ranges):
             view = self.tensor
             for dim, held in enumerate(box):
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
             yield view, box
 
     def read(self, given: Boxes) -> Tensor:
-        """Return these parts of another tensor of the same shape."""
+        """Return the same part of another tensor of the same shape."""
         if not self.axes:
             return given[...]
         read = [given[box] for _, box in self.boxes()]
@@ -71,15 +71,16 @@ class Piece(NamedTuple):
 
 
 def piece_of(tensor: Tensor, placement: Placement, mesh: Mesh) -> Piece:
-    """Return which part of the whole this rank has of a tensor with this placement."""
+    """Return this rank's piece of a tensor with the given placement."""
     return Piece(local(tensor), placement.ranges(mesh), placement.shape, placement.axes)
 
 
 @torch.no_grad()
 def fill(piece: Piece, given: Boxes, name: str) -> None:
-    """Copy this rank's part of ``given`` into a tensor.
+    """Copy this rank's part of ``given`` into a piece's tensor.
 
-    Raises ValueError if ``given`` has another shape or kind of number, or numbers too large for the tensor's dtype.
+    Raises ValueError if ``given`` has another shape or kind of number, or if its numbers are too large for the tensor's
+    dtype.
     """
     if tuple(given.shape) != piece.shape:
         raise ValueError(f"{name} has {tuple(given.shape)}, expected {piece.shape}")

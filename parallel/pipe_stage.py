@@ -17,14 +17,14 @@ from parallel.stage import Stage
 from parallel.strategy import Strategy
 from parallel.timeline import BACKWARD, BACKWARD_INPUT, FORWARD, RECEIVE_ACTIVATION, RECEIVE_GRADIENT
 
-Border = Sequence[Tensor]  # without memory
+Border = Sequence[Tensor]  # tensors without memory
 
 
 class PipeStage(PipelineStage):
-    """A stage that also passes on tensors without gradients, and records when it works.
+    """A pipeline stage that also passes on tensors without gradients, and records when it works.
 
-    torch's stage is only given the tensors at its borders that have a gradient, because before torch 2.13 it expects a
-    gradient for every tensor that it sends. This class sends tensors without one (token numbers, masks) after them.
+    torch's stage gets only the border tensors that have a gradient, because before torch 2.13 it expects a gradient for
+    every tensor that it sends. This class sends the tensors without a gradient (token numbers, masks) after them.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PipeStage(PipelineStage):
         plan, pipeline = strategy.plan, strategy.mesh.axis(PIPELINE)
         assert strategy.timeline is not None  # a pipeline has one
         stages, ranks = len(plan.stages), pipeline.ranks
-        # The positions of tensors that need no gradient, among the tensors received and the tensors sent.
+        # The positions of the tensors that need no gradient, among the received tensors and among the sent tensors.
         self._constants_in = [i for i, x in enumerate(received) if index > 0 and not x.requires_grad]
         self._constants_out = [i for i, x in enumerate(sent) if index < stages - 1 and not x.requires_grad]
         incoming = [_border(stage, x) if index > 0 else x for x in received]
@@ -51,7 +51,7 @@ class PipeStage(PipelineStage):
         self._neighbours = ranks[(index - 1) % len(ranks)], ranks[(index + 1) % len(ranks)]  # before and after
         self._examples = [incoming[i] for i in self._constants_in]
         self._dtypes_out = [x.dtype for x in sent] if index < stages - 1 else []
-        # Tensors without gradients, by micro-batch: those that arrive, and those to be sent.
+        # Tensors without gradients, by micro-batch: the received tensors, and the tensors to send.
         self._arriving: dict[int, list[Tensor]] = {}
         self._leaving: dict[int, list[Tensor]] = {}
         self._microbatch = 0
@@ -74,7 +74,7 @@ class PipeStage(PipelineStage):
         return operations + [dist.P2POp(dist.isend, tensor, self._neighbours[1], self.group) for tensor in tensors]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives of the gradients of what this stage has sent."""
+        """Return the receives of the gradients of the tensors that this stage has sent."""
         return self._posted(RECEIVE_GRADIENT, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def _posted(self, kind: str, microbatch: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -86,7 +86,7 @@ class PipeStage(PipelineStage):
 
     @contextmanager
     def _recorded(self, kind: str, microbatch: int, receive: str = "") -> Iterator[None]:
-        """Record when the block ran, and that a received tensor, if it needs one, has arrived."""
+        """Record when the block ran, and that the tensor it needs, if any, has been received."""
         self.strategy.computing = FORWARD if kind == FORWARD else BACKWARD, microbatch
         start = self.timeline.begin(receive, self.stage_index, microbatch)
         yield
@@ -103,7 +103,7 @@ class PipeStage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs):
-        """Call the module with all incoming tensors, and return to torch the outputs that have gradients."""
+        """Call the module with all received tensors, and return to torch the outputs that have gradients."""
         if self._constants_in:
             tensors = list(args)
             for position, tensor in zip(self._constants_in, self._arriving.pop(self._microbatch), strict=True):
@@ -121,12 +121,12 @@ class PipeStage(PipelineStage):
         return _without(outputs, self._constants_out)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False):
-        """Compute a micro-batch's backward, or its first part, and record when it ran."""
+        """Compute a micro-batch's backward, or its first part, and record when the backward ran."""
         with self._recorded(BACKWARD if full_backward else BACKWARD_INPUT, bwd_chunk_id, RECEIVE_GRADIENT):
             _unwrapped(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False):
-        """Compute gradients: "full" for all of them, or "input" and later "weight" for those of inputs and weights."""
+        """Compute gradients: "full" for all; "input" and later "weight" for those of inputs and of weights."""
         with outside_autocast(self.device.type):
             gradients, deferred = self.backward(backward_type, bwd_kwargs, last_backward)
         inputs = bwd_kwargs.get("input_values", ())
@@ -138,7 +138,7 @@ class PipeStage(PipelineStage):
 
 
 def _unwrapped(method: Callable, *args, **kwargs):
-    """Call a method of torch's stage. A layer's error is raised instead of the RuntimeError in which torch wraps it."""
+    """Call a method of torch's stage. If a layer fails, raise the layer's error, not the RuntimeError around it."""
     try:
         return method(*args, **kwargs)
     except RuntimeError as error:
@@ -149,7 +149,7 @@ def _unwrapped(method: Callable, *args, **kwargs):
 
 
 def _as_sent(x: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return the gradient of input ``x`` to send to the stage before; zeros if the loss does not depend on ``x``."""
+    """Return the gradient of input ``x`` to send to the previous stage; zeros if the loss does not depend on ``x``."""
     if gradient is not None:
         return gradient.contiguous()
     return torch.zeros_like(x) if isinstance(x, Tensor) and x.requires_grad else None
@@ -160,5 +160,5 @@ def _without(tensors: Sequence[Tensor], positions: Sequence[int]) -> tuple[Tenso
 
 
 def _border(stage: Stage, x: Tensor) -> Tensor:
-    """Return a tensor without memory as it is sent between stages."""
+    """Return a tensor without memory in the form in which it is sent between stages."""
     return stage.as_sent(x.detach()).requires_grad_(x.requires_grad)

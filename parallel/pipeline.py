@@ -1,20 +1,20 @@
 """Stages on separate ranks, under a schedule of torch.distributed.pipelining.
 
-A schedule of that package calls ``loss_fn(output, target)`` on the last rank. Here the loss is computed in the forward
-of the last stage, which gets the targets as keyword arguments and adds up the sums of loss and metrics. The output that
-the schedule sees is therefore the loss: its ``loss_fn`` returns the output unchanged, and its ``target`` is a
+A schedule of that package calls ``loss_fn(output, target)`` on the last rank. Here the last stage computes the loss in
+its forward: it gets the targets as keyword arguments and adds up the sums of loss and metrics. The output that the
+schedule sees is therefore the loss. The schedule's ``loss_fn`` returns the output unchanged, and its ``target`` is a
 placeholder that can be cut into micro-batches. The sums stay in the stage until the step's all-reduce
 (``Strategy._agree``) sends them to all ranks.
 
-The package has pitfalls that are avoided here:
+This module avoids these pitfalls of the package:
 * Without static metadata, the first step runs each stage on uninitialized memory. The shapes and dtypes at stage
-  borders are therefore given, by ``stage_borders``.
-* It averages gradients over chunks by dividing them, including those from before. ``scale_grads`` is therefore off, the
+    borders are therefore given by ``stage_borders``.
+* It averages gradients over chunks by dividing them, including earlier gradients. ``scale_grads`` is therefore off, the
   loss contains the factor, and gradients are cleared before an evaluation.
 * By default it collects the outputs of the last stage. Here the output is the loss, and nothing is collected.
 * A stage sends and receives tensors of one shape only. A set of stages and a schedule are therefore made for each shape
-  of micro-batches, at its first step. Ranks exchange no shapes, since all ranks of a pipeline read its batch. The sets
-  share the modules, and with them weights, gradients and DistributedDataParallel.
+  of micro-batches, at the first step with this shape. Ranks exchange no shapes, since all ranks of a pipeline read the
+  same batch. The sets of stages use the same modules, and so the same weights, gradients and DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Pipeline(Strategy):
 
 @torch.enable_grad()
 def stage_borders(plan: Plan, chain: Chain, sample: Batch) -> list[tuple[Tensor, ...]]:
-    """Infer the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss, without memory."""
+    """Infer, without memory, the tensors of one micro-batch that stages 0, 1, ... receive, and finally the loss."""
     traces = trace(chain, sample, plan.precision, plan.device_type)
     outputs = {name: traced.outputs for name, traced in zip(chain.names, traces, strict=True)}
     received = tuple(map(on_meta, sample.input_tensors))

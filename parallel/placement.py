@@ -1,9 +1,9 @@
-"""How a tensor is divided over the axes of the mesh, as one value for every axis.
+"""The division of a tensor over the axes of the mesh, as one value for all axes.
 
-A parameter, its gradient, its optimizer state and its copy in a checkpoint have the same ``Placement``. It says which
-part of the whole tensor a rank holds (``parallel.pieces``), along which axes other ranks hold the other parts, and how
-the parts are put together. A weight [12, 4] of queries, keys and values, divided between two ranks of tensor
-parallelism, and the rows of each divided again by FSDP2 between two replicas::
+A parameter, its gradient, its optimizer state and its copy in a checkpoint have the same ``Placement``. A placement
+states which part of the whole tensor a rank holds (``parallel.pieces``), along which axes other ranks hold the other
+parts, and how to join the parts. Example: a weight [12, 4] of queries, keys and values is divided between two ranks of
+tensor parallelism, and FSDP2 divides the rows of each part between two replicas::
 
     Placement((12, 4), (Split(TENSOR, dim=0, sizes=(2, 2), groups=3), Split(SHARDS, dim=0, sizes=(3, 3))))
 
@@ -31,8 +31,9 @@ class Split:
     Attributes:
         axis: The name of the axis.
         dim: The dimension.
-        sizes: The number of indices in each group that each rank has, by its index along the axis.
-        groups: The number of equal tensors that lie side by side in the dimension. Each is divided by itself.
+        sizes: The number of indices of each rank in each group, by the rank's index along the axis.
+        groups: The number of equal tensors that lie side by side in the dimension. Each of these tensors is divided
+            separately.
     """
 
     axis: str
@@ -42,17 +43,17 @@ class Split:
 
     @property
     def size(self) -> int:
-        """The number of indices of all ranks together."""
+        """The size of the dimension: the number of indices of all ranks together."""
         return self.groups * sum(self.sizes)
 
     def ranges(self, index: int) -> tuple[slice, ...]:
-        """Return the indices that a rank has, those of each group."""
+        """Return the indices of a rank, one range per group."""
         each, start = sum(self.sizes), sum(self.sizes[:index])
         starts = [group * each + start for group in range(self.groups)]
         return tuple(slice(start, start + self.sizes[index]) for start in starts)
 
     def part(self, whole: Tensor, index: int) -> Tensor:
-        """Return a rank's part of a whole tensor, with its own memory."""
+        """Return a copy of a rank's part of a whole tensor."""
         parts = [whole.narrow(self.dim, held.start, held.stop - held.start) for held in self.ranges(index)]
         return torch.cat(parts, self.dim)
 
@@ -72,8 +73,9 @@ class Placement:
 
     Attributes:
         shape: The shape of the whole tensor.
-        splits: The divisions in their order: each divides what a rank has after those before it. The sizes of the first
-            one are the same on all ranks, those of the next may depend on the rank's index along the axes before.
+        splits: The divisions in order. Each divides the part that the divisions before it leave to a rank. The sizes of
+            the first division are the same on all ranks. The sizes of a later one may depend on the rank's index along
+            the earlier axes.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +83,7 @@ class Placement:
 
     @classmethod
     def of(cls, part: Sequence[int], splits: Iterable[Split | None]) -> Placement:
-        """Return a tensor's placement. In dimensions without splits, the shape of a rank's ``part`` is the whole's."""
+        """Return a tensor's placement. In dimensions without splits, a rank's ``part`` has the full size."""
         shape, found = [*part], tuple(split for split in splits if split is not None)
         for split in reversed(found):
             shape[split.dim] = split.size
@@ -93,7 +95,7 @@ class Placement:
         return tuple(split.axis for split in self.splits)
 
     def ranges(self, mesh: Mesh) -> tuple[tuple[slice, ...], ...]:
-        """Return the indices of the whole tensor that this rank has, in each dimension."""
+        """Return this rank's indices in the whole tensor, in each dimension."""
         ranges: list[tuple[slice, ...]] = [(slice(0, size),) for size in self.shape]
         for split in self.splits:
             within, held = ranges[split.dim], split.ranges(mesh.axis(split.axis).index)
@@ -101,14 +103,14 @@ class Placement:
         return tuple(ranges)
 
     def whole(self, part: Tensor, mesh: Mesh) -> Tensor:
-        """Return the whole tensor, or ``part`` if that is the whole. The ranks along ``axes`` call this together."""
+        """Return the whole tensor, or ``part`` if it is whole already. The ranks along ``axes`` call this together."""
         for split in reversed(self.splits):
             part = split.gather(part, mesh.axis(split.axis))
         return part
 
 
 def _within(ranges: Sequence[slice], part: slice) -> tuple[slice, ...]:
-    """Return the indices in ``ranges`` that have the places ``part`` there."""
+    """Return the indices at the positions ``part`` of ``ranges``."""
     found, before, size = [], part.start, part.stop - part.start
     for held in ranges:
         start, stop = held.start + before, min(held.start + before + size, held.stop)

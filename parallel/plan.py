@@ -1,4 +1,4 @@
-"""The plan of a run: the decisions about its layout, as every rank gets them."""
+"""The plan of a run: all decisions about its layout, in the form that every rank gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.schedules import ideal_bubble
 class StagePlan:
     """One stage: its index, the names of its layers, and the number of its trainable parameters.
 
-    ``frozen`` is the number of its other parameters. Both include this stage's copies of tied parameters.
+    ``frozen`` is the number of its frozen parameters. Both numbers include this stage's copies of tied parameters.
     """
 
     index: int
@@ -36,19 +36,20 @@ class Plan(Layout):
 
     Attributes:
         device_type: cpu, cuda or mps.
-        precision: fp64, fp32, bf16 or fp16; auto in the plan of a run that another machine will start.
+        precision: fp64, fp32, bf16 or fp16; auto in the plan of a run that will start on another machine.
         stages: All stages, first to last.
-        parameters: The number of trainable parameters of the model, a tied one counted once.
+        parameters: The number of trainable parameters of the model. A tied parameter counts once.
         global_batch_size: Samples per step over all replicas.
-        gpus: The number of GPUs to which this command's ranks are assigned in turn; None if it starts none on GPUs.
-        frozen: The number of parameters that are not trained, a tied one counted once.
+        gpus: The number of GPUs to which this command's ranks are assigned in turn; None if the command starts no ranks
+            on GPUs.
+        frozen: The number of frozen parameters. A tied parameter counts once.
         recompute: Whether activations are recomputed in the backward.
         comm_hook: How replicas send gradients: none, bf16, fp16, hierarchical or hierarchical_bf16.
         bucket_mb: The size of the buckets in which replicas average gradients, in MiB.
         sync_batchnorm: Whether BatchNorm normalizes over the micro-batches of all replicas together.
-        facts: The names of layers by fact of ``parallel.examination``. "draws" and "passes" have the layers for which
-            the fact is true. "writes", "fills" and "random" also have those for which it is unknown. ``LOSS`` stands
-            for the loss.
+        facts: The names of layers, by fact of ``parallel.examination``. "draws" and "passes" have the layers for which
+            the fact is true. "writes", "fills" and "random" also have the layers for which the fact is unknown.
+            ``LOSS`` stands for the loss.
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model; empty if unknown.
     """
 
@@ -68,7 +69,7 @@ class Plan(Layout):
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Plan:
-        """Read a plan from the result of ``dataclasses.asdict``, also after a conversion to JSON and back."""
+        """Read a plan from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
         stages = tuple(StagePlan(**{**stage, "layers": tuple(stage["layers"])}) for stage in saved["stages"])
         axes = tuple((name, path, ranks) for name, path, ranks in saved["axes"])
         read = {key: tuple(saved[key]) for key in ("balance", "devices")}
@@ -76,7 +77,7 @@ class Plan(Layout):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether several of the ranks that this command starts have the same GPU."""
+        """Whether several of the ranks that this command starts use the same GPU."""
         return self.gpus is not None and self.processes > self.gpus
 
     @property

@@ -1,6 +1,6 @@
-"""Makes the plan of a run, and checks the rules between the keys of the section ``parallel``.
+"""Construction of the plan of a run.
 
-``make_plan`` checks the rules between the keys of the section ``parallel``, before any process starts.
+``make_plan`` checks the rules between the keys of the section ``parallel`` before any process starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel.schedules import SCHEDULES, check_schedule
 from parallel.strategies import StrategyInfo, names_where, strategy_info, suggest
 from parallel.supported import check_supported
 
-_MOST_THREADS = 1024  # of a process; with very many, OpenMP ends it by a segmentation fault
+_MOST_THREADS = 1024  # per process; with very many threads OpenMP crashes with a segmentation fault
 
 
 def make_plan(
@@ -49,15 +49,15 @@ def make_plan(
         device: auto, cpu, cuda or mps.
         precision: auto, fp64, fp32, bf16 or fp16.
         recompute: Whether activations are recomputed in the backward.
-        world_size: The number of processes if they are started already (torchrun), otherwise None.
-        nodes: The number of machines, with equally many processes each.
+        world_size: The number of processes if they already run (torchrun), otherwise None.
+        nodes: The number of machines. Each runs the same number of processes.
         hardware: The hardware of the machine that will run the plan; None for this machine.
 
     Returns:
         The plan.
 
     Raises:
-        PlanError: If the keys contradict each other, the model or the machine.
+        PlanError: If a key contradicts another key, the model or the machine.
     """
     info = strategy_info(parallel.name)
     check_numbers(parallel)
@@ -109,7 +109,7 @@ def make_plan(
 
 
 def rebalanced(plan: Plan, chain: Chain, counts: Sequence[int]) -> Plan:
-    """Return the plan with other numbers of layers in its stages."""
+    """Return a copy of the plan with other numbers of layers in its stages."""
     stages, skeleton = partition_layers(chain.names, len(plan.stages), counts, []), chain.skeleton()
     check_supported(plan, chain, skeleton, stages)
     return replace(plan, balance=tuple(counts), stages=_stages(skeleton, stages))
@@ -120,7 +120,7 @@ def _stages(skeleton: Layers, runs: Sequence[Sequence[str]]) -> tuple[StagePlan,
 
 
 def check_numbers(parallel) -> None:
-    """Raise PlanError for numbers that no strategy accepts, and for names of axes that are taken."""
+    """Raise PlanError for numbers that no strategy accepts, and for axis names that are already in use."""
     if taken := {*(parallel.axes or ())} & {*Layout.DEGREES, *Layout().sizes, *Layout().section(), "parallel"}:
         raise PlanError(f"parallel.axes.{taken.pop()} has the name of an axis of this program; choose another")
     chunks = parallel.chunks
@@ -162,16 +162,17 @@ def _check_cut(batch: int, dp: int, chunks: int) -> None:
 
 
 def _count(layers: Iterable[nn.Module]) -> tuple[int, int]:
-    """Return the numbers of trainable and of frozen parameters. Parameters that layers share are counted once."""
+    """Return the number of trainable and of frozen parameters. Parameters that layers share are counted once."""
     parameters = {p for layer in layers for p in layer.parameters()}
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     return trainable, sum(p.numel() for p in parameters) - trainable
 
 
 def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...]:
-    """Return the devices on which one process puts its stages or copies of the model; empty if ranks have one device.
+    """Return the devices on which one process puts its stages or copies of the model; empty for one device per rank.
 
-    They are ``parallel.devices`` or, if it is not set, the GPUs in turn. Stages without a GPU are all put on the CPU.
+    The devices are ``parallel.devices`` or, if it is not set, the GPUs in turn. Without GPUs, all stages are on the
+    CPU.
     """
     name, named, device_type, count = parallel.name, parallel.devices, hardware.device_type, hardware.count
     other = suggest(replicas=True, stages=info.stages)
@@ -205,9 +206,9 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
 
 
 def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[int, bool | None]:
-    """Choose the number of replicas in a group, and whether sharded parameters are gathered one layer at a time.
+    """Return the number of replicas in a group, and whether sharded parameters are gathered one layer at a time.
 
-    The latter is None if parameters are not sharded. Raises PlanError.
+    The second value is None if parameters are not sharded. Raises PlanError.
     """
     name, dp, group = parallel.name, mesh.dp, parallel.shard
     hierarchical = parallel.comm_hook in HIERARCHICAL

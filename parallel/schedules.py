@@ -1,18 +1,18 @@
-"""Pipeline schedules: their names, the chunk counts that each of them supports, and the bubble of an ideal run.
+"""Pipeline schedules: their names, the numbers of chunks that they support, and the bubble of an ideal run.
 
-p ranks, m chunks (micro-batches), v stages per rank; a backward takes two forwards' time, half of it for the gradients
-of inputs and half for those of weights:
+p ranks, m chunks (micro-batches), v stages per rank. A backward takes the time of two forwards, half of it for the
+gradients of inputs and half for the gradients of weights:
 
     gpipe                    all forwards, then all backwards                      bubble (p-1) / (m + p-1)
     1f1b                     each backward as soon as it is possible               the same, in less memory
     interleaved_1f1b         1f1b with several stages per rank, every p-th one     bubble (p-1) / (v m + p-1)
     looped_bfs               gpipe with several stages per rank                    bubble (p-1) / (v m + p-1)
-    interleaved_zero_bubble  interleaved_1f1b whose weight gradients fill gaps     bubble (p-1) / (3 v m + p-1)
+    interleaved_zero_bubble  interleaved_1f1b; weight gradients fill its gaps      bubble (p-1) / (3 v m + p-1)
     planned                  the shortest simulated makespan, from measured times  the same
 
-Three ranks (p), four micro-batches (m), drawn as if a backward took as long as a forward; F2 is the forward of the
-micro-batch with index 2, B2 its backward. Rank 0 holds the activations of four micro-batches under gpipe and of three
-(p) under 1f1b; rank 2 holds those of four and of one:
+Three ranks (p) and four micro-batches (m), drawn as if a backward took as long as a forward. F2 is the forward of the
+micro-batch with index 2, and B2 is its backward. Rank 0 holds the activations of four micro-batches under gpipe and of
+three (p) under 1f1b. Rank 2 holds the activations of four micro-batches under gpipe and of one under 1f1b:
 
     gpipe    rank 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3         1f1b     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
              rank 1   .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .                   rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -39,7 +39,7 @@ class Schedule:
         class_name: The module and name of the class that runs it.
         stage_class: The module and name of the class of its stages.
         looped: Whether a rank runs several stages.
-        rounds: Whether chunks are run in rounds of as many as there are ranks.
+        rounds: Whether chunks are run in rounds; a round has as many chunks as there are ranks.
         splits_backward: Whether gradients of inputs and of weights are computed at different times.
     """
 
@@ -66,12 +66,12 @@ SCHEDULES = {
 
 
 def borders(stages: int) -> list[int]:
-    """Return the number of neighbours of each stage: one for the first and the last stage, two for the others."""
+    """Return the number of neighbors of each stage: one for the first and the last stage, two for all other stages."""
     return [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
 
 
 def has_equal_rounds(schedule: str, ranks: int, chunks: int) -> bool:
-    """Return whether a schedule can run so many micro-batches: in chunks // ranks equal rounds, or without rounds."""
+    """Return whether a schedule supports this number of chunks: without rounds, or in chunks // ranks equal ones."""
     return not SCHEDULES[schedule].rounds or chunks % max(1, chunks // ranks) == 0
 
 
@@ -103,7 +103,7 @@ def ideal_bubble(schedule: str, ranks: int, chunks: int, per_rank: int) -> float
 
 
 def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) -> int:
-    """Compute how many micro-batches' activations a stage holds at most, on average over the rank's stages."""
+    """Compute how many micro-batches' activations a stage holds at most, averaged over the rank's stages."""
     if schedule in ("gpipe", "looped_bfs"):
         return chunks
     if schedule == "1f1b":
@@ -111,17 +111,17 @@ def in_flight(schedule: str, ranks: int, chunks: int, per_rank: int, rank: int) 
     if schedule == "planned":
         return -(-max_in_flight(ranks, chunks, per_rank, rank, spare=ranks) // per_rank)
     held = -(-_warm_up(ranks, per_rank, rank) // per_rank) + 1
-    # Activations are also held until their weights' gradients are computed: at most one round of them.
+    # Activations are also held until the gradients of the weights are computed: for at most one round of micro-batches.
     if schedule == "interleaved_zero_bubble":
         held += ranks
     return min(chunks, held)
 
 
 def max_in_flight(ranks: int, chunks: int, per_rank: int, rank: int, spare: int) -> int:
-    """Return how many activations a planned order lets a rank hold: ``spare`` more than interleaved 1F1B holds."""
+    """Return the number of activations that a planned order lets a rank hold: ``spare`` more than interleaved 1F1B."""
     return min(chunks * per_rank, _warm_up(ranks, per_rank, rank) + spare)
 
 
 def _warm_up(ranks: int, per_rank: int, rank: int) -> int:
-    """Return the number of forwards of interleaved 1F1B on ``rank`` before its first backward."""
+    """Return the number of forwards on ``rank`` before its first backward, in interleaved 1F1B."""
     return (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1

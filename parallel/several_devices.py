@@ -15,7 +15,7 @@ from parallel.strategy import LocalStrategy
 
 
 class ModelParallel(LocalStrategy):
-    """Several stages, each on its device, that compute one after the other: ``model_parallel``."""
+    """Several stages, one per device, that compute one after the other: ``model_parallel``."""
 
     def wrap(self) -> nn.Module:
         """Chain the stages."""
@@ -25,7 +25,8 @@ class ModelParallel(LocalStrategy):
 class _OnSeveralDevices(nn.Module):
     """Stages in order. Tensors are moved to each stage's device.
 
-    The devices must be of one type, because a copy from a GPU to the CPU that nothing waits for is read before it ends.
+    The devices must be of one type, because a copy from a GPU to the CPU is read before it ends if nothing waits for
+    it.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -37,7 +38,8 @@ class _OnSeveralDevices(nn.Module):
         for stage in self._stages:
             if stage.ends_chain:
                 targets = targets.to(stage.device, non_blocking=True)
-            # A copy on the same device, too: the stage may change it in place, unseen by the one before.
+            # Copy on the same device, too: the stage may change the tensor in place, and the previous stage would not
+            # notice.
             tensors = tuple(tensor.to(stage.device, non_blocking=True, copy=True) for tensor in as_tuple(output))
             output = stage(*tensors, samples=samples, targets=targets, weights=weights)
         return output
@@ -46,7 +48,8 @@ class _OnSeveralDevices(nn.Module):
 class DataParallel(LocalStrategy):
     """torch's ``nn.DataParallel``, as a baseline for ``ddp``: ``data_parallel``.
 
-    Every forward copies the model to all devices. Each takes a part of the micro-batch, with separate BatchNorm.
+    Every forward copies the model to all devices. Each device computes a part of the micro-batch, with separate
+    BatchNorm.
     """
 
     def wrap(self) -> nn.Module:
@@ -67,7 +70,7 @@ class _OnCopies(nn.DataParallel):
 
 
 class _Copy(nn.Module):
-    """The module that runs on each device, in a separate thread, which does not inherit autocast."""
+    """The module that runs on each device, in a separate thread. A thread does not inherit autocast."""
 
     def __init__(self, stage: Stage, devices: Sequence[int], precision: str) -> None:
         super().__init__()

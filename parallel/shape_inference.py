@@ -1,7 +1,7 @@
-"""The shapes and dtypes of what layers pass on, inferred by running the chain on fake tensors.
+"""The shapes and dtypes of the layers' outputs, inferred by running the chain on fake tensors.
 
-Fake tensors have no memory but carry a device, so autocast acts on them as it will in the run. Plain meta tensors are
-not cast, and a stage border declared float32 corrupts data silently if the run sends bfloat16.
+Fake tensors have no memory but have a device, so autocast treats them as in the run. Autocast does not cast plain meta
+tensors, and a stage border declared float32 corrupts data silently if the run sends bfloat16.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from parallel.watching import Watch
 
 
 class LayerTrace(NamedTuple):
-    """The tensors that a layer returns, for the last layer the loss, and the modes under which it was computed.
+    """The outputs of a layer, or the loss for the last layer, and the modes under which the layer was computed.
 
-    The tensors are on the meta device, and require a gradient if one comes back. There are two modes, one for each of
-    two micro-batches; none if torch does not let them watch the layer.
+    The tensors are on the meta device, and require a gradient if the run sends a gradient back to them. There are two
+    modes, one for each of two micro-batches. There are none if torch does not let the modes watch the layer.
     """
 
     outputs: tuple[Tensor, ...]
@@ -42,20 +42,20 @@ def trace(
     device_type: str,
     watch: Callable[[dict[int, Tensor]], Watch] | None = None,
 ) -> list[LayerTrace]:
-    """Run one micro-batch through the chain on fake tensors; return one trace per layer.
+    """Run one micro-batch through the chain on fake tensors, and return one trace per layer.
 
     A layer that fake tensors cannot compute is run on the CPU, with weights and made-up inputs.
 
     Args:
         chain: The model.
         sample: One micro-batch.
-        precision: The run's.
-        device_type: The run's, which decides what autocast casts.
-        watch: Makes a mode of torch, in which a layer computes, out of the storages of its parameters by address. None
-            for shapes only.
+        precision: The precision of the run.
+        device_type: The device type of the run, which decides what autocast casts.
+        watch: A function that makes a torch mode, in which a layer computes, from the storages of the layer's
+            parameters by address. None to infer shapes only.
 
     Raises:
-        PlanError: If a layer reads numbers out of its tensors.
+        PlanError: If a layer reads the numbers in its tensors.
         TypeError: If a layer returns neither a tensor nor a flat tuple of tensors.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -88,7 +88,7 @@ def trace(
     def run(
         layer: LayerSpec, blank: nn.Module, tensors: tuple[Tensor, ...], real: bool, watching: Callable | None
     ) -> tuple[tuple[Tensor, ...], Sequence[Watch]]:
-        """Compute a layer for one micro-batch, or for two if it is watched. The second one finds the weights cast."""
+        """Compute a layer for one micro-batch, or for two if it is watched. The second finds the weights cast."""
         if real:
             module, targets = chain.build([layer.name], 0, CPU, dtype)[layer.name], batch.targets
             tensors = batch.input_tensors if tensors is inputs else made_up(tensors)
@@ -115,5 +115,5 @@ def trace(
 
 
 def on_meta(x: Tensor) -> Tensor:
-    """Return a tensor without memory or history, that requires a gradient if ``x`` does."""
+    """Return a tensor without memory or history. It requires a gradient if ``x`` does."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

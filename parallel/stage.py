@@ -1,4 +1,4 @@
-"""A stage: the layers that one rank runs as one piece, from incoming tensors to outgoing ones or to the loss."""
+"""A stage: consecutive layers that one rank runs together, from the input tensors to the output tensors or the loss."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ T = TypeVar("T")
 
 
 class Stage(nn.Module):
-    """Some consecutive layers of a chain with their weights. Parameters keep the whole model's names.
+    """Some consecutive layers of a chain with their weights. Parameters have the same names as in the whole model.
 
     A strategy calls ``begin`` before each step's micro-batches and ``end`` after them.
 
     Attributes:
         layers: The layers, by their names.
-        begins_chain, ends_chain: Whether the first or the last layer of the chain is among them.
+        begins_chain, ends_chain: Whether the stage contains the first or the last layer of the chain.
         sums: [loss, count, *metrics] float64 of each micro-batch since the last ``take_sums``, at the chain's end.
         layer_hook: A function that all stages of this process call in place of each layer and of the loss, or None.
             ``layer_hook(stage, name, where, layer, *tensors)`` returns the result of ``layer(*tensors)``; ``where`` is
-            that of ``compute_layer``.
+            the argument of ``compute_layer``.
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model. If they are unknown, a
-            stage that is the whole chain leaves samples without weight out of its inputs.
+            stage that is the whole chain removes samples without weight from its inputs.
     """
 
     layer_hook: ClassVar[Callable | None] = None
@@ -59,10 +59,10 @@ class Stage(nn.Module):
     ) -> None:
         """Build the layers ``names`` with their initial weights.
 
-        Floating-point tensors that a layer passes to the next are converted to ``between_layers`` if it is given. With
-        ``recompute`` a layer's activations are recomputed in the backward instead of kept. The layers of
-        ``facts["writes"]`` change their inputs in place, and may get copies of them; ``facts["fills"]`` are recomputed
-        to their end. Each of ``axes`` reduces the layers to this rank's part.
+        Floating-point tensors that a layer passes to the next layer are converted to ``between_layers`` if it is given.
+        With ``recompute`` a layer's activations are recomputed in the backward instead of kept. The layers of
+        ``facts["writes"]`` change their inputs in place, and may get copies of the inputs. The layers of
+        ``facts["fills"]`` are recomputed to their end. Each of ``axes`` reduces the layers to this rank's part.
         """
         super().__init__()
         self.chain, self.device, self.seed, self.recompute = chain, device, seed, recompute
@@ -79,7 +79,7 @@ class Stage(nn.Module):
                 axis.prepare(name, layer, tied_in_stage)
 
         self.layers = chain.build(names, seed, device, dtype, built)
-        # The shards of a parameter are contiguous; those of tied ones are made later.
+        # The shards of a parameter are contiguous; the shards of tied parameters are made later.
         if chain.channels_last and not any(isinstance(axis, Shards) for axis in axes):
             # A convolution's output has the memory format of its weight.
             self.layers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # no overload has it
@@ -93,12 +93,12 @@ class Stage(nn.Module):
         self.loss_scale = 1.0
         self.sums: list[Tensor] = []
         self._compiled_whole = False
-        self._modes: list[tuple[nn.Module, bool]] = []  # before an evaluation, which ends with them
+        self._modes: list[tuple[nn.Module, bool]] = []  # the modes before an evaluation, restored at its end
 
     def begin(self, training: bool, step: int = 0, loss_scale: float = 1.0) -> None:
-        """Start step number ``step``, from 1, on which dropout depends. No weight changes until ``end``.
+        """Start step number ``step``, counted from 1. Dropout depends on this number. No weight changes until ``end``.
 
-        In training, modules that were built or put in eval mode stay so.
+        In training, modules that were built or put in eval mode stay in eval mode.
         """
         if not training:
             self._modes = [(module, module.training) for module in self.modules()]
@@ -131,12 +131,12 @@ class Stage(nn.Module):
         """Compute one micro-batch. Samples of weight 0, which fill up the last batch of an evaluation, do not count.
 
         Args:
-            *tensors: [b, ...] each: the batch's inputs, or the output of the stage before.
+            *tensors: [b, ...] each: the batch's inputs, or the output of the previous stage.
             samples: The index of the micro-batch's first sample in the global batch, and the number of its samples.
-                Random numbers depend on them. A schedule of torch cuts them out of a tensor and gives [1, 2] int64 on
-                the CPU.
-            targets: [b, ...], used by the stage that ends the chain and ignored by the others.
-            weights: [b], likewise: 1, or 0 for the last ones. They are best on the CPU, where they are counted.
+                Random numbers depend on them. A torch schedule cuts them out of a tensor and gives [1, 2] int64 on the
+                CPU.
+            targets: [b, ...], used by the stage that ends the chain and ignored by the other stages.
+            weights: [b], used like ``targets``: 1, or 0 for the last samples. Best on the CPU, where they are counted.
 
         Returns:
             The next stage's input. The stage that ends the chain returns the scalar to differentiate, which is the
@@ -155,7 +155,7 @@ class Stage(nn.Module):
                 if not self.sample_dims and self.begins_chain:
                     tensors, weights, count = tuple(x[:counted] for x in tensors), weights[:counted], counted
                     replicas.filled = None
-        # If nothing is random, the samples are left out, so that the stage is compiled once for all micro-batches.
+        # If nothing is random, ``where`` is None, so that the stage is compiled once for all micro-batches.
         where = None if self._compiled_whole else (first, count)
         kept = nullcontext() if self.training else fork_rng([self.device] * (self.device.type == "cuda"))
         with kept:  # what an evaluation draws changes nothing after it
@@ -208,24 +208,24 @@ class Stage(nn.Module):
         return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)
 
     def _copied(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return a layer's inputs for it to change in place: copies of the inputs that must stay as they are.
+        """Return a layer's inputs in a form that the layer may change in place: inputs that must not change are copied.
 
-        A recomputation starts from them. The inputs of a sharded layer, and some outputs, are views with hooks, which
-        torch does not let a layer change, or which would lose the hooks.
+        A recomputation starts from the inputs. The inputs of a sharded layer, and some outputs, are views with hooks.
+        torch does not let a layer change these views, or the change would lose the hooks.
         """
         if not torch.is_grad_enabled():
             return tensors
         return tuple(t if t is None or not (self.recompute or t._is_view()) else t.clone() for t in tensors)
 
     def as_sent(self, x: Tensor) -> Tensor:
-        """Return ``x`` as it is sent to the next stage, which is contiguous.
+        """Return ``x`` in the form in which it is sent to the next stage, which is contiguous.
 
-        Images in channels_last, [b, c, h, w], are sent as [b, h, w, c], which is their order in memory, so that neither
-        they nor their gradients are copied into another order on either side.
+        Images in channels_last, [b, c, h, w], are sent as [b, h, w, c], which is their order in memory. So neither the
+        images nor their gradients are copied into another order on either side.
         """
         x = (x.permute(0, 2, 3, 1) if self._is_image(x) else x).contiguous()
-        # If the backward is split, torch detaches the tensors that were sent, in place. A view cannot be detached. A
-        # parameter that a layer passes on must not be, and has no node from which a split backward could start.
+        # If the backward is split, torch detaches the sent tensors in place. A view cannot be detached. A parameter
+        # that a layer passes on must not be detached, and has no node from which a split backward could start.
         return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() or isinstance(x, nn.Parameter) else x
 
     def _as_output(self, output: Tensors) -> Tensors:
@@ -234,9 +234,9 @@ class Stage(nn.Module):
 
     def _as_received(self, x: Tensor) -> Tensor:
         # A layer never gets ``x`` itself. Autocast treats a leaf that has a gradient as a weight, and would keep the
-        # cast of ``x`` until the end of the step. torch would detach an ``x`` that is passed on unchanged. And a first
-        # layer that works in place (``ReLU(inplace=True)``) can change neither a leaf nor a view of a leaf. The inputs
-        # of micro-batches are views of one batch: to autograd, a change of one would be a change of all.
+        # cast of ``x`` until the end of the step. torch would detach ``x`` if it is passed on unchanged. A first layer
+        # that works in place (``ReLU(inplace=True)``) can change neither a leaf nor a view of a leaf. The inputs of
+        # micro-batches are views of one batch: autograd would treat a change of one micro-batch as a change of all.
         x = torch.ops.aten._unsafe_view(x, x.shape)
         return x if self.begins_chain or not self._is_image(x) else x.permute(0, 3, 1, 2)
 
@@ -255,18 +255,19 @@ class Stage(nn.Module):
     def compute_layer(
         self, name: str, layer: Callable[..., T], where: tuple[int, int] | None, given: Tensors, *more: Tensor | None
     ) -> T:
-        """Compute a layer, or the loss, with its random numbers. ``where`` is the first sample and their count.
+        """Compute a layer, or the loss, with its random numbers. ``where`` is the first sample and the count.
 
-        An error gets the layer's name and type in its attribute ``RAISED_IN``.
+        An error raised here gets the layer's name and type in its attribute ``RAISED_IN``.
         """
         call = layer if Stage.layer_hook is None else partial(Stage.layer_hook, self, name, where, layer)
         try:
             if where is None:
                 return call(given, *more)
             first, count = where  # step 0 is an evaluation
-            # Random numbers that the layer draws by itself depend on the micro-batch, its dropout on the sample.
+            # Random numbers that the layer draws by itself depend on the micro-batch; the layer's dropout depends on
+            # the sample.
             seed = derive_seed(self.seed, self.step, first, name)
-            # The generator is that of the inputs' device: ``data_parallel`` runs copies of the stage on other devices.
+            # The generator of the inputs' device is used: ``data_parallel`` runs copies of the stage on other devices.
             seed_generators((given[0] if isinstance(given, tuple) else given).device, seed)
             with computing(Samples(count, first, self.seed, self.step), seed):
                 return call(given, *more)
@@ -276,14 +277,15 @@ class Stage(nn.Module):
             raise
 
     def compile(self, random: bool) -> None:
-        """Compile layers and loss in place, so that names stay.
+        """Compile layers and loss in place, so that names do not change.
 
         Seeding, which comes before a layer draws random numbers, cannot be compiled. With ``random`` each layer is
-        therefore compiled by itself; otherwise all layers are compiled together.
+        therefore compiled separately; otherwise all layers are compiled together.
         """
         self._compiled_whole = not random and not self.recompute
         layers = self.layers.items()
-        # All layers share one piece of code, of which torch compiles 8 versions and then runs the rest uncompiled.
+        # All layers have the same code object. torch compiles 8 versions of it and then runs all other layers
+        # uncompiled.
         # ResNet-50 has eight kinds of layers, each in training and in evaluation.
         import torch._dynamo.config as config
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -292,8 +294,8 @@ class Stage(nn.Module):
         if self._compiled_whole:
             self._compute = torch.compile(self._compute)
             return
-        # Dropout breaks a layer's graph. In a part that has a checkpoint itself, torch would then compile the forward
-        # but not the recomputation, so all of it runs uncompiled (private; torch 2.13).
+        # Dropout breaks a layer's graph. In a module that itself uses a checkpoint, torch would then compile the
+        # forward but not the recomputation, so the whole module runs uncompiled (private; torch 2.13).
         skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         set_code_exec_strategy(unwrap(checkpoint).__code__, skipped)
         for _, layer in layers:

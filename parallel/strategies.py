@@ -1,12 +1,12 @@
-"""The registry of strategies and of their properties, for the plan, the planner, verification and the tests.
+"""The registry of strategies and their properties, for the plan, the planner, verification and the tests.
 
 A new strategy is an entry in ``STRATEGIES``, ``conf/parallel/NAME.yaml``, and, if no existing class runs it, a subclass
-of ``parallel.strategy.Strategy``. A strategy of the user has ``parallel.strategy`` in place of the entry. A new order
-of the work in a pipeline is no strategy but a schedule (``parallel.schedules``). Two rules hold for each strategy:
+of ``parallel.strategy.Strategy``. A user's own strategy has ``parallel.strategy`` in place of the entry. A new order of
+the work in a pipeline is not a strategy but a schedule (``parallel.schedules``). Each strategy obeys two rules:
 
-* After each step it has the weights that ``single`` has. Checkpoints, ``mode=verify`` and ``parallel=auto`` rely on it.
-  ``parallel=auto`` may choose any strategy of the registry, at the costs of its entry's properties (planner/).
-* A class says how a batch passes through the stages. How ranks share parameters and optimizer state is decided
+* After each step the weights are the weights of ``single``. Checkpoints, ``mode=verify`` and ``parallel=auto`` rely on
+  it. ``parallel=auto`` may choose any strategy of the registry, at the costs of its entry's properties (planner/).
+* A class defines how a batch passes through the stages. How parameters and optimizer state are sharded is decided
   elsewhere: in ``parallel.axes.shards`` and ``training.optimizer``.
 
 To add a configuration key, add it to ``conf.schema.Parallel``, and to ``parallel.layout.Layout`` or
@@ -25,16 +25,16 @@ class StrategyInfo:
     """The properties of a strategy.
 
     Attributes:
-        class_path: Module and name of its class, which is imported when it is used.
+        class_path: The module and name of the class, which is imported on first use.
         replicas: Whether there may be several replicas (``parallel.dp``), each with an equal part of the batch.
         stages: Whether the model may be cut into several stages (``parallel.pp``).
         stage_per_rank: Whether stages run on separate ranks, under a schedule.
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
-            or, without stages, a copy of the model on each.
+            or, without stages, one copy of the model per device.
         gpu_only: Whether the devices must be GPUs.
         tensor: Whether ranks can split each layer (tensor parallelism).
-        shards: Which replicas share parameters, gradients and optimizer state if ``parallel.shard`` is not set: "all",
-            or those of one "node". Empty if each replica has its own.
+        shards: The replicas that shard parameters, gradients and optimizer state if ``parallel.shard`` is not set:
+            "all", or the replicas of one "node". Empty if each replica has a whole copy.
     """
 
     class_path: str
@@ -72,7 +72,7 @@ STRATEGIES = {
 }
 
 
-OWN: dict[str, StrategyInfo] = {}  # of the user, by parallel.strategy
+OWN: dict[str, StrategyInfo] = {}  # the user's strategies, by parallel.strategy
 
 
 def strategy_info(name: str) -> StrategyInfo:

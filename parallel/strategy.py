@@ -1,9 +1,9 @@
 """The base class of all strategies: a rank's part of the model, and a step that all ranks take together.
 
 Subclasses define how a batch passes through the stages: ``LocalStrategy`` through one stage, ``parallel.pipeline``
-through those of several ranks, ``parallel.several_devices`` through those of several devices in one process. The rest
-is the same in all of them and done by ``Strategy``: scaling the loss, summing the gradients of tied parameters,
-agreeing on the step's numbers, clipping.
+through the stages of several ranks, ``parallel.several_devices`` through the stages of several devices in one process.
+``Strategy`` does everything else: it scales the loss, sums the gradients of tied parameters, agrees on the step's
+numbers among ranks, and clips.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from parallel.timeline import BACKWARD, FORWARD, Timeline
 
 @dataclass(frozen=True)
 class Options:
-    """How stages are run in any layout.
+    """Options for running stages in any layout.
 
     Attributes:
-        seed: The run's seed, for weights and dropout.
+        seed: The run's seed, for initial weights and dropout.
         timeout_s: The longest time that a rank waits for another, in seconds.
         compile: Whether layers are compiled.
     """
@@ -56,10 +56,10 @@ class Options:
 class StepResult:
     """The numbers of a training step, the same on every rank.
 
-    ``loss`` and ``metrics`` are means over the ``terms`` of the global batch, which for a language model are its tokens
-    without padding. They are NaN if there are no terms. ``grad_norm`` is the norm of the whole model's gradients before
-    clipping, with tied parameters counted once. ``stop`` is whether a rank asked to stop, ``spike`` whether the loss is
-    above the given limit.
+    ``loss`` and ``metrics`` are means over the ``terms`` of the global batch, and NaN if there are no terms. The terms
+    of a language model are its tokens without padding. ``grad_norm`` is the norm of the whole model's gradients before
+    clipping, with tied parameters counted once. ``stop`` is whether a rank asked to stop. ``spike`` is whether the loss
+    is above the given limit.
     """
 
     loss: float
@@ -82,10 +82,11 @@ class StepResult:
 
 @dataclass
 class LossScale:
-    """Loss scaling for float16: doubled after ``interval`` good steps, halved at a bad one.
+    """Loss scaling for float16. The scale is doubled after ``interval`` good steps and halved at a bad step.
 
     torch's GradScaler looks for infinities in one optimizer at a time. With stages on different ranks, all ranks must
-    decide alike, so the decision is based on the numbers on which they have agreed. The constants are GradScaler's.
+    make the same decision, so it is based on the numbers on which the ranks have agreed. The constants are
+    GradScaler's.
     """
 
     enabled: bool
@@ -114,7 +115,7 @@ class LossScale:
             self._after_counted = self.scale, self.good_steps
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale after the last counted step, since a resumed run repeats the steps skipped after it."""
+        """Return the scale after the last counted step. A resumed run repeats the steps that were skipped after it."""
         scale, good_steps = self._after_counted
         return {"scale": scale, "good_steps": good_steps}
 
@@ -124,19 +125,19 @@ class LossScale:
 
 
 class Strategy(ABC):
-    """A rank's part in training a chain according to a plan. Every rank of the mesh constructs one.
+    """A rank's part in training a chain according to a plan. Every rank of the mesh constructs one strategy.
 
     Attributes:
         chain: The whole model.
         stages: The stages that this rank runs, in order.
-        indices: Their indices among all stages.
+        indices: The indices of ``stages`` among all stages.
         device: The device of the batches and of the first stage.
         devices: All devices on which this rank computes, each once.
         timeline: When this rank worked in the newest steps of a pipeline; None without a pipeline.
         loss_scale: The loss scaling, which is enabled for float16.
-        axes: The axes along which there are other ranks, in the order of ``AXES``.
-        modules: What is called in place of each of ``stages``, as the axes have wrapped it.
-        computing: The pass that this rank computes now, FORWARD or BACKWARD, and the index of its replica's
+        axes: The axes along which there are several ranks, in the order of ``AXES``.
+        modules: The modules that are called in place of ``stages``, after the axes have wrapped them.
+        computing: The pass that this rank computes now (FORWARD or BACKWARD) and the index of its replica's
             micro-batch, for error messages. None between passes.
     """
 
@@ -159,14 +160,14 @@ class Strategy(ABC):
         self.computing: tuple[str, int] | None = None
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
-        self._first = 0  # the index of the global batch's first sample, in an evaluation that of the split
+        self._first = 0  # the index of the first sample: in the global batch, or in the split in an evaluation
         self._counts_samples = mesh.owns(REPLICAS)  # samples are divided along these axes
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         each = max(1, sample.targets.numel()) / len(sample) if sample is not None else 1.0
         self._usual_terms = self._terms = plan.global_batch_size // plan.dp * each
         self.axes = [axis(name, plan, chain, mesh) for name, axis in axes_of(plan)]
-        # One context spans a whole step, so that weights are cast once and not once per micro-batch. The gradient of a
-        # kept cast comes last, after the sharded gradients of its layer may have been reduced.
+        # One context spans a whole step, so that weights are cast once per step and not once per micro-batch. The
+        # gradient of a kept cast is computed last, perhaps after FSDP has reduced the sharded gradients of its layer.
         keep_casts = plan.shards == 1 or plan.pipelined
         self._autocast = autocast(plan.precision, self.device.type, keep_casts)
         planned = plan.stages_of(mesh.position)
@@ -198,7 +199,7 @@ class Strategy(ABC):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Batch, step: int, stop: bool = False, loss_limit: float = math.inf) -> StepResult:
-        """Compute forward and backward of this replica's batch in ``plan.chunks`` micro-batches.
+        """Compute forward and backward of this replica's batch, in ``plan.chunks`` micro-batches.
 
         On return, gradients are averaged over replicas, summed over tied parameters, and unscaled. If the result is not
         ``usable``, BatchNorm's running statistics do not change.
@@ -206,15 +207,15 @@ class Strategy(ABC):
         Args:
             batch: This replica's equal part of the global batch, on any device.
             step: The number of the step, from 1. Dropout depends on it.
-            stop: Whether this rank asks to end the run. The result has whether any rank does.
+            stop: Whether this rank asks to end the run. The result tells whether any rank asks.
             loss_limit: The limit above which the loss is a spike, the same on every rank.
 
         Returns:
-            Numbers over the global batch.
+            The numbers over the global batch.
         """
         self.gradients.clear()
         self.statistics.begin()
-        # The gradient of the global mean loss, over count targets that are not padding, is put together in this order:
+        # The gradient of the global mean loss, over ``count`` targets that are not padding, is computed in this order:
         #     sum over a replica's targets  x  loss scale / (averaged x terms)   here, as the loss's factor
         #     mean over the dp replicas                                          by DistributedDataParallel or FSDP2
         #     x  averaged / loss scale  x  (dp x terms) / count                  in _agree, when count is known
@@ -232,7 +233,7 @@ class Strategy(ABC):
     def eval_step(self, batch: Batch, number: int = 1) -> Tensor:
         """Evaluate this replica's batch, without gradients.
 
-        ``number`` is that of the global batch in the split, from 1, on which random numbers depend.
+        ``number`` is the number of the global batch in the split, from 1. Random numbers depend on it.
 
         Returns [loss sum, count, metric sums...] in ``sum_dtype``; zeros if this rank does not compute the loss. Add up
         the vectors of all batches and pass the sum to ``all_sum``.
@@ -252,11 +253,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch) -> None:
-        """Pass the micro-batches of a step of evaluation forward through the stages, as ``forward_backward`` does."""
+        """Pass the micro-batches of an evaluation step forward through the stages. See ``forward_backward``."""
 
     @contextmanager
     def _step(self, step: int | None = None, loss_scale: float = 1.0) -> Iterator[None]:
-        """Prepare the stages for a step, and end it after the block. A step without a number is an evaluation."""
+        """Prepare the stages for a step, and end the step after the block. ``step`` is None in an evaluation."""
         training = step is not None
         for stage in self.stages:
             stage.begin(training, step or 0, loss_scale)
@@ -275,7 +276,7 @@ class Strategy(ABC):
                 axis.end_step(self.modules, training)
 
     def _add_location(self, error: Exception, step: int | None) -> None:
-        """Add a note to an error that tells where in the step it was raised."""
+        """Add a note to an error that tells at which point of the step it was raised."""
         words = [f"step {step}" if step else "evaluation"]
         if self.computing is not None:
             direction, index = self.computing
@@ -299,7 +300,8 @@ class Strategy(ABC):
     def _agree(self, targets: int, stop: bool, loss_limit: float) -> StepResult:
         """Agree on the step's numbers by one small all-reduce: loss, count, metrics, squared norm and the stop flag.
 
-        A number that is not finite on one rank makes the sum not finite on all ranks, so all of them decide alike.
+        A number that is not finite on one rank makes the sum not finite on all ranks, so all ranks make the same
+        decision.
         """
         loss, count, *metrics = self.take_sums()
         if not self._counts_samples or not any(stage.ends_chain for stage in self.stages):
@@ -320,21 +322,21 @@ class Strategy(ABC):
         return StepResult(mean, norm, stops > 0, count, spike=mean > loss_limit, metrics=named)
 
     def all_sum(self, vector: Tensor) -> list[float]:
-        """Add up a vector over all ranks, which call this together. The result is the same on every rank."""
+        """Add up a vector over all ranks. All ranks call this together and get the same result."""
         if not self._alone:
             dist.all_reduce(vector)
         return vector.tolist()
 
     def sum_of(self, *numbers: float) -> list[float]:
-        """Add up each of a few numbers over all ranks, which call this together."""
+        """Add up each of several numbers over all ranks. All ranks call this together."""
         vector = torch.tensor(numbers, dtype=sum_dtype(self.device))
         return self.all_sum(vector if self._alone else vector.to(self.device))
 
     def norm(self, of: Callable[[nn.Parameter], Tensor | None]) -> float:
         """Compute a norm over the whole model, over all stages and shards, with tied parameters counted once.
 
-        All ranks call this together and get the same number. ``of`` returns a tensor for each parameter that is divided
-        among ranks as the parameter is (itself, its gradient, a state of the optimizer), or None.
+        All ranks call this together and get the same number. ``of`` returns, for each parameter, a tensor that is
+        divided among ranks like the parameter (the parameter, its gradient, or an optimizer state), or None.
         """
         return math.sqrt(self.all_sum(self.gradients.squared_norm(of)[None])[0])
 
@@ -351,7 +353,7 @@ class Strategy(ABC):
         self.gradients.clamp(limit)
 
     def close(self) -> None:
-        """Drop the references to process groups, before the groups are destroyed."""
+        """Drop the references to process groups. Called before the groups are destroyed."""
         self.stages.clear()
         self.modules.clear()
         self.axes.clear()
@@ -359,21 +361,24 @@ class Strategy(ABC):
     # -- this rank's part of the model, under the names of the whole model -------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over every parameter that this rank updates, copies of tied ones included."""
+        """Iterate over every parameter that this rank updates, including copies of tied parameters."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """List (global name, parameter) of what this rank updates. A copy of a tied one has its canonical name."""
+        """List (global name, parameter) of what this rank updates.
+
+        A copy of a tied parameter has its canonical name.
+        """
         return [named for stage in self.stages for named in self._named_parameters(stage)]
 
     def _named_parameters(self, stage: Stage) -> list[tuple[str, nn.Parameter]]:
         return [(self.chain.canonical(name), parameter) for name, parameter in stage.layers.named_parameters()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of this rank's stages under global names, sharded ones as this rank's box.
+        """Return parameters and buffers of this rank's stages under global names; of a sharded tensor, its box.
 
-        A tied parameter is only included under its canonical name, so that the ranks of one replica together return
-        each tensor of the model once.
+        A tied parameter is included only under its canonical name, so the ranks of one replica together return each
+        tensor of the model once.
         """
         return {
             name: tensor
@@ -387,11 +392,11 @@ class Strategy(ABC):
 
         Args:
             state: Any part of the model that includes this rank's, under global names.
-            wanted: Returns for the global name of a tensor whether to copy it. The other tensors stay as they are.
+            wanted: Returns whether to copy the tensor with this global name. The other tensors do not change.
 
         Raises:
-            KeyError: If a tensor is missing; with its name.
-            ValueError: If a tensor has another shape or holds another kind of number. The message names it.
+            KeyError: If a tensor is missing; the argument is its name.
+            ValueError: If a tensor has another shape or holds another kind of number. The message names the tensor.
         """
         for stage in self.stages:
             for name, tensor in stage.layers.state_dict().items():
@@ -400,18 +405,18 @@ class Strategy(ABC):
                     fill(self.piece(canonical, tensor), state[canonical], canonical)
 
     def placement(self, name: str, tensor: Tensor) -> Placement:
-        """Return how a parameter or buffer, or a parameter's gradient, is divided over the mesh.
+        """Return the division of a parameter, its gradient, or a buffer over the mesh.
 
-        ``name`` is its canonical name, or the parameter's.
+        ``name`` is the canonical name of the parameter or buffer.
         """
         return Placement.of(tensor.shape, [axis.split(name, tensor) for axis in reversed(self.axes)])
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
-        """Return this rank's part of such a tensor."""
+        """Return this rank's piece of a tensor. See ``placement`` for the arguments."""
         return piece_of(tensor, self.placement(name, tensor), self.mesh)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole of such a tensor. The ranks that have parts of it call this together.
+        """Return the whole of a tensor (see ``placement``). All ranks that have parts of it call this together.
 
         ``full_tensor`` is not used, because DTensor keeps the process groups of an earlier run in the same process.
         """
@@ -453,7 +458,7 @@ class LocalStrategy(Strategy):
         self._backward = outside_autocast(self.device.type)
 
     def wrap(self) -> nn.Module:
-        """Return this rank's stages as one module, which is called like a ``Stage``."""
+        """Return this rank's stages as one module with the call signature of a ``Stage``."""
         return self.modules[0]
 
     def forward_backward(self, batch: Batch) -> None:

@@ -25,18 +25,19 @@ def check_supported(
     stages: Sequence[Sequence[str]],
     passed: set[tuple] | None = None,
 ) -> None:
-    """Check that a model can be divided as a layout says.
+    """Check that a layout can divide a model.
 
     Args:
         layout: The layout.
         chain: The model.
         skeleton: Its layers, without memory.
         stages: The names of the layers of each stage.
-        passed: The axes, each with its values, of layouts that were checked before. The layout's are added.
+        passed: The axes, each with its values, of layouts that passed this check before. The axes of ``layout`` are
+            added.
 
     Raises:
-        PlanError: The layout does not support the model.
-        ModelError: The model has to change.
+        PlanError: If the layout does not support the model.
+        ModelError: If the model has to change.
     """
     passed = set() if passed is None else passed
     for axis in known_axes(layout):
@@ -48,10 +49,10 @@ def check_supported(
 
 
 def check_facts(found: Examination, layout: Layout, recompute: bool, trains: bool = True) -> None:
-    """Check that layers and loss compute in a layout what they compute in one process.
+    """Check that layers and loss compute the same numbers in a layout as in one process.
 
-    A layer that changes its state in training must do so once per step, for the whole batch. This is what ``single``
-    does by default, and what users of torch expect.
+    A layer that changes its state in training must do so once per step, for the whole batch. ``single`` does this by
+    default, and users of torch expect it.
 
     Args:
         found: The result of the examination.
@@ -60,8 +61,8 @@ def check_facts(found: Examination, layout: Layout, recompute: bool, trains: boo
         trains: Whether the model is trained, not evaluated.
 
     Raises:
-        PlanError: The layout does not support a layer or the loss.
-        ModelError: A layer has to change.
+        PlanError: If the layout does not support a layer or the loss.
+        ModelError: If a layer has to change.
     """
     if divides_samples(layout) and found.which("gathers"):
         refuse_to_gather(layout)

@@ -13,11 +13,11 @@ KEPT_STEPS = 50
 WARM_UP_STEPS = 2
 
 FORWARD, BACKWARD = "forward", "backward"
-# The two parts of a split backward: the gradient of the input, which the stage before waits for, and those of the
-# weights, for which no other rank waits.
+# The two parts of a split backward: the gradient of the input, for which the previous stage waits, and the gradients of
+# the weights, for which no other rank waits.
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
 WORK = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-# A receive lasts from when it is posted to when its data is used, which includes waiting for the neighbour.
+# A receive lasts from its post to the first use of its data, which includes waiting for the neighbor.
 RECEIVE_ACTIVATION, RECEIVE_GRADIENT = "receive_activation", "receive_gradient"
 RECEIVES = (RECEIVE_ACTIVATION, RECEIVE_GRADIENT)
 
@@ -35,17 +35,17 @@ class Interval(NamedTuple):
 Steps = Sequence[Sequence[Interval]]  # of one rank: for each step, oldest first, its intervals
 
 
-# A time in seconds; on a GPU, what the host cannot know yet: an event of CUDA.
+# A time in seconds; on a GPU a CUDA event, because the host cannot know the time yet.
 Moment = Any
 
 
 class Timeline:
     """The intervals of one rank in its newest training steps; ``steps`` has the oldest step first.
 
-    ``measured`` is how long each stage takes, by its index, after a planned schedule has computed it from ``steps``.
+    ``measured`` has the time of each stage, by its index, after a planned schedule has computed it from ``steps``.
 
-    On a GPU the intervals are those of the kernels, not of the host that launches them. Events are recorded between the
-    kernels, and read after the host has waited for the step's numbers.
+    On a GPU the intervals are the times of the kernels, not of the host that launches them. Events are recorded between
+    the kernels, and read after the host has waited for the step's numbers.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -57,7 +57,7 @@ class Timeline:
         self._unread: list[Interval] | None = None
 
     def now(self) -> Moment:
-        """Return the moment that the device's work has reached."""
+        """Return the current moment of the device's work."""
         if not self._on_gpu:
             return now()
         import torch  # here, because figures of a timeline are drawn without torch
@@ -72,7 +72,7 @@ class Timeline:
         self._posted.clear()
 
     def end_step(self) -> None:
-        """Keep the step that was recorded. On a GPU it is among ``steps`` after the next ``waiting``."""
+        """Store the recorded step. On a GPU the step is added to ``steps`` in the next ``waiting``."""
         if self._on_gpu:
             self._unread = self._current
         elif self._current is not None:
@@ -81,7 +81,7 @@ class Timeline:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Read the events of the step before. Inside the block, the host must wait for the device to finish."""
+        """Read the events of the previous step. Inside the block, the host must wait for the device to finish."""
         if not self._unread:
             yield
             return
@@ -95,12 +95,12 @@ class Timeline:
         self.steps.append([i._replace(start=seconds(i.start), end=seconds(i.end)) for i in intervals])
 
     def post(self, kind: str, stage: int, microbatch: int) -> None:
-        """Note that a receive is posted now. ``begin`` ends it."""
+        """Record that a receive is posted now. ``begin`` ends the receive."""
         if self._current is not None:
             self._posted[kind, stage, microbatch] = self.now()
 
     def begin(self, receive: str, stage: int, microbatch: int) -> Moment:
-        """Note that work starts now, end the receive that it depends on, if one was posted, and return the moment."""
+        """Record the start of work, end the posted receive that the work depends on, if any, and return the moment."""
         start = self.now()
         posted = self._posted.pop((receive, stage, microbatch), None)
         if posted is not None and self._current is not None:
@@ -108,16 +108,16 @@ class Timeline:
         return start
 
     def note(self, kind: str, stage: int, microbatch: int, start: Moment) -> None:
-        """Note that work ends now."""
+        """Record the end of work."""
         if self._current is not None:
             self._current.append(Interval(kind, stage, microbatch, start, self.now()))
 
 
 class Recording(NamedTuple):
-    """A rank's timeline as it is sent to other ranks: the name of its host, and its intervals by step.
+    """A rank's timeline in the form in which it is sent to other ranks: the host's name, and the intervals by step.
 
-    ``mark`` is a time on the rank's clock after a barrier: the same moment on all ranks, to within the time of a
-    message.
+    ``mark`` is a time on the rank's clock, taken after a barrier. It is the same moment on all ranks, to within the
+    time of a message.
     """
 
     host: str
@@ -126,7 +126,7 @@ class Recording(NamedTuple):
 
     @classmethod
     def of(cls, timeline: Timeline | None) -> Recording:
-        """Make a rank's recording. All ranks call this as they leave a barrier."""
+        """Make a rank's recording. All ranks call this when they leave a barrier."""
         return cls(socket.gethostname(), now(), [] if timeline is None else list(timeline.steps))
 
     @classmethod
@@ -139,11 +139,11 @@ class Recording(NamedTuple):
 def on_one_clock(recordings: Sequence[Recording]) -> list[list[list[Interval]]]:
     """Convert all ranks' times to the clock of rank 0's host.
 
-    The ranks of a host share its clock. Another host's times are shifted so that the marks coincide, which is exact to
-    about the time that a message takes.
+    The ranks of one host have the same clock. The times of another host are shifted so that the marks coincide, which
+    is exact to within about the time of a message.
     """
     marks: dict[str, float] = {}
-    for recording in recordings:  # the first to leave the barrier was delayed least
+    for recording in recordings:  # the first rank to leave the barrier was delayed least
         marks[recording.host] = min(recording.mark, marks.get(recording.host, recording.mark))
     ranks = []
     for host, _, steps in recordings:
@@ -153,7 +153,7 @@ def on_one_clock(recordings: Sequence[Recording]) -> list[list[list[Interval]]]:
 
 
 def now() -> float:
-    """Return the time in seconds, on a clock that all processes of a host share."""
+    """Return the time in seconds, on a clock that is the same for all processes of a host."""
     return time.perf_counter()
 
 
@@ -164,19 +164,19 @@ def steady_steps(ranks: Sequence[Steps]) -> range:
 
 
 def work_span(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """Return when the first work among ``intervals`` began, and when the last ended; 0 if there is none."""
+    """Return the start of the first work among ``intervals`` and the end of the last; 0 if there is none."""
     work = [i for i in intervals if i.kind in WORK]
     return min((i.start for i in work), default=0.0), max((i.end for i in work), default=0.0)
 
 
 def step_seconds(ranks: Sequence[Steps], index: int) -> float:
-    """Return the seconds from the first work of a step to the last, over all ranks; ``index`` is from the end."""
+    """Return the seconds from a step's first work to its last, over all ranks. ``index`` counts from the end."""
     first, last = work_span([i for steps in ranks for i in steps[index]])
     return last - first
 
 
 def busy_seconds(ranks: Sequence[Steps]) -> list[float]:
-    """Compute how long each rank works in a step, on average over the steady steps; 0 if no step was recorded."""
+    """Compute each rank's working seconds per step, averaged over the steady steps; 0 if no step was recorded."""
     steps = steady_steps(ranks)
     work = ([i.end - i.start for index in steps for i in own[index] if i.kind in WORK] for own in ranks)
     return [sum(seconds) / max(1, len(steps)) for seconds in work]
@@ -185,7 +185,7 @@ def busy_seconds(ranks: Sequence[Steps]) -> list[float]:
 def bubble_fraction(ranks: Sequence[Steps]) -> float | None:
     """Compute 1 - busy time / (ranks x span from the first forward to the last backward), over the steady steps.
 
-    It is None if no step was recorded on every rank.
+    The result is None if no step was recorded on every rank.
     """
     steps = steady_steps(ranks)
     span = sum(step_seconds(ranks, index) for index in steps)

@@ -1,4 +1,4 @@
-"""Modes of torch that see each operator of a layer: the tensors that it reads and writes, and whether it draws."""
+"""Torch modes that see each operator of a layer: which tensors it reads and writes, and whether it draws."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ class Watch(TorchDispatchMode):
 
 
 class Effects(Watch):
-    """Notes what the operators of a module do, also on the meta device.
+    """Records what the operators of a module do, also on the meta device.
 
     Attributes:
-        draws: Whether one draws random numbers.
-        data_dependent: Whether a result or a shape depends on numbers, as that of ``.item()`` does.
-        fills: Whether one writes into a tensor that it does not return.
-        others: The parameters that are used and do not belong to the module.
+        draws: Whether an operator draws random numbers.
+        data_dependent: Whether a result or a shape depends on numbers, as the result of ``.item()`` does.
+        fills: Whether an operator writes into a tensor that it does not return.
+        others: The parameters that the module uses but does not own.
     """
 
     def __init__(
         self, module: nn.Module, followed: Sequence[Tensor] = (), ranges: Mapping[int, tuple[int, int]] | None = None
     ) -> None:
-        """Note the tensors of the module before its forward.
+        """Record the tensors of the module before its forward.
 
         Args:
             module: The module.
-            followed: Tensors; ``computes`` tells which tensors are computed from them.
-            ranges: The lowest and the highest number of integer tensors, by their ids.
+            followed: Tensors to follow; ``computes`` tells which tensors are computed from them.
+            ranges: The lowest and the highest number of each integer tensor, by the tensor's id.
         """
         super().__init__()
         self.draws = self.data_dependent = self.fills = False
@@ -70,7 +70,7 @@ class Effects(Watch):
         self._ranges = ranges or {}
 
     def wrote(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the storages of the given tensors that were changed in place."""
+        """Return the storages of those given tensors that were changed in place."""
         return [storage for tensor in tensors if (storage := _storage_of(tensor)) in self._written]
 
     def wrote_others(self) -> bool:
@@ -78,7 +78,7 @@ class Effects(Watch):
         return not self._written <= {*self._before.values()}
 
     def changed(self) -> str | None:
-        """Return the name of a tensor that was changed and that a later step, or an evaluation, may read.
+        """Return the name of a changed tensor that a later step, or an evaluation, may read; None if there is none.
 
         A tensor that is neither saved nor read is ignored, because it carries nothing from step to step.
         """
@@ -87,7 +87,7 @@ class Effects(Watch):
         return next((name for name, storage in changed if name in saved or storage in self._read), None)
 
     def computes(self, tensor: Any) -> bool:
-        """Return whether a tensor is followed, or is computed from one that is."""
+        """Return whether a tensor is followed, or is computed from a followed tensor."""
         return id(tensor) in self._computed
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -149,7 +149,7 @@ class Effects(Watch):
 
 
 def _indexed_by_numbers(operator: Any, args: tuple) -> bool:
-    """Return whether an operator is ``x[indices]``, whose shape is that of the indices, and not ``x[mask]``."""
+    """Return whether an operator is ``x[indices]``, which has the shape of the indices, and not ``x[mask]``."""
     masks = (torch.bool, torch.uint8)
     return operator is _aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
 
