@@ -1,8 +1,8 @@
-"""The axes of the mesh, one class a file: each says how the ranks along it divide the work of a step.
+"""The axes of the mesh, one class per file. Each class defines how the ranks along its axis divide the work of a step.
 
 ``AXES`` lists the classes. Planning, training, verification and the planner ask each axis the questions of
 ``parallel.axes.axis.Axis``. An axis of this project also has its name in ``parallel.mesh`` and its key in
-``parallel.layout.Layout`` and ``conf.schema.Parallel``. An axis of the user's needs only the key ``parallel.axes``.
+``parallel.layout.Layout`` and ``conf.schema.Parallel``. A user's own axis needs only the key ``parallel.axes``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from parallel.axes.shards import Shards
 from parallel.axes.tensor import TensorParallel
 from parallel.layout import Layout
 
-# In the order of the mesh with parallel.order=dp_pp.
+# In the order of the mesh axes with parallel.order=dp_pp.
 AXES: tuple[type[Axis], ...] = (Replicas, Shards, PipelineStages, TensorParallel)
 
 
 def known_axes(layout: Layout) -> list[type[Axis]]:
-    """Return all axes, also those along which a layout has one rank."""
+    """Return all axes, including those along which a layout has only one rank."""
     return [*AXES, *(resolve_name(path) for _, path, _ in layout.axes)]
 
 

@@ -1,4 +1,4 @@
-"""The questions that every axis answers: how its ranks divide the work of a step."""
+"""The base class of all axes: the questions that an axis answers about how its ranks divide the work of a step."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from parallel.placement import Split
 from parallel.plan import Plan
 from parallel.strategies import StrategyInfo
 
-Apart = Mapping[nn.Parameter, Sequence[str]]  # parameters that are not averaged over all replicas, and over which axes
+Apart = Mapping[nn.Parameter, Sequence[str]]  # parameters not averaged over all replicas -> their axes of averaging
 
 
 class Axis:
     """A way to divide the work of a step among ranks.
 
     This class divides nothing: the ranks along the axis hold the same tensors and compute the same numbers, and the
-    first of them counts and saves them. A subclass overrides what its ranks do differently. The class methods are
-    called before a run, for any layout. The others are called by each rank of a run with several ranks along the axis.
+    first rank counts and saves them. A subclass overrides the methods for which its ranks differ. The class methods are
+    called before a run, for any layout. The other methods are called by each rank of a run that has several ranks along
+    the axis.
 
     Attributes:
-        mesh_axes: The axes of the mesh that belong to it. An axis from ``parallel.axes`` has the name of its key there.
+        mesh_axes: The axes of the mesh that belong to this class. The mesh axis of a class from ``parallel.axes`` has
+            the name of its key there.
         keys: The attributes of a layout that ``check`` reads.
-        variants: Values of its keys with two ranks that ``mode=verify`` compares, where the model has a table of cuts.
-            Not those of an axis from ``parallel.axes``.
-        hint: A sentence about what may be wrong if ranks hold different weights, for that error; empty for none.
-        ranks: The ranks along the axis, this one included.
+        variants: The values of ``keys``, with two ranks, that ``mode=verify`` compares if the model has a table of
+            cuts. Not used for an axis from ``parallel.axes``.
+        hint: A possible cause, as a sentence, for the error that ranks hold different weights; empty if there is none.
+        ranks: The ranks along the axis, including this rank.
     """
 
     mesh_axes: ClassVar[tuple[str, ...]] = ()
@@ -49,15 +51,15 @@ class Axis:
 
     @classmethod
     def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:
-        """Check that a model can be divided this way. Raises PlanError or ModelError."""
+        """Check that the axis can divide a model. Raises PlanError or ModelError."""
 
     @classmethod
     def check_stages(cls, layout: Layout, chain: Chain, skeleton: Layers, stages: Iterable[Sequence[str]]) -> None:
-        """Check that stages, each given by the names of its layers, can be divided this way. Raises PlanError."""
+        """Check that the axis can divide stages, each given by the names of its layers. Raises PlanError."""
 
     @classmethod
     def check_data(cls, layout: Layout, data: DataSet) -> None:
-        """Check that the samples of a prepared data set can be divided this way. Raises PlanError."""
+        """Check that the axis can divide the samples of a prepared data set. Raises PlanError."""
 
     @classmethod
     def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
@@ -75,7 +77,7 @@ class Axis:
             max_ranks: The largest number of ranks.
 
         Raises:
-            PlanError: A typed value is not possible.
+            PlanError: If a typed value is not possible.
         """
         return [{}]
 
@@ -91,12 +93,12 @@ class Axis:
 
     @classmethod
     def boundary(cls, layout: Layout, x: Tensor) -> Tensor:
-        """Return one rank's part of a tensor, without memory, that a stage sends to the next one."""
+        """Return one rank's part of a tensor, without memory, that a stage sends to the next stage."""
         return x
 
     @classmethod
     def describe(cls, layout: Layout) -> str:
-        """Return a line for the console; empty for none."""
+        """Return a line for the console; empty if there is none."""
         return ""
 
     @classmethod
@@ -116,45 +118,46 @@ class Axis:
     def prepare(self, name: str, layer: nn.Module, tied_in_stage: Sequence[str]) -> None:
         """Replace a layer's parameters by this rank's part, in place.
 
-        ``tied_in_stage`` has the names of the tied parameters of the stage.
+        ``tied_in_stage`` has the names of the stage's tied parameters.
         """
 
     def wrap(self, stage: nn.Module, apart: Apart) -> nn.Module:
-        """Wrap a stage after its layers are prepared. Return the module to call instead.
+        """Wrap a stage after its layers are prepared. Return the module to call instead of the stage.
 
-        ``apart`` has the answers of all axes to ``averaged_over`` for the stage's parameters.
+        ``apart`` has the results of all axes' ``averaged_over`` for the stage's parameters.
         """
         return stage
 
     def averaged_over(self, name: str) -> Sequence[str] | None:
-        """Return the axes of replicas over which the gradient of a parameter is summed; None for all of them.
+        """Return the replica axes over which the gradient of a parameter is summed; None for all replica axes.
 
-        The sum is divided by the number of replicas. With ``()`` no rank sends the gradient; ``finish_gradients`` of
-        this axis may complete it. ``name`` is the parameter's canonical name. Sharded parameters have no choice.
+        The sum is divided by the number of replicas. If the result is ``()``, no rank sends the gradient, and this
+        axis's ``finish_gradients`` may complete it. ``name`` is the parameter's canonical name. It must be None for
+        sharded parameters.
         """
         return None
 
     def split(self, name: str, tensor: Tensor) -> Split | None:
-        """Return how a tensor is divided along the axis; None if each rank has all of it.
+        """Return the division of a tensor along the axis; None if each rank has the whole tensor.
 
-        It is a parameter, its gradient or a state of the optimizer for it. ``name`` is the parameter's canonical name.
+        The tensor is a parameter, its gradient or its optimizer state. ``name`` is the parameter's canonical name.
         """
         return None
 
     def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:
-        """Prepare the backward of a micro-batch, except in a pipeline. ``last`` is whether it ends the step."""
+        """Prepare the backward of a micro-batch, except in a pipeline. ``last`` tells whether it ends the step."""
 
     def start_reducing(self, module: nn.Module) -> None:
         """Start to reduce the gradients of a stage with a split backward, after its last micro-batch.
 
-        ``module`` is the stage as all axes have wrapped it.
+        ``module`` is the stage after all axes have wrapped it.
         """
 
     def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
-        """Complete the gradients after the last backward. ``names`` has the names of each of the rank's parameters."""
+        """Complete the gradients after the last backward. ``names`` maps each of the rank's parameters to its names."""
 
     def end_step(self, stages: Iterable[nn.Module], training: bool) -> None:
-        """End a step of training or evaluation, also one that an error has ended."""
+        """End a step of training or evaluation. Called also if an error ended the step."""
 
 
 def all_reduce_sum(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

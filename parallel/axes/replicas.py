@@ -22,14 +22,14 @@ from parallel.mesh import COPIES, PEERS, Mesh, reduce_scatter
 from parallel.plan import Plan
 from parallel.strategies import StrategyInfo, suggest
 
-# Averages a flat tensor over the replicas in place; the future is done when the tensor holds the mean.
+# A function that averages a flat tensor over the replicas in place. Its future is done when the tensor holds the mean.
 Average = Callable[[Tensor], Future]
 
 # torch 2.13 renamed the argument and warns about the old name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
-# The dtype in which gradients are sent; under a hierarchy, between groups.
+# The dtype in which gradients are sent; in a hierarchy, the dtype between groups.
 _COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16, "hierarchical_bf16": torch.bfloat16}
 HIERARCHICAL = ("hierarchical", "hierarchical_bf16")  # values of parallel.comm_hook
 
@@ -54,21 +54,21 @@ class Replicas(Axis):
     def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
         """See ``Axis``."""
         super().__init__(name, plan, chain, mesh)
-        # bf16 and fp16 send gradients in that dtype; hierarchical_bf16 does so between groups.
+        # bf16 and fp16 send all gradients in that dtype; hierarchical_bf16 sends gradients in bf16 only between groups.
         dtype = _COMPRESSED.get(plan.comm_hook)
         in_groups = plan.comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1
         average = self._average_in_groups if in_groups else partial(_average, mesh.dp_group)
         self._average: Average = partial(average, dtype)
         self._stream: torch.cuda.Stream | None = None
-        self._buckets: dict[nn.Module, list[list[nn.Parameter]]] = {}  # of a split backward
+        self._buckets: dict[nn.Module, list[list[nn.Parameter]]] = {}  # for a split backward
         self._pending: list[tuple[Future, Tensor, list[Tensor]]] = []
         self._apart: dict[nn.Parameter, Sequence[str]] = {}
 
     def wrap(self, stage: nn.Module, apart: Apart) -> nn.Module:
         """Wrap a stage in DDP, unless parameters are sharded, the backward is split, or nothing is trained.
 
-        Gradients are averaged in flat tensors of about ``plan.bucket_mb`` MiB: during the backward, or if that is
-        split, after the stage's last one.
+        Gradients are averaged in flat tensors of about ``plan.bucket_mb`` MiB, during the backward. If the backward is
+        split, they are averaged after the stage's last backward.
         """
         plan, trained = self.plan, [p for p in stage.parameters() if p.requires_grad and p not in apart]
         self._apart |= apart
@@ -105,7 +105,7 @@ class Replicas(Axis):
         for bucket in self._buckets.get(module, ()):
             gradients = []
             for parameter in bucket:
-                if parameter.grad is None:  # not used by this replica, but maybe by another
+                if parameter.grad is None:  # not used by this replica, but maybe by another replica
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
             flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -130,9 +130,9 @@ class Replicas(Axis):
         """Reduce-scatter among peers, all-reduce one part between their groups, all-gather among peers.
 
         Each rank sends 1/peers of the bytes between groups, in the dtype ``across`` if it is given. The three
-        collectives of a bucket are called before those of the next bucket, since all ranks must call the collectives of
-        a process group in one order. On a GPU they run on a separate stream, so that the backward does not wait for
-        them.
+        collectives of a bucket are called before the collectives of the next bucket, since all ranks must call the
+        collectives of a process group in the same order. On a GPU the collectives run on a separate stream, so that the
+        backward does not wait for them.
         """
         peers, copies, stream = self.mesh.axis(PEERS), self.mesh.axis(COPIES), nullcontext()
         if gradients.is_cuda:
@@ -157,10 +157,10 @@ class Replicas(Axis):
 
 
 def _reach_parameters(stage: nn.Module, given: tuple, output: Tensor | tuple[Tensor, ...]):
-    """Make the stage's output depend on every parameter, because DDP waits for each of them in the backward.
+    """Make the stage's output depend on every parameter, because DDP waits for each parameter in the backward.
 
-    Parameters that the forward has not used get no gradient this way, which DDP treats as zero. This costs nothing,
-    while ``find_unused_parameters`` searches the graph in every backward.
+    Parameters that the forward has not used thus get no gradient, which DDP treats as zero. This costs nothing, while
+    ``find_unused_parameters`` searches the graph in every backward.
     """
     outputs = list(output) if isinstance(output, tuple) else [output]
     at = next((i for i, tensor in enumerate(outputs) if tensor.requires_grad), None)
@@ -188,7 +188,7 @@ def _average_bucket(average: Average, bucket):  # DDP refuses an annotation in q
 def _average(group: dist.ProcessGroup | None, dtype: torch.dtype | None, gradients: Tensor) -> Future:
     """Divide the gradients, convert them to ``dtype`` if it is given, sum over the group, and convert back in place.
 
-    torch's own hooks (``bf16_compress_hook``) do the same but check for NCCL.
+    torch's own hooks (``bf16_compress_hook``) do the same, but check for NCCL.
     """
     gradients /= dist.get_world_size(group)
     small = gradients if dtype is None else gradients.to(dtype)

@@ -1,14 +1,14 @@
 """Parameters, gradients and optimizer state sharded among replicas, by torch's FSDP2 (``fully_shard``).
 
-FSDP2 has pitfalls that are avoided here:
-* Wrapping replaces a module's parameters, and so does gathering them, which makes earlier references to them stale.
+This module avoids these pitfalls of FSDP2:
+* Wrapping a module replaces its parameters, and so does gathering them, so earlier references to them become stale.
   Stages are therefore sharded while they are built, and parameters are looked up by name.
 * Layers of a stage that share a weight cannot be sharded one by one. They are sharded together with the stage.
-* Whole parameters stay registered after an evaluation, which has no backward, and the sharded gradients would not be
-  cleared. ``end_step`` therefore frees them after every step of evaluation.
-* A layer's gradients are reduced when its backward ends. A weight whose cast autocast has kept from an earlier
-  micro-batch would get its gradient later. ``parallel.strategy`` therefore lets autocast keep no casts.
-* torch's pipelines reduce a stage's gradients once, after its last backward.
+* An evaluation has no backward, so whole parameters stay registered after it, and the sharded gradients would not be
+  cleared. ``end_step`` therefore frees whole parameters after every evaluation step.
+* A layer's gradients are reduced when its backward ends. If autocast kept the cast of a weight from an earlier
+  micro-batch, the weight would get its gradient later. ``parallel.strategy`` therefore lets autocast keep no casts.
+* torch's pipelines reduce a stage's gradients once, after the stage's last backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shards(Axis):
     """Divides parameters, gradients and optimizer state among replicas.
 
     With ``plan.reshard`` parameters are gathered one layer at a time, in the forward and again in the backward, and
-    gradients are reduced after every micro-batch. Without it parameters stay whole from the first forward to the last
+    gradients are reduced after every micro-batch. Otherwise parameters stay whole from the first forward to the last
     backward, and gradients are reduced once.
     """
 
@@ -58,7 +58,7 @@ class Shards(Axis):
 
         self._fsdp, self._sharded_module = fsdp, fsdp.FSDPModule
         self._reshard, device = bool(plan.reshard), plan.device_type
-        # Code that would change such a view in place gets a copy (``Stage``).
+        # Code that would change a returned view in place gets a copy (``Stage``).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         copies, shards = mesh.axis(COPIES), mesh.axis(SHARDS)
         assert shards.group is not None  # there are other ranks
@@ -79,7 +79,7 @@ class Shards(Axis):
             self._shard(layer)
 
     def wrap(self, stage: nn.Module, apart: Apart) -> nn.Module:
-        """Shard the tied parameters, which ``prepare`` has left. Raises PlanError if some are not averaged by all."""
+        """Shard the tied parameters, which ``prepare`` skips. Raises PlanError if not all replicas average one."""
         if apart:
             raise PlanError(
                 f"parallel={self.plan.strategy} shards all parameters among all replicas, but an axis averages some of "
@@ -93,7 +93,7 @@ class Shards(Axis):
         return split_of(tensor)
 
     def _shard(self, module: nn.Module) -> None:
-        """Shard a module's parameters, except for those of submodules that are sharded already."""
+        """Shard a module's parameters, except for parameters of submodules that are sharded already."""
         if not any(True for _ in module.parameters()):
             return
         empty = {p for p in module.parameters() if p.numel() == 0}  # these have no rows to divide
@@ -102,7 +102,7 @@ class Shards(Axis):
         sharded = self._fsdp.fully_shard(module, mesh=self._ranks, ignored_params=empty, reshard_after_forward=reshard)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             sharded.set_reduce_scatter_unused_params(True)  # ranks may use different parameters
-        if loss_of(module) is not None:  # a head that owns the loss is called by that name
+        if loss_of(module) is not None:  # a head that owns the loss is called through this method
             self._fsdp.register_fsdp_forward_method(module, "loss")
 
     def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:

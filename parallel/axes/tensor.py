@@ -1,4 +1,4 @@
-"""Tensor parallelism: all ranks compute every layer, each with a part of its matrices (``models.cut``).
+"""Tensor parallelism: all ranks compute every layer, each rank with a part of its matrices (``models.cut``).
 
     x --enter--> columns of this rank --> ... --> rows of this rank --leave--> y
 
@@ -7,18 +7,18 @@
     true                 all-gather, reduce-scatter           reduce-scatter, all-gather
 
 By default, activations outside these regions are replicated on all ranks. With ``parallel.sequence=true`` they are
-split along dimension 1 (the sequence). The first layer is never split, and the last one only if its vocabulary is.
-Each rank draws its part of the whole dropout mask, and all ranks compute the same loss.
+split along dimension 1 (the sequence). In the first layer they are never split, and in the last layer only if its
+vocabulary is split. Each rank draws its part of the whole dropout mask, and all ranks compute the same loss.
 
-Known pitfalls of tensor parallelism, and how they are handled here:
+Known pitfalls of tensor parallelism, and how this module handles them:
 * The gradient of a replicated parameter that is applied to a sharded activation is partial: it must be summed over the
-  ranks. Such are norms and biases between regions where the sequence is split, and what lies inside a region without
-  being cut (a norm of heads, a factor of LoRA). Their names are in ``TensorParallel.needs_sum``; ``finish``
-  sums their gradients, once, before the gradient norm is computed.
-* Parameters stay plain tensors: optimizers, FSDP2 and LoRA need not know. ``TensorParallel.splits`` has the division of
-  each by its name.
+  ranks. This concerns norms and biases between regions if the sequence is split, and uncut parameters inside a region
+  (a norm of heads, a LoRA factor). Their names are in ``TensorParallel.needs_sum``. ``finish_gradients`` sums their
+  gradients, once, before the gradient norm is computed.
+* Parameters stay plain tensors, so optimizers, FSDP2 and LoRA need no changes. ``TensorParallel.splits`` has the
+  division of each parameter by its name.
 * Queries, keys and values enter their region with one tensor. It is gathered once, and its gradient is added up once.
-* Where ``tp`` is larger than the number of key heads, each rank computes all of them and uses one.
+* If ``tp`` is larger than the number of key heads, each rank computes all key heads and uses one.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class TensorParallel(Axis):
     """Splits every layer among the ranks along ``tensor``.
 
     Attributes:
-        splits: How parameters are divided among these ranks, by canonical names.
-        needs_sum: The names of replicated parameters with partial gradients, which must be summed over the ranks.
-            Those inside a region are known after the first forward.
+        splits: The division of each parameter among these ranks, by the parameter's canonical name.
+        needs_sum: The names of replicated parameters with partial gradients, which must be summed over the ranks. The
+            names of parameters inside a region are known after the first forward.
     """
 
     mesh_axes = (TENSOR,)
@@ -97,7 +97,7 @@ class TensorParallel(Axis):
 
     @classmethod
     def check_stages(cls, layout: Layout, chain: Chain, skeleton: Layers, stages: Iterable[Sequence[str]]) -> None:
-        """Check that tied layers of a stage, unless their parameter is divided, have the same part of the sequence.
+        """Check that a stage's tied layers, unless their parameter is divided, have the same part of the sequence.
 
         Raises PlanError.
         """
@@ -127,7 +127,7 @@ class TensorParallel(Axis):
 
     @classmethod
     def choices(cls, chain: Chain, data: DataSet, fixed: Mapping[str, Any], max_ranks: int) -> list[dict[str, Any]]:
-        """See ``Axis.choices``. Ranks split the sequence, too, wherever possible."""
+        """See ``Axis.choices``. If possible, the ranks also split the sequence."""
         skeleton, sizes = chain.skeleton(), {}
         stages = [] if "sequence" in fixed else [chain.names]
         for tp in [fixed["tp"]] if "tp" in fixed else range(1, 1 + (max_ranks if chain.cut else 1)):
@@ -151,7 +151,7 @@ class TensorParallel(Axis):
 
     @classmethod
     def all_reduces(cls, layout: Layout, work: Any) -> tuple[int, float]:
-        """See ``Axis.all_reduces``: a block has two regions, and the output of each is all-reduced."""
+        """See ``Axis.all_reduces``. A block has two regions, and the output of each region is all-reduced."""
         return (2, work.hidden) if work.attention else (0, 0.0)
 
     @classmethod
@@ -184,10 +184,11 @@ class TensorParallel(Axis):
         super().__init__(name, plan, chain, mesh)
         self.splits: dict[str, Split] = {}
         self.needs_sum: set[str] = set()
-        # The input of the region being computed, and what its first products compute with in place of that.
+        # The input of the current region, and the tensor with which its first products compute in place of the input.
         self._region_input: Tensor | None = None
         self._entered_input: Tensor | None = None
-        # Whether all that enters this region has a gradient; which modules that are called inside get what it computed.
+        # Whether every input of this region has a gradient; which modules called inside the region get a result of the
+        # region.
         self._input_needs_grad = True
         self._input_from_region: dict[nn.Module, bool] = {}
 
@@ -196,7 +197,7 @@ class TensorParallel(Axis):
         return self.splits.get(name)
 
     def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
-        """Add up partial gradients. Raises PlanError if a gradient is partial under some of its names only."""
+        """Sum partial gradients. Raises PlanError if a gradient is partial under only some of the parameter's names."""
         partial_sums = [local(p.grad) for p, of in names.items() if p.grad is not None and self._is_partial(of)]
         all_reduce_sum(partial_sums, self.ranks.group)
 
@@ -207,7 +208,7 @@ class TensorParallel(Axis):
     # -- regions -----------------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor, sequence_parallel: bool) -> Tensor:
-        """Begin a region, or go on with the same input, [b, t, ...], or its part of the sequence."""
+        """Begin a region, or continue it for the same input: [b, t, ...], or this rank's part of the sequence."""
         if x is self._entered_input:
             return x
         if self._region_input is not x:
@@ -247,7 +248,7 @@ class TensorParallel(Axis):
             if how is not None:
                 within[module] = how
                 self._cut_module(name, module, how, layer, sequence_parallel)
-        # An adapter applies dropout to its input, which columns get whole.
+        # An adapter applies dropout to its input. If the module is cut by columns, every rank has the whole input.
         adapted = (m for m, how in within.items() if isinstance(how, Columns) and isinstance(m, LoRALinear))
         of_whole = {adapter.lora_dropout for adapter in adapted}
         for name, module in layer.named_modules(prefix=layer_name):
@@ -290,7 +291,7 @@ class TensorParallel(Axis):
     def _cut_columns(self, name: str, module: nn.Module, how: Columns, sequence_parallel: bool) -> None:
         module.register_forward_pre_hook(partial(self._enter_first, sequence_parallel), with_kwargs=True)
         heads = how.heads(module)
-        if heads < self.ranks.size:  # each rank computes all of them and uses one
+        if heads < self.ranks.size:  # each rank computes all key heads and uses one
             start = self.ranks.index * heads // self.ranks.size * how.unit
 
             def own_head(_: nn.Module, given: tuple, output: Tensor) -> Tensor:
@@ -304,7 +305,7 @@ class TensorParallel(Axis):
             self._replace(f"{name}.lora_B", module.lora_B, "weight", groups=how.groups)
 
     def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> Split:
-        """Keep this rank's part of a module's parameter, and return how it was divided."""
+        """Keep this rank's part of a module's parameter, and return the division."""
         parameter = module.get_parameter(key)
         split = Split(TENSOR, dim, tuple(even_split(parameter.shape[dim] // groups, self.ranks.size)), groups)
         part = nn.Parameter(split.part(parameter.detach(), self.ranks.index), parameter.requires_grad)
@@ -326,14 +327,14 @@ class TensorParallel(Axis):
             self.needs_sum.update(names)
 
     def _gets_part(self, module: nn.Module) -> bool:
-        """Return whether a module is called inside a region and gets what was computed there."""
+        """Return whether a module is called inside a region and gets a result of this region."""
         return self._entered_input is not None and self._input_from_region.get(module, True)
 
     def _follow(self, module: nn.Module, given: tuple) -> None:
-        """Find out, once, where the input of a module that is called inside a region comes from.
+        """Determine, once, where the input of a module called inside a region comes from.
 
-        It may get a whole tensor, as the norm of the keys' input does if queries are computed first. Where there are no
-        gradients to follow, it is assumed to get a part.
+        The input may be a whole tensor, as it is for the norm of the keys' input if queries are computed first. Without
+        gradients to follow, the input is assumed to be a part.
         """
         known = module in self._input_from_region or torch.compiler.is_compiling() or not given
         if self._entered_input is not None and not known and self._input_needs_grad and isinstance(given[0], Tensor):
@@ -366,16 +367,16 @@ class TensorParallel(Axis):
                 f"parallel.tp={self.ranks.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
                 "parallel.sequence out"
             )
-        return _Collective.apply(output, _local_chunk, _all_gather, self.ranks)  # from the whole, which all ranks have
+        return _Collective.apply(output, _local_chunk, _all_gather, self.ranks)  # from the whole tensor on all ranks
 
     def _gather_sequence(self, module: nn.Module, given: tuple) -> tuple:
-        # All ranks compute the same with the whole.
+        # All ranks compute the same result from the whole tensor.
         return _Collective.apply(given[0], _all_gather, _local_chunk, self.ranks), *given[1:]
 
     def _part_of(
         self, module: BySample, whole: bool, sequence_parallel: bool, shape: Sequence[int], samples: int
     ) -> Part | None:
-        """Return which part of a whole mask this rank has: heads, columns or positions; None for all of it."""
+        """Return this rank's part of a whole mask (heads, columns or positions); None for the whole mask."""
         spread = module.spread
         if self._gets_part(module):
             dim = 1 if len(shape) == 4 else len(shape) - 1
@@ -390,7 +391,7 @@ class TensorParallel(Axis):
 
 
 def _uneven(one: str, other: str) -> PlanError:
-    """Return the error for a replicated parameter that is applied to a sharded tensor here and to a whole one there."""
+    """Return the error for a replicated parameter that is applied both to a sharded and to a whole tensor."""
     return PlanError(
         f"parallel.tp: {one} and {other} are one parameter of which no rank has a part. Ranks compute with it for "
         "different parts of the samples in the one and for the whole in the other, so their gradients cannot be added "
@@ -399,11 +400,11 @@ def _uneven(one: str, other: str) -> PlanError:
 
 
 class VocabularyShard:
-    """The words that this rank has of the vocabulary, for a ``FusedHead``.
+    """This rank's part of the vocabulary, for a ``FusedHead``.
 
     Attributes:
-        start: The first of them.
-        count: The number of all ranks' words.
+        start: The index of the first word.
+        count: The number of words of all ranks.
     """
 
     def __init__(self, tensor_parallel: TensorParallel, split: Split, sequence_parallel: bool) -> None:
@@ -411,23 +412,23 @@ class VocabularyShard:
         self.start, self.count = split.ranges(tensor_parallel.ranks.index)[0].start, split.size
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return what all words are computed from, [b, t, c]."""
+        """Return the input of the logits of all words, [b, t, c]."""
         entered = self._tensor_parallel.enter(hidden, self._sequence_parallel)
         self._tensor_parallel.end_region()
         return entered
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """Return the largest of all ranks' numbers, element by element."""
+        """Return the maximum over all ranks' numbers, element by element."""
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._tensor_parallel.ranks.group)
         return numbers
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Return the sum of all ranks' numbers, element by element."""
+        """Return the sum over all ranks' numbers, element by element."""
         dist.all_reduce(numbers, group=self._tensor_parallel.ranks.group)
         return numbers
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Return the logits of all words, [b, t, v], from those of this rank's."""
+        """Return the logits of all words, [b, t, v], from the logits of each rank's words."""
         return replace(self._split, dim=logits.dim() - 1).gather(logits, self._tensor_parallel.ranks)
 
 
@@ -475,11 +476,11 @@ class _Collective(torch.autograd.Function):
 
 
 def _follows_enter(x: Tensor) -> bool:
-    """Return whether a tensor depends on the input of an open region, not only on the output of one that has ended."""
+    """Return whether a tensor depends on the input of an open region, not only on the output of an ended region."""
     sent = backward_nodes([x], lambda node: hasattr(node, "backward_op"))  # down to ``_Collective``
     return any(getattr(node, "backward_op", None) in (_all_reduce, _reduce_scatter) for node in sent)
 
 
-# What enters a region, forward and backward, by ``sequence_parallel``; what leaves it, the other way round.
+# The operators at the entry of a region, forward and backward, by ``sequence_parallel``; at the exit they are swapped.
 _ENTER: dict[bool, tuple[Operator, Operator]] = {False: (_identity, _all_reduce), True: (_all_gather, _reduce_scatter)}
 _LEAVE = {key: (back, there) for key, (there, back) in _ENTER.items()}

@@ -1,12 +1,13 @@
-"""The order of a pipeline's work with the shortest simulated makespan, given how long each stage takes.
+"""The order of a pipeline's work with the shortest simulated makespan, given the time of each stage.
 
-Zero-bubble schedules (Qi et al. 2023, who also plan theirs) split the backward: gradients of inputs are sent to the
-stage before at once, and those of weights, for which no other rank waits, fill gaps. A split backward costs a little
-more than a whole one, so only those of the last micro-batches are split here, as many as shorten the step.
+Zero-bubble schedules (Qi et al. 2023, who also plan orders) split the backward: gradients of inputs are sent to the
+previous stage at once, and gradients of weights, for which no other rank waits, fill gaps. A split backward costs a
+little more than a whole one, so only the backwards of the last micro-batches are split here, as many as shorten the
+step.
 
 An order is made by list scheduling: the rank that can act first acts, again and again. It prefers a backward to a
-forward and the deepest stage to others, and computes a weight gradient if it has no other work. This is repeated with
-more and fewer split backwards and with more and less memory, and the shortest order is used.
+forward and the deepest stage to other stages, and computes a weight gradient if it has no other work. This is repeated
+with more and fewer split backwards and with more and less memory, and the shortest order is used.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
 class Candidate(NamedTuple):
-    """An action that a rank could take next. The smallest of several is taken, by the fields in their order.
+    """An action that a rank could take next. The smallest candidate is taken, compared field by field.
 
     An earlier micro-batch's backward comes first, so that gradients are always summed in one order.
 
     Attributes:
-        start: When it could begin.
+        start: The time at which the action could begin.
         urgency: 0 for a backward, 1 for a forward, 2 for a weight gradient.
         microbatch: The backward's micro-batch; 0 for other work.
-        depth: The negative index of the stage, so that the deepest comes first.
+        depth: The negative index of the stage, so that the deepest stage comes first.
         rank: The rank that acts.
         action: The action.
     """
@@ -43,11 +44,11 @@ class Candidate(NamedTuple):
     action: Action
 
 
-# The time to send a tensor to the neighbour, as a fraction of a forward's; a rough estimate.
+# The time to send a tensor to the neighbor, as a fraction of a forward's time; a rough estimate.
 _TRANSFER = 0.03
-# The least relative gain for which more memory, or more split backwards, are used.
+# The smallest relative gain for which more memory, or more split backwards, are used.
 _LEAST_GAIN = 0.003
-# How long a rank that has weight gradients left waits for more urgent work, as a fraction of their time.
+# The time that a rank with remaining weight gradients waits for more urgent work, as a fraction of the gradients' time.
 _PATIENCE = (0.0, 0.5)
 
 
@@ -94,14 +95,14 @@ def _split_counts(ranks: int, chunks: int) -> list[int]:
 
 @dataclass
 class _ListScheduling:
-    """A list schedule: its ``orders``, and the time ``end`` at which the last rank is done.
+    """A list schedule: its ``orders``, and the time ``end`` at which the last rank finishes.
 
     Attributes:
-        limits: How many activations (one for each stage and micro-batch) each rank may hold, until the gradients of
-            their weights are computed.
-        split: How many of the last micro-batches have a split backward. The first stage's stay whole: its input needs
-            no gradient.
-        patience: How soon more urgent work must come for a rank to wait for it, as a fraction of a weight gradient's
+        limits: The number of activations that each rank may hold until the gradients of their weights are computed.
+            There is one activation for each stage and micro-batch.
+        split: The number of the last micro-batches that have a split backward. The first stage's backward stays whole,
+            because its input needs no gradient.
+        patience: The longest time until more urgent work for which a rank waits, as a fraction of a weight gradient's
             time.
     """
 
@@ -121,7 +122,7 @@ class _ListScheduling:
         self._clock = [0.0 for _ in ranks]
         self._holds = [0 for _ in ranks]
         self._postponed: list[list[Action]] = [[] for _ in ranks]
-        self._forward_ended: list[list[float]] = [[] for _ in range(stages)]  # of micro-batches 0, 1, …
+        self._forward_ended: list[list[float]] = [[] for _ in range(stages)]  # per stage, for micro-batches 0, 1, …
         self._backward_ended: list[list[float]] = [[] for _ in range(stages)]
         upcoming = {rank: self._next(rank) for rank in ranks}
         while (first := min(filter(None, upcoming.values()), default=None)) is not None:
@@ -140,7 +141,7 @@ class _ListScheduling:
                 action = Action(stage, BACKWARD_INPUT if split else BACKWARD, chunk)
                 possible.append(Candidate(max(ready, now), 0, chunk, -stage, rank, action))
             chunk = len(self._forward_ended[stage])
-            # One activation is kept free for each later stage of the rank, without which no gradient could return.
+            # One activation is kept free for each later stage of the rank; otherwise no gradient could return.
             free = self._holds[rank] + len(stages) - i <= self.limits[rank]
             if chunk < self.chunks and free and (ready := self._forward_ready(stage, chunk)) < math.inf:
                 possible.append(Candidate(max(ready, now), 1, 0, -stage, rank, Action(stage, FORWARD, chunk)))
@@ -152,7 +153,7 @@ class _ListScheduling:
         return min(possible, default=None)
 
     def _forward_ready(self, stage: int, chunk: int) -> float:
-        """Return when the forward's input arrives; infinity if that is not known yet."""
+        """Return the time at which the forward's input arrives; infinity if the time is not known yet."""
         if stage == 0:
             return 0.0
         before = self._forward_ended[stage - 1]

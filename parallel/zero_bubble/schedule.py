@@ -13,7 +13,7 @@ from parallel.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.zero_bubble.order import best_order
 from parallel.zero_bubble.split_backward import backward_inputs, backward_weights
 
-# The number of steps, including the warm-up, after which an order is planned again for the measured times.
+# The number of steps, including the warm-up, after which the order is planned again for the measured times.
 MEASURED_STEPS = 4
 
 ACTIONS = {
@@ -28,11 +28,11 @@ class SplitStage(PipeStage):
     """A stage that splits its backward.
 
     Autograd does not accumulate the gradients of a split backward, so DistributedDataParallel never sees them (pytorch
-    issue 144530). The axes start to reduce them here, while other stages compute.
+    issue 144530). The axes start to reduce these gradients here, while other stages compute.
     """
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients over replicas; called once per step after the stage's last backward, or evaluation."""
+        """Reduce gradients over replicas. Called once per step or evaluation, after the last backward."""
         super().perform_reduce_grad(grad_scale_factor)
         for axis in self.strategy.axes if self.has_backward else ():
             axis.start_reducing(self.submod)
@@ -45,8 +45,8 @@ class SplitStage(PipeStage):
     def backward(self, backward_type: str, bwd_kwargs: dict, last_backward: bool):
         """See ``PipeStage.backward``.
 
-        A split backward computes the gradients of vectors with those of inputs, since norms and biases compute both
-        together. ResNet-50's split backward then takes 2 % longer than a whole one, instead of 8 %.
+        A split backward computes the gradients of vectors together with the gradients of inputs, since norms and biases
+        compute both together. ResNet-50's split backward then takes 2 % longer than a whole backward, instead of 8 %.
         """
         if backward_type == "weight":
             backward_weights(bwd_kwargs["param_groups"])
@@ -70,13 +70,13 @@ class SplitStage(PipeStage):
 
 
 class PlannedSchedule(schedules._PipelineScheduleRuntime):
-    """A looped schedule with the shortest simulated makespan, planned for the textbook's times, then for measured ones.
+    """A looped schedule with the shortest simulated makespan, planned first for textbook times, then for measured ones.
 
     torch adds sends and receives to the order, and runs it.
     """
 
     def __init__(self, stages: list[PipeStage], n_microbatches: int, **kwargs) -> None:
-        """Plan for the textbook's times. The arguments are those of torch's schedules."""
+        """Plan for textbook times. The arguments are those of torch's schedules."""
         super().__init__(stages, n_microbatches, **kwargs)
         self._strategy, self._timeline = stages[0].strategy, stages[0].timeline
         self._measured = False

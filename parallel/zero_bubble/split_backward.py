@@ -1,14 +1,15 @@
-"""A stage's backward in two parts: the gradients of its inputs now, those of its weights later.
+"""A stage's backward in two parts: the gradients of its inputs first, the gradients of its weights later.
 
-Zero-bubble schedules (Qi et al. 2023) send the inputs' gradients on at once and fill gaps with the weights'. torch has
-the same in ``torch.distributed.pipelining._backward``, which is private and differs between releases. In torch 2.13 and
-2.15, a layer that a stage uses several times raises an error ("backward through the graph a second time"), a weight
-that reaches an output past all inputs silently gets no gradient, and the fused head's product is computed twice; torch
-2.11 fails for every custom autograd function. This module only uses the public autograd graph.
+Zero-bubble schedules (Qi et al. 2023) send the gradients of inputs at once and fill gaps with the gradients of weights.
+torch has the same in ``torch.distributed.pipelining._backward``, which is private and differs between releases. In
+torch 2.13 and 2.15, a layer that a stage uses several times raises an error ("backward through the graph a second
+time"), a weight of an output that depends on no input silently gets no gradient, and the fused head's product is
+computed twice. In torch 2.11 it fails for every custom autograd function. This module uses only the public autograd
+graph.
 
 A *boundary* node lies on a path from the outputs to the inputs and has an edge that leads to weights only. The first
-part runs backward to the inputs and notes the gradients that enter each boundary node. The second part starts there,
-and only repeats the computation that boundary nodes share between their inputs and their weights.
+part runs backward to the inputs and records the gradients that enter each boundary node. The second part starts at the
+boundary nodes, and repeats only the computation that they need for both inputs and weights.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class DeferredWeights:
     """Weights that are reached from the same boundary nodes, and the gradients that have entered these nodes.
 
     ``roots`` are the nodes of the outputs. They keep the graph alive, also if torch detaches the outputs. ``entered``
-    has all gradients of a node. ``given`` has those of an output that no input leads to; the second part may add others
-    to them, because such an output may lead to another boundary node.
+    has all gradients of a node. ``given`` has the gradients of an output that does not depend on any input. The second
+    part may add other gradients to them, because this output may lead to another boundary node.
     """
 
     weights: list[Tensor]
@@ -45,11 +46,11 @@ def backward_inputs(
     inputs: Sequence[object],
     weights: Iterable[Tensor],
 ) -> tuple[list[Tensor | None], list[DeferredWeights]]:
-    """Compute the gradients of ``inputs`` and defer those of ``weights``.
+    """Compute the gradients of ``inputs`` and defer the gradients of ``weights``.
 
-    ``outputs`` are the stage's outputs, none of them a leaf, ``gradients`` their gradients (None for a scalar loss),
-    and ``weights`` are leaves. The inputs' ``grad`` does not change. Their gradients are returned, with None for an
-    input that needs none, and the argument of ``backward_weights``.
+    ``outputs`` are the stage's outputs, none of them a leaf. ``gradients`` are their gradients (None for a scalar
+    loss). ``weights`` are leaves. The inputs' ``grad`` does not change. The results are the gradients of the inputs,
+    None for an input that needs no gradient, and the argument of ``backward_weights``.
     """
     pairs = [
         (output, torch.ones_like(output) if gradients is None else gradients[i])
@@ -79,7 +80,7 @@ def backward_inputs(
             hook.remove()
     for group in groups:
         for node in group.boundary:
-            if node not in group.entered:  # an output that no input leads to, at which nothing was computed
+            if node not in group.entered:  # an output without a path to an input, at which nothing was computed
                 group.given[node] = _gradients_of(node, pairs)
     return [next(answers) if _has_gradient(t) else None for t in inputs], groups
 
@@ -99,8 +100,8 @@ def backward_weights(deferred: list[DeferredWeights]) -> None:
         if not edges:
             continue
         try:
-            # Autograd accumulates, because it copies a gradient that others hold: that of a sum is the same tensor for
-            # all summands, and may be the one that was received.
+            # Autograd accumulates, because it copies a gradient that is referenced elsewhere. The gradient of a sum is
+            # the same tensor for all summands, and may be the received tensor.
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=group.weights)
         finally:
             for hook in hooks:
@@ -121,17 +122,17 @@ def _node(tensor: Tensor) -> Node:
 
 
 def _gradients_of(node: Node, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the outputs that ``node`` computes, by their number."""
+    """Return the gradients of the outputs of ``node``, by output number."""
     gradients: dict[int, Tensor | None] = {}
     for output, gradient in pairs:
         if output.grad_fn is node and gradient is not None:
-            before = gradients.get(output.output_nr)  # that of the same output, returned twice
+            before = gradients.get(output.output_nr)  # the gradient of the same output, returned twice
             gradients[output.output_nr] = gradient if before is None else before + gradient
     return tuple(gradients.get(i) for i in range(max(gradients, default=-1) + 1))
 
 
 def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor]) -> list[DeferredWeights]:
-    """Return the weights that can be reached, grouped by the boundary nodes that lead to them."""
+    """Return the weights that the roots reach, grouped by the boundary nodes that lead to them."""
     order = _children_first(roots)
     on_path: set[Node] = set()
     reached: dict[Node, frozenset[Node]] = {}  # off the path: the weights below a node
@@ -145,7 +146,7 @@ def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor
                 boundary.setdefault(weight, []).append(node)
         else:
             reached[node] = below | {node} if node in weights else below
-    for root in dict.fromkeys(roots):  # an output that no input leads to
+    for root in dict.fromkeys(roots):  # an output without a path to an input
         if root not in on_path:
             for weight in reached[root]:
                 boundary.setdefault(weight, []).append(root)
@@ -157,7 +158,7 @@ def _groups(roots: Sequence[Node], inputs: set[Node], weights: dict[Node, Tensor
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """Return all nodes below ``roots``, each after those that its edges lead to."""
+    """Return all nodes below ``roots``. Each node comes after the nodes to which its edges lead."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]
