@@ -1,4 +1,4 @@
-"""The seconds of each layer, measured, and the partition that makes the stages' costs equal."""
+"""The measured seconds of each layer, and the partition that equalizes the costs of stages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from parallel.zero_bubble.order import expected_makespan
 
 ROUNDS = 5
 _MOST_MICROBATCHES = 32
-# A partition that promises less than this over the uniform one is noise of the measurement.
+# A partition whose gain over the uniform partition is below this is measurement noise.
 _LEAST_GAIN = 0.03
-# So many simulated pieces of work (stages x micro-batches, over all splits tried) take a second or two.
+# Simulating this many pieces of work (stages x micro-batches, over all splits tried) takes a second or two.
 _MOST_PIECES = 50_000
 
 Times = list[tuple[float, float]]  # seconds of forward and backward, by micro-batch
-Cost = Callable[[Sequence[int]], float]  # of a step, given how many layers each stage has
+Cost = Callable[[Sequence[int]], float]  # the cost of a step, given the number of layers of each stage
 
 
 def seconds_per_layer(plan: Plan, chain: Chain, sample: Batch, seed: int, threads: int | None) -> list[float]:
@@ -58,18 +58,19 @@ def time_layers(
     least_s: float = 0.0,
     wait: Callable[[], None] = lambda: None,
 ) -> list[Times]:
-    """Return, for each layer, the seconds of forward and backward of each micro-batch, at least two.
+    """Return the seconds of forward and backward of each micro-batch, at least two, for each layer.
 
     The first micro-batch also casts the weights and allocates their gradients. Layers with the same builder and the
     same input shapes are measured once. No random state outside the layers is changed.
 
     Args:
-        precision: The plan's.
+        precision: The precision of the plan.
         chain: The model.
         sample: A micro-batch on the device that computes.
-        seed: For weights and dropout.
+        seed: The seed for weights and dropout.
         least_s: The seconds for which each layer is repeated, up to 32 micro-batches.
-        wait: Called before a layer's first micro-batch, to start at the same time as other processes.
+        wait: A function that is called before a layer's first micro-batch, to start at the same time as other
+            processes.
     """
     dtype = parameter_dtype(precision)
     tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample.input_tensors)
@@ -116,15 +117,15 @@ def equal_stages(
 ) -> list[int]:
     """Find the numbers of layers per stage that minimize the cost of a step.
 
-    The uniform partition is returned if it is nearly as good as the best one. If there are too many partitions to try,
-    the search moves layers between pairs of stages. Stage i runs on rank i % ``ranks``, or on rank i if ``ranks`` is
-    None. The schedule "planned" is judged by its simulated makespan.
+    If the uniform partition is nearly as good as the best one, the uniform partition is returned. If there are too many
+    partitions to try, the search moves layers between pairs of stages. Stage i runs on rank i % ``ranks``, or on rank i
+    if ``ranks`` is None. The schedule "planned" is judged by its simulated makespan.
     """
     ranks = ranks or stages
 
     def cost(counts: Sequence[int]) -> float:
         each = stage_costs(costs, counts)
-        # At best the slowest rank never waits, once the others' stages have filled the pipeline.
+        # At best the slowest rank never waits after the other ranks' stages have filled the pipeline.
         return chunks * max(sum(each[rank::ranks]) for rank in range(ranks)) + (ranks - 1) * max(each)
 
     def simulated(counts: Sequence[int]) -> float:
@@ -139,7 +140,7 @@ def equal_stages(
 
 
 def _cheapest(cost: Cost, counts: list[int], chunks: int) -> list[int]:
-    """Return the cheapest split. If there are too many to try, return the best that moves from ``counts`` reach."""
+    """Return the cheapest split. If there are too many splits, return the best one reached by moves from ``counts``."""
     layers, stages = sum(counts), len(counts)
     if math.comb(layers - 1, stages - 1) * stages * chunks <= _MOST_PIECES:
         cuts = combinations(range(1, layers), stages - 1)

@@ -1,4 +1,4 @@
-"""The description of a cluster: nodes, devices, links, and the fraction of their peaks that computations reach."""
+"""The description of a cluster: nodes, devices, links, and the fractions of their peaks that computations reach."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from common.errors import PlanError
 
-# Bytes of a number, as products read it, by precision.
+# Bytes per number, as products read it, by precision.
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16_residual": 2, "fp16": 2}
-# The least and the most that each number can be, generously: beyond them it is a slip of the keyboard or of the unit.
+# Generous limits for each number. A number beyond them is a typing error or has the wrong unit.
 _RANGES = {
     "nodes": (1, 100_000), "devices": (1, 1_000), "memory": (1e6, 1e15), "memory_bandwidth": (1e6, 1e17),
     "bandwidth": (1e3, 1e16), "latency": (0, 10), "product": (1e-4, 1), "attention": (1e-4, 1),
     "attention_half": (0, 1e6), "traffic": (1e-4, 1), "launch": (0, 10), "message": (1e-4, 1), "step": (0, 3600),
     "reserved": (0, 1e15), **dict.fromkeys(BYTES, (1e6, 1e18)),
 }  # fmt: skip
-_MOST = 1_000_000  # devices in all nodes: a search goes through what divides their number
+_MOST = 1_000_000  # devices in all nodes: a search tries all divisors of their number
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Link:
     """A link between devices.
 
     Attributes:
-        bandwidth: Bytes per second in each direction, both directions at once.
-        latency: Seconds of an empty message.
+        bandwidth: Bytes per second in each direction; both directions can be used at once.
+        latency: Seconds to send an empty message.
     """
 
     bandwidth: float
@@ -42,11 +42,11 @@ class Cluster:
         nodes: The number of machines.
         devices: The number of devices per machine.
         device: The kind of device, in words.
-        peak: FLOP/s of dense products by precision.
+        peak: FLOP/s of dense products, by precision.
         memory: Bytes per device.
-        memory_bandwidth: Bytes per second, read and written.
+        memory_bandwidth: Bytes per second, reads and writes together.
         inside: The link between devices of a node.
-        between: The link of a device to other nodes: its share of the node's.
+        between: The link of a device to other nodes: its share of the node's link.
         product: The fraction of ``peak`` that large matrix products reach.
         attention: The fraction of ``peak`` that attention's products reach in long sequences.
         traffic: The fraction of ``memory_bandwidth`` that other operators reach.
@@ -55,7 +55,7 @@ class Cluster:
         step: Seconds per step that no other part accounts for.
         reserved: Bytes per device that tensors cannot use: the context and fragmentation.
         source: The origin of the efficiencies.
-        guess: Whether some numbers were neither measured nor fitted to measured layouts of such a cluster.
+        guess: Whether some numbers were neither measured nor fitted to measured layouts of a comparable cluster.
         attention_half: The tokens of a sequence in which attention reaches half of ``attention``.
     """
 
@@ -88,7 +88,7 @@ def read_cluster(section: Mapping[str, Any]) -> Cluster:
     """Return the cluster that a section of the configuration describes.
 
     Raises:
-        PlanError: A number is missing or impossible; the message names it.
+        PlanError: If a number is missing or impossible; the message names the number.
     """
     given, name = {**section}, section.get("name")
     named = "the cluster's file" if name is None else f"cluster={name} (cluster/{name}.yaml)"

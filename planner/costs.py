@@ -11,8 +11,8 @@ from planner.cluster import BYTES, Cluster
 from planner.here import Here, Line
 from planner.work import LayerWork
 
-_UPDATED = 28  # bytes moved for a parameter: weight, gradient and two states are read, all but the gradient written
-# Layers that are measured one by one find what they need in a CPU's caches: fitted to runs of six small models.
+_UPDATED = 28  # bytes moved per parameter: reads weight, gradient and two states; writes all but the gradient
+# Layers that are measured one by one find their data in a CPU's caches. Fitted to runs of six small models.
 _IN_TURN = 1.1
 
 
@@ -22,8 +22,8 @@ class PaperCosts:
     Attributes:
         devices: Devices of a node.
         itemsize: Bytes per number in matrix products.
-        gathered: Bytes per number of a sharded parameter when ranks gather it.
-        hides: The fractions of gradients' and of shards' communication that can overlap with computing.
+        gathered: Bytes per number of a sharded parameter when ranks gather the parameter.
+        hides: The fractions of the communication of gradients and of shards that can overlap with computation.
     """
 
     hides = 0.9, 0.5
@@ -66,8 +66,8 @@ class PaperCosts:
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """Seconds of an all-gather of ``size`` bytes in total, or of the reduce-scatter that reverses it.
 
-        Each node has ``per_node`` of the ranks. The ring crosses each border between nodes once, and uses the links of
-        all its devices on a node. Each layer of ``held`` that has parameters is gathered by itself.
+        Each node has ``per_node`` of the ranks. The ring crosses each border between nodes once, and on a node it uses
+        the links of all its devices. Each layer of ``held`` that has parameters is gathered separately.
         """
         if ranks == 1:
             return 0.0
@@ -87,7 +87,7 @@ class PaperCosts:
         return 0.0
 
     def reduce(self, size: float, ranks: int, per_node: int) -> float:
-        """Seconds of an all-reduce of ``size`` bytes, as ``gather``."""
+        """Seconds of an all-reduce of ``size`` bytes. See ``gather`` for the arguments."""
         return 2 * self.gather(size, ranks, per_node)
 
     def fixed(self, dp: int, reduced: int) -> float:
@@ -100,11 +100,11 @@ class PaperCosts:
 
 
 class MeasuredCosts:
-    """The seconds of each kind of work on this machine. It has the interface of ``PaperCosts``."""
+    """The seconds of each kind of work on this machine. The interface is that of ``PaperCosts``."""
 
     def __init__(self, here: Here, precision: str, on_gpus: bool) -> None:
         self.here, self.devices, self.itemsize, self.gathered = here, here.processes, BYTES[precision], 4
-        self.hides = PaperCosts.hides if on_gpus else (0.0, 0.0)  # what moves bytes needs a core, too
+        self.hides = PaperCosts.hides if on_gpus else (0.0, 0.0)  # on CPUs, communication needs a core, too
         self._in_turn = 1.0 if on_gpus else _IN_TURN
         self._layers = {layer.name: layer for layer in here.layers}
 
@@ -117,7 +117,7 @@ class MeasuredCosts:
         return self._in_turn * max(0.0, self._layers[work.name].backward(samples) - self.here.overhead)
 
     def begin(self, work: LayerWork, samples: int) -> float:
-        """Extra seconds of a step's first micro-batch, which casts the weights and does not accumulate gradients."""
+        """Extra seconds of a step's first micro-batch, which casts the weights but does not accumulate gradients."""
         first = self._in_turn * max(0.0, self._layers[work.name].first(samples) - self.here.overhead)
         return first - self.forward(work, samples) - self.backward(work, samples)
 
@@ -143,7 +143,7 @@ class MeasuredCosts:
 
     def gather(self, size: float, ranks: int, per_node: int, held: Sequence[LayerWork] = ()) -> float:
         """See PaperCosts."""
-        line = self.here.shards  # what does not depend on the size is mostly messages in turn
+        line = self.here.shards  # the time that does not depend on the size is mostly successive messages
         return (ranks / self.here.processes * self._of_layers(line, held) + line.each * self._of_ring(size, ranks)) / 3
 
     def copy(self, size: float) -> float:
@@ -155,11 +155,11 @@ class MeasuredCosts:
         return self._of_layers(self.here.hooks, held)
 
     def _of_layers(self, line: Line, held: Sequence[LayerWork]) -> float:
-        """Return the seconds that do not depend on the size."""
+        """Return the part of the seconds that does not depend on the size."""
         return sum(line.fixed + line.piece * work.tensors for work in held if work.parameters)
 
     def reduce(self, size: float, ranks: int, per_node: int) -> float:
-        """See PaperCosts; the part that does not depend on the size is ``fixed``."""
+        """See PaperCosts. The part that does not depend on the size is ``fixed``."""
         return self.here.replicas.each * self._of_ring(size, ranks)
 
     def fixed(self, dp: int, reduced: int) -> float:
@@ -167,7 +167,7 @@ class MeasuredCosts:
         return self.here.step + (reduced * dp / self.here.processes * self.here.replicas.fixed if dp > 1 else 0.0)
 
     def _of_ring(self, size: float, ranks: int) -> float:
-        """Return for how many bytes a collective over all processes takes as long as one of ``size`` over ``ranks``."""
+        """Return the bytes for which a collective over all processes takes as long as ``size`` bytes over ``ranks``."""
         most = self.here.processes
         return size * (ranks - 1) / ranks * most / (most - 1) if ranks > 1 else 0.0
 

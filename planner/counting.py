@@ -1,4 +1,4 @@
-"""Counts what a layer keeps for its backward, and the work of its operators."""
+"""Counts of the work of a layer's operators, and of the bytes that a layer keeps for its backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _of_groups(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    """Count the FLOPs of a grouped product, which has groups of rows, of columns or of summands, or is a batch."""
+    """Count the FLOPs of a grouped product: a batch, or groups of rows, columns or summands."""
     return 2 * x.numel() * weight.shape[-1] // (len(x) if x.dim() > weight.dim() else 1)
 
 
@@ -37,16 +37,17 @@ _FORMULAS: dict[Any, Callable[..., float]] = {
     _aten._cdist_forward: lambda x, y, *_, **__: 3 * x.numel() * y.shape[-2],
 }
 _KNOWN = ("aten", "prims", "one_word_parallel")  # namespaces of operators that may be left uncounted
-# Operators without a formula that compute more than a little for each number.
+# Operators without a formula that do more than a little computation per number.
 _LARGE = re.compile(r"_mm$|attention|dist_|cholesky|ctc_loss|fft|linalg_(?!check|vector)|matrix_exp|rnn|sparse|triang")
 
 
 class Measure(Watch):
-    """Adds up what autograd keeps of a micro-batch for its backward, and the work of the operators.
+    """Adds up the bytes that autograd keeps of a micro-batch for its backward, and the work of the operators.
 
     Attributes:
-        kept: Bytes of the storages that autograd saves, each once.
-        flops, attention, masked, products, moved: See ``planner.work.LayerWork``, here for the micro-batch.
+        kept: Bytes of the storages that autograd saves, each storage once.
+        flops, attention, masked, products, moved: See ``planner.work.LayerWork``; here the values are for the
+            micro-batch.
         moved_by_width: The bytes of ``moved`` by the last dimension of an operator's largest tensor.
         uncounted: The operators that have no formula for their FLOPs.
     """
@@ -55,7 +56,7 @@ class Measure(Watch):
         """Start from 0.
 
         Args:
-            known: Storages that are not counted as kept, by their addresses; those that are kept are added.
+            known: Storages that do not count as kept, by address. Storages that are kept are added.
         """
         from torch.utils.flop_counter import flop_registry  # late: it looks for Triton
 
@@ -90,8 +91,8 @@ class Measure(Watch):
             return operator(*args, **kwargs)
         output = operator(*args, **kwargs)
         if operator is _aten.mkldnn_rnn_layer.default and not output[3].numel():
-            # Fake tensors do not know the size of oneDNN's workspace. What an LSTM keeps in it in each step of a
-            # sequence was measured with torch 2.13.
+            # Fake tensors do not know the size of oneDNN's workspace. The bytes that an LSTM keeps there in each step
+            # of a sequence were measured with torch 2.13.
             x, state, hidden = args[0], args[5], args[10]
             steps = x.shape[:-1].numel() + state.shape[:-1].numel()
             self.kept += x.itemsize * steps * (9 * hidden + 6 * max(hidden, x.shape[-1]))

@@ -1,7 +1,7 @@
-"""Measures on this machine what a step consists of, in processes that compute at the same time, as in a run.
+"""Measurements of the parts of a step on this machine, in processes that compute at the same time, as in a run.
 
-Layers are measured one at a time. What a strategy adds is measured with a small model of elementwise products, which
-takes almost no time to compute. Every number is that of the slowest rank.
+Layers are measured one at a time. The costs of a strategy are measured with a small model of elementwise products,
+which takes almost no time to compute. Every result is the slowest rank's.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from parallel.schedules import borders
 from parallel.strategy import Options, Strategy, build_strategy
 from planner.balance import time_layers
 
-_NUMBERS = 2**8, 2**19  # of each layer of the small model, and of what its stages send
-_TENSORS = 8  # in which a layer's few numbers are kept, to see what each costs
+_NUMBERS = 2**8, 2**19  # elements per layer of the small model, and elements per message between its stages
+_TENSORS = 8  # tensors that hold the few numbers of a layer, to measure the cost per tensor
 _LAYERS = 4  # of the small model, or two for each rank
-# Of a pipeline: the stages of a rank, and whether there are at least as many micro-batches as stages.
+# For a pipeline: the stages per rank, and whether there are at least as many micro-batches as stages.
 _SCHEDULES = {"gpipe": (1, False), "1f1b": (1, True), "interleaved_1f1b": (2, False)}
-_MORE = 3  # micro-batches of the small model beside the first
-_ROUNDS, _PASS_S = 3, 2.0  # of the layers, unless one takes long; seconds of the model with the largest micro-batch
-_SIZES = 5  # of micro-batches
-_STEPS_S, _FEWEST_STEPS, _MOST_STEPS = 0.2, 5, 60  # of the small model
-_LEAST_S = 0.02  # of a layer: processes that share a core take turns of some milliseconds
+_MORE = 3  # micro-batches of the small model besides the first one
+_ROUNDS, _PASS_S = 3, 2.0  # rounds of the layers, unless one is slow; seconds of the model with the largest micro-batch
+_SIZES = 5  # number of micro-batch sizes
+_STEPS_S, _FEWEST_STEPS, _MOST_STEPS = 0.2, 5, 60  # for the small model
+_LEAST_S = 0.02  # for a layer: processes that share a core take turns of some milliseconds
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Line:
     piece: float = 0.0
 
     def __call__(self, size: float) -> float:
-        """Return the seconds of a size."""
+        """Return the seconds for a size."""
         return self.fixed + self.each * size
 
     @classmethod
     def through(cls, sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-        """Return the line through two ascending sizes, with neither part below 0."""
+        """Return the line through two ascending sizes; neither coefficient is below 0."""
         (low, high), (first, second) = sizes, (max(0.0, min(seconds)), max(0.0, seconds[1]))
         each = (second - first) / (high - low)
         return cls(first - each * low, each) if first >= each * low else cls(0.0, second / high)
@@ -76,7 +76,7 @@ class Curve:
     seconds: Sequence[float]
 
     def __call__(self, size: float) -> float:
-        """Return the seconds of a size."""
+        """Return the seconds for a size."""
         return float(np.interp(size, self.sizes, self.seconds)) * max(1.0, size / self.sizes[-1])
 
 
@@ -85,11 +85,11 @@ class LayerSeconds:
     """A layer's seconds per micro-batch, as functions of the number of samples.
 
     Attributes:
-        name: The layer.
-        forward: Of its forward, while as many ranks compute as there are cores.
-        backward: Of its backward.
-        first: Of both, for the first micro-batch of a step.
-        alone: Of both, while the other ranks wait.
+        name: The name of the layer.
+        forward: Seconds of the forward, while as many ranks compute as there are cores.
+        backward: Seconds of the backward, likewise.
+        first: Seconds of forward and backward of a step's first micro-batch.
+        alone: Seconds of forward and backward while the other ranks wait.
     """
 
     name: str
@@ -109,13 +109,14 @@ class Here:
         layers: The measurements of the chain's layers, in order.
         step: Seconds per step that no other part accounts for, without replicas.
         overhead: Extra seconds per micro-batch when a layer is timed in isolation.
-        update: Clipping and the optimizer, by parameters.
+        update: Seconds of clipping and the optimizer, by the number of parameters.
         process: Bytes of a process with its data and a model of negligible size.
-        replicas: What ddp adds to a step, by the bytes of the gradients.
-        shards: What fsdp adds per layer and micro-batch, by the bytes of the parameters.
-        hooks: What fsdp adds per layer and micro-batch if parameters stay whole for a step; independent of size.
-        messages: Of a message to the next stage, by schedule and by bytes. The entry interleaved_1f1b is used for all
-            schedules with several stages per rank.
+        replicas: Seconds that ddp adds to a step, by the bytes of the gradients.
+        shards: Seconds that fsdp adds per layer and micro-batch, by the bytes of the parameters.
+        hooks: Seconds that fsdp adds per layer and micro-batch if parameters stay whole for a step; independent of
+            size.
+        messages: Seconds of a message to the next stage, by schedule and by bytes. The entry interleaved_1f1b is used
+            for all schedules with several stages per rank.
     """
 
     processes: int
@@ -142,8 +143,9 @@ class Subject:
         chain: The model.
         sample: A batch of samples.
         optimizer: Creates an optimizer, with methods ``train()`` and ``step(lr)``, for a strategy.
-        build: Lets a process compute as the run asks, and returns what it holds beside the model, such as the data.
-        seed: The seed of weights and dropout.
+        build: A function that sets up a process as the run would, and returns the objects besides the model, such as
+            the data.
+        seed: The seed for weights and dropout.
     """
 
     parallel: Any
@@ -157,10 +159,10 @@ class Subject:
 
 
 def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
-    """Measure in new processes. Nothing changes in this process.
+    """Measure in new processes. This process does not change.
 
     Args:
-        subject: What is measured.
+        subject: The model and the configuration to measure.
         processes: The number of processes.
         least: The number of samples of the smallest micro-batch that the model accepts.
         most: The number of samples of the largest micro-batch to measure. It is reduced for slow models.
@@ -171,7 +173,7 @@ def measure(subject: Subject, processes: int, least: int, most: int) -> Here:
 
 
 def free_memory(timeout_s: float) -> float:
-    """Return the free bytes of the first GPU. A new process asks, because a CUDA context takes about 0.5 GiB."""
+    """Return the free bytes of the first GPU. A new process reads them, because a CUDA context takes about 0.5 GiB."""
     (free,) = call_in_workers(_ask_free_memory, (), 1, timeout_s=timeout_s)
     return free
 
@@ -181,7 +183,7 @@ def _ask_free_memory(_: World) -> float:
 
 
 def _work(world: World, packed: bytes, limits: tuple[int, int]) -> Here:
-    """Measure on one of the ranks. All ranks return the same."""
+    """Measure on one of the ranks. All ranks return the same result."""
     subject: Subject = pickle.loads(packed)
     timeout_s = subject.parallel.timeout_s
     share_cores(world.local_size, subject.parallel.threads)
@@ -197,7 +199,7 @@ def _work(world: World, packed: bytes, limits: tuple[int, int]) -> Here:
         ranks = _Ranks(world.rank, world.size, at_once, local_device(subject.device, world.local_rank), among)
         held = subject.build(world)
         for name in ("single", "ddp", "fsdp") if world.size > 1 else ("single",):
-            _step(ranks, subject, name, _NUMBERS[0], 1)  # imports what it needs
+            _step(ranks, subject, name, _NUMBERS[0], 1)  # imports the modules that the strategy needs
         process = peak_memory_bytes(ranks.device)
         del held
         layers = _layers(ranks, subject, *limits)
@@ -210,21 +212,21 @@ def _work(world: World, packed: bytes, limits: tuple[int, int]) -> Here:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The processes that measure together, seen from one of them."""
+    """The processes that measure together, seen from one process."""
 
     rank: int
     size: int
     at_once: int
     device: torch.device
-    some: dist.ProcessGroup | None  # the first ``at_once``, where they are not all; on these
+    some: dist.ProcessGroup | None  # on the first ``at_once`` ranks: their group, if they are not all ranks
 
     def wait(self, group: dist.ProcessGroup | None = None) -> None:
-        """Wait for the others."""
+        """Wait for the other ranks."""
         if self.size > 1:
             dist.barrier(group)
 
     def slowest(self, seconds: Sequence | Tensor) -> Tensor:
-        """Return the slowest rank's seconds, as the lower quartile over rounds: some rounds are disturbed."""
+        """Return the slowest rank's seconds, as the lower quartile over rounds, because some rounds are disturbed."""
         worst = torch.as_tensor(seconds, dtype=torch.float64)
         if self.size > 1:
             worst = worst.to(self.device)
@@ -244,7 +246,7 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[Laye
         return parts
 
     def rounds(among: int, sizes: Sequence[int], count: int) -> Tensor:
-        """Measure on the first ranks while the others wait. Returns a tensor [size, layer, part]."""
+        """Measure on the first ranks while the other ranks wait. Returns a tensor [size, layer, part]."""
         seconds = torch.zeros(count, len(sizes), len(subject.chain.layers), 4)
         ranks.wait()
         if ranks.rank < among:
@@ -264,7 +266,7 @@ def _layers(ranks: _Ranks, subject: Subject, least: int, most: int) -> list[Laye
 
 
 def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
-    """Measure on the small model what strategies add to the time of the layers."""
+    """Measure, on the small model, the time that strategies add to the time of the layers."""
     few, bytes_of = _NUMBERS[0], [4 * n for n in _NUMBERS]
     chain, sample = _small(ranks, few)
     layers, step = len(chain.layers), partial(_step, ranks, subject)  # which returns (step, update)
@@ -275,7 +277,7 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         return low, float(high[0] - low[0]) / _MORE
 
     def shared(**more: Any) -> tuple[float, float]:
-        """Return what fsdp adds per micro-batch to a small layer, and to each further tensor of it."""
+        """Return the seconds that fsdp adds per micro-batch to a small layer, and to each further tensor of it."""
         in_one, several = ((each("fsdp", few, tensors=n, **more)[1] - computed[0]) / layers for n in (1, _TENSORS))
         piece = max(0.0, (several - in_one) / (_TENSORS - 1))
         return max(0.0, in_one - piece), piece
@@ -295,7 +297,7 @@ def _strategies(ranks: _Ranks, subject: Subject) -> dict[str, Any]:
         lines["hooks"] = Line(fixed, piece=piece)
         for schedule, (stages, filled) in _SCHEDULES.items():
             more = [each("pipelined", n, ranks.size if filled else 1, schedule=schedule)[1] for n in _NUMBERS]
-            # Of the busiest rank, which has a half of each message that it sends or receives.
+            # The busiest rank counts. It has a half of each message that it sends or receives.
             sent = sum(borders(stages * ranks.size)[min(1, ranks.size - 2) :: ranks.size])
             added = [(piped - alone / ranks.size) / sent for piped, alone in zip(more, computed, strict=True)]
             messages[schedule] = Line.through(bytes_of, added)
@@ -313,7 +315,7 @@ def _small(ranks: _Ranks, numbers: int, tensors: int = 1) -> tuple[Chain, Batch]
 def _step(
     ranks: _Ranks, subject: Subject, name: str, numbers: int, chunks: int = 1, tensors: int = 1, **keys: Any
 ) -> Tensor:
-    """Measure a step of the small model and its update in a layout that ``keys`` complete."""
+    """Measure a step of the small model and its update, in a layout with the given ``keys``."""
     chain, sample = _small(ranks, numbers, tensors)
     alone, size = name == "single", ranks.size
     dp, pp = (1, 1) if alone else (1, size) if name == "pipelined" else (size, 1)
@@ -349,7 +351,7 @@ def _step(
 
 
 class _Scale(nn.Module):
-    """An elementwise product. Its factors are spread over several tensors."""
+    """An elementwise product. The factors are spread over several tensors."""
 
     def __init__(self, numbers: int, tensors: int) -> None:
         super().__init__()

@@ -16,22 +16,24 @@ from parallel.plan import Plan
 
 @dataclass(frozen=True)
 class PlannedLayout(Layout):
-    """A layout with everything else that decides the seconds of a step.
+    """A layout with all other choices that decide the seconds of a step.
 
     Attributes:
         samples: The number of samples per micro-batch.
-        recompute: "none"; "full" keeps only each layer's input; "selective" recomputes attention.
+        recompute: "none"; "full" to keep only each layer's input; "selective" to recompute attention.
         overlaps: Whether gradients are reduced during the last backward.
         scatters: Whether each of the ranks that split layers sends a part of a whole tensor to the next stage, which
-            gathers it, as in Megatron-LM.
-        zero1: Whether replicas shard the optimizer's states and the weights that it updates (ZeRO-1), and gather
-            weights in the compute dtype. No strategy of this project does.
-        gradient: Bytes per number of the gradients that replicas sum. Megatron-LM's training in fp16 sums them in fp16.
-        ends_on_top: Whether stages get equally many layers besides the first and the last layer, as in Megatron-LM.
+            gathers the tensor, as in Megatron-LM.
+        zero1: Whether replicas shard the optimizer states and the weights that the optimizer updates (ZeRO-1), and
+            gather weights in the compute dtype. No strategy of this project does so.
+        gradient: Bytes per number of the gradients that replicas sum. Megatron-LM sums them in fp16 when it trains in
+            fp16.
+        ends_on_top: Whether the first and the last layer come on top of an equal number of layers per stage, as in
+            Megatron-LM.
         node: The number of devices per node.
     """
 
-    schedule: str = "gpipe"  # always one, of one process too
+    schedule: str = "gpipe"  # never None, even if one process runs all stages
     samples: int = 1
     recompute: str = "none"
     overlaps: bool = True
@@ -50,23 +52,23 @@ class PlannedLayout(Layout):
 
     @property
     def group(self) -> int:
-        """How many neighbouring replicas reduce gradients among themselves first. For hsdp, those of a node."""
+        """The number of neighboring replicas that reduce gradients in their group first; for hsdp, those of a node."""
         by_node = self.shard is None and self.info.shards == "node"
         return max(1, self.node // (self.ranks_per_stage * self.pp)) if by_node else super().group
 
     @cached_property
     def divided_along(self) -> list[tuple[str, type[Axis]]]:
-        """The axes along which there are several ranks; see ``axes_of``."""
+        """The axes along which there are several ranks. See ``axes_of``."""
         return axes_of(self)
 
     @property
     def of_states(self) -> int:
-        """The number of ranks among which the optimizer's states and the weights that it updates are sharded."""
+        """The number of ranks among which optimizer states and the weights updated by the optimizer are sharded."""
         return self.dp if self.zero1 else self.shards
 
     @property
     def nodes(self) -> int:
-        """The number of nodes that it needs."""
+        """The number of nodes that the layout needs."""
         return nodes_for(self.processes, self.node)
 
     @property
@@ -75,11 +77,11 @@ class PlannedLayout(Layout):
         return not self.pipelined if self.reshard is None else self.reshard
 
     def keys(self) -> dict[str, Any]:
-        """Return what a planner chooses, as keys of the sections ``parallel`` and ``train``."""
+        """Return the keys that a planner chooses, of the sections ``parallel`` and ``train``."""
         return {**super().keys(), "activation_checkpointing": self.recompute == "full"}
 
     def words(self) -> list[str]:
-        """Return the words that select it on a command line."""
+        """Return the words that select the layout on a command line."""
         return super().words() + ["train.activation_checkpointing=true"] * (self.recompute == "full")
 
     @property
@@ -89,7 +91,7 @@ class PlannedLayout(Layout):
 
 
 def nodes_for(processes: int, per_node: int) -> int:
-    """Return the number of nodes that some processes need."""
+    """Return the number of nodes that this many processes need."""
     return ceil(processes / per_node)
 
 

@@ -1,7 +1,7 @@
-"""The memory of a rank, by part: the one formula behind mode=plan, parallel=auto, parallel.balance=size and the checks.
+"""The memory of a rank, by part. mode=plan, parallel=auto, parallel.balance=size and the checks use this one formula.
 
 Weights, gradients and optimizer state are counted from the model's parameters alone (``work.weights_of``). The other
-parts need the layers' activations too, which are counted on tensors without memory (``work.work_of``).
+parts also need the layers' activations, which are counted on tensors without memory (``work.work_of``).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from planner.cluster import BYTES
 from planner.layout import PlannedLayout, cut
 from planner.work import Works, parameters_of, shares
 
-# Measured on Linux: a worker that has imported torch, its pipelining and wandb, and set gloo up.
+# Measured on Linux: a worker that has imported torch, its pipelining and wandb, and has set up gloo.
 PROCESS_BYTES = 350 * 2**20
-# What parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see Allocation.
+# The memory that parallel.devices.keep_freed_memory keeps, fitted to runs of four small models; see Allocation.
 _HEAP, _COPIES = 0.25, (2, 6, 4)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What memory depends on besides the layers and the layout.
+    """The quantities on which memory depends, besides the layers and the layout.
 
     Attributes:
         number: Bytes per number of a weight, its gradient and the optimizer state.
         gathered: Bytes per number of a sharded parameter or gradient during communication.
         process: Bytes of a rank without a model.
-        activation: Bytes per number of what products compute with.
+        activation: Bytes per number of the inputs of products.
         heap: Extra bytes of an allocator that keeps freed memory, as a fraction of the tensors' bytes.
-        copies: How many copies such an allocator keeps of what replicas exchange: gradients of ddp, and parameters of
-            fsdp if they are whole for a layer or for a step.
+        copies: The number of copies that this allocator keeps of the tensors exchanged by replicas: gradients in ddp,
+            and in fsdp parameters that are whole for a layer or for a step.
     """
 
     number: int = 4
@@ -47,25 +47,25 @@ class Allocation:
 
     @classmethod
     def here(cls, precision: str, device_type: str, process: float = PROCESS_BYTES) -> Allocation:
-        """Return the allocation of a run on a kind of device: cpu, cuda or mps."""
+        """Return the allocation of a run on a device type: cpu, cuda or mps."""
         number = parameter_dtype(precision).itemsize
         kept = (_HEAP, _COPIES) if device_type == "cpu" else (0.0, (0, 0, 0))
-        return cls(number, number, process, BYTES.get(precision, number), *kept)  # what a job's auto is cannot be known
+        return cls(number, number, process, BYTES.get(precision, number), *kept)  # the auto of a job is unknown
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a rank in bytes. A sharded or split tensor counts with this rank's part.
+    """The memory of a rank in bytes. Of a sharded or split tensor, only this rank's part counts.
 
     Attributes:
         weights: All parameters.
         gradients: The gradients of the trained parameters.
         optimizer: The optimizer state.
-        gathered: Shared parameters and their gradients while they are whole during a step.
+        gathered: Sharded parameters and their gradients while they are whole during a step.
         cast: Weights in the compute dtype, once for all micro-batches of a step.
         activations: The activations of the micro-batches in flight.
         recomputed: The activations of the layer that is being recomputed.
-        process: The process without the model. It is in main memory, even if a GPU computes.
+        process: The process without the model. This is main memory, even if a GPU computes.
         allocator: Freed memory that the allocator keeps.
     """
 
@@ -81,39 +81,39 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """Weights, gradients and optimizer state, which are known without running a layer."""
+        """The bytes of weights, gradients and optimizer state, which are known without running a layer."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def kept(self) -> float:
-        """What is held between forward and backward."""
+        """The bytes held between forward and backward."""
         return self.activations + self.recomputed + self.cast
 
     @property
     def of_layers(self) -> float:
-        """The parts to which each layer adds its own, by which layers can be balanced."""
+        """The bytes of the parts to which each layer contributes separately. Layers can be balanced by them."""
         return self.state + self.cast + self.activations
 
     @property
     def used(self) -> float:
-        """Everything but ``allocator``, which was fitted to small models on CPUs."""
+        """The bytes of all parts except ``allocator``, which was fitted to small models on CPUs."""
         return self.state + self.gathered + self.kept + self.process
 
     @property
     def total(self) -> float:
-        """The sum."""
+        """The bytes of all parts."""
         return self.used + self.allocator
 
 
 def fullest(layers: Works, layout: PlannedLayout, allocation: Allocation, states: float | None = 2) -> Memory:
-    """Predict the memory of the rank that needs the most.
+    """Predict the memory of the rank that needs the most memory.
 
     Args:
         layers: The layers' work.
         layout: The layout.
-        allocation: What the memory depends on where it runs.
-        states: How many tensors of a trained parameter's size the optimizer keeps on average (Adam: 2); None where
-            nothing is trained.
+        allocation: The quantities on which memory depends.
+        states: The average number of optimizer states per trained parameter, each of the parameter's size (Adam: 2);
+            None if nothing is trained.
     """
     return max(Rank(layers, layout, allocation, states).positions(), key=lambda memory: memory.total)
 
@@ -131,8 +131,8 @@ class Rank:
     Attributes:
         layers: The layers' work.
         layout: The layout.
-        allocation: What the memory depends on where it runs.
-        states: How many tensors of a trained parameter's size the optimizer keeps on average; see ``fullest``.
+        allocation: The quantities on which memory depends.
+        states: The average number of optimizer states per trained parameter; see ``fullest``.
     """
 
     layers: Works
@@ -153,7 +153,7 @@ class Rank:
 
     @cached_property
     def largest(self) -> float:
-        """The parameters of the largest part."""
+        """The number of parameters of the largest part."""
         return max(work.parameters for work in self.parts)
 
     def positions(self) -> list[Memory]:
@@ -166,7 +166,7 @@ class Rank:
         return [self.holding([[work]], 0).of_layers for work in self.parts]
 
     def holding(self, stages: Sequence[Works], position: int) -> Memory:
-        """Return the memory of the rank at a position of the pipeline, which holds its parts of some stages."""
+        """Return the memory of the rank at a pipeline position. The rank holds its parts of the given stages."""
         layout, allocation = self.layout, self.allocation
         own = [work for stage in stages for work in stage]
         counted = [parameters_of(stage) for stage in stages]
@@ -175,7 +175,7 @@ class Rank:
         weights = allocation.number * parameters / layout.of_states
         gradients = 0.0 if self.states is None else allocation.number * trained / layout.shards
         states = 0.0 if self.states is None else self.states * allocation.number * trained / layout.of_states
-        gathered_cast = layout.shards > 1 and allocation.gathered < allocation.number  # in the compute dtype already
+        gathered_cast = layout.shards > 1 and allocation.gathered < allocation.number  # already in the compute dtype
         cast = 0.0 if gathered_cast else sum(work.cast for work in own)
         kept, recomputed = self._activations(own)
         if layout.pipelined:
@@ -185,9 +185,10 @@ class Rank:
         return Memory(*tensors, allocation.process, freed + allocation.heap * (sum(tensors) + freed))
 
     def _gathered(self, parameters: float, trained: float) -> float:
-        """Return the bytes of sharded parameters and gradients that are whole during a step."""
+        """Return the bytes of the sharded parameters and gradients that are whole during a step."""
         layout, allocation = self.layout, self.allocation
-        # A layer at a time: one computes and the next is fetched. Its gradients lie in a buffer to be reduced, too.
+        # A layer at a time: one layer computes and the next is fetched. The layer's gradients are also in a buffer to
+        # be reduced.
         two = 2 * self.largest
         reduced_once = layout.pipelined or (not layout.resharded and layout.chunks > 1)
         weights = allocation.gathered * (min(parameters, two) if layout.resharded else parameters)
@@ -203,7 +204,7 @@ class Rank:
         return self.allocation.number * parameters * (layerwise if layout.resharded else stepwise)
 
     def _activations(self, own: Works) -> tuple[float, float]:
-        """Return the bytes kept for a micro-batch's backward, and those of the layer being recomputed."""
+        """Return the bytes kept for a micro-batch's backward, and the bytes of the layer that is being recomputed."""
         layout, kept, recomputed = self.layout, 0.0, 0.0
         for work in own:
             of_backward = layout.samples * (work.kept + self.allocation.activation * work.gathered)
@@ -216,15 +217,15 @@ class Rank:
 
 
 def check_gpus(plan: Plan, ranks: Sequence[Memory], memory: Callable[[int], int]) -> None:
-    """Check that the GPUs, to which ranks are assigned in turn, hold what the ranks certainly need.
+    """Check that the GPUs have enough memory for the certain needs of the ranks. Ranks are assigned to GPUs in turn.
 
     Args:
         plan: The plan of a run that is started here.
         ranks: The memory of each rank.
-        memory: Returns the bytes of the GPU with an index.
+        memory: A function that returns the bytes of the GPU with a given index.
 
     Raises:
-        PlanError: It does not fit.
+        PlanError: If a GPU has too little memory.
     """
     assert plan.gpus is not None
     for gpu in range(min(plan.gpus, plan.processes)):

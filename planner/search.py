@@ -1,4 +1,4 @@
-"""Enumerates the layouts that a model, a batch and devices allow, and finds the fastest that fits."""
+"""The search for the fastest layout that fits, among all layouts that a model, a batch and devices allow."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from planner.memory import Allocation, Memory, Rank, fullest
 from planner.step import Seconds, seconds_of, seconds_of_layer
 from planner.work import Works
 
-FREE = (*Layout.DEGREES, "chunks", "schedule", "stages_per_rank")  # what may be typed, and is fixed then
+FREE = (*Layout.DEGREES, "chunks", "schedule", "stages_per_rank")  # keys that may be typed, which then fixes them
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
-_SHORT = 4  # ranks of a pipeline that may be fast with fewer micro-batches than ranks
-_PER_RANK = (2, 4)  # stages of a rank, of schedules that take several
-_equal_stages = cache(equal_stages)  # layouts that differ in anything else have the same costs
+_SHORT = 4  # the longest pipeline that may be fast with fewer micro-batches than ranks
+_PER_RANK = (2, 4)  # stages per rank to try, for schedules with several stages per rank
+_equal_stages = cache(equal_stages)  # layouts that differ only in other keys have the same costs
 
 
 class Pool(NamedTuple):
-    """Some devices.
+    """A set of devices.
 
     Attributes:
-        per_node: The number of devices of a node.
-        devices: The number of all devices.
-        whole: Whether a layout must use all devices. Otherwise it may use fewer.
+        per_node: The number of devices per node.
+        devices: The total number of devices.
+        whole: Whether a layout must use all devices. If not, it may use fewer.
     """
 
     per_node: int
@@ -46,11 +46,11 @@ class Devices:
     """The devices on which layouts may run.
 
     Attributes:
-        costs: The seconds of each kind of work on them.
+        costs: The seconds of each kind of work on these devices.
         count: The number of devices.
         memory: Bytes per device.
-        allocation: What memory depends on there.
-        states: The number of tensors that the optimizer keeps per parameter.
+        allocation: The quantities on which memory depends.
+        states: The average number of optimizer states per trained parameter.
     """
 
     costs: Costs
@@ -70,17 +70,17 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """The memory of its fullest rank."""
+        """The memory of the layout's fullest rank."""
         return fullest(self.layers, self.layout, self.devices.allocation, self.devices.states)
 
     @cached_property
     def seconds(self) -> Seconds:
-        """The seconds of a step."""
+        """The parts of a step in seconds."""
         return seconds_of(self.layers, self.layout, self.devices.costs)
 
     @property
     def missing(self) -> float:
-        """The bytes by which it exceeds a device's memory; at most 0 if it fits."""
+        """The bytes by which the fullest rank exceeds a device's memory; at most 0 if it fits."""
         return self.memory.total - self.devices.memory
 
     @property
@@ -95,8 +95,8 @@ class Found:
 
     Attributes:
         best: The candidates that fit, the fastest first.
-        tried: The number of layouts.
-        nearest: For each strategy without a candidate that fits, the candidate that needs the least memory.
+        tried: The number of layouts that were tried.
+        nearest: For each strategy without a candidate that fits, the candidate with the least memory.
     """
 
     best: list[Candidate]
@@ -105,14 +105,14 @@ class Found:
 
 
 def search(layers: Works, kinds: Iterable[tuple[Devices, Iterable[PlannedLayout]]]) -> Found:
-    """Predict layouts, and sort those that fit by their seconds.
+    """Predict the seconds of layouts, and sort the layouts that fit by their seconds.
 
     Args:
         layers: The layers' work.
         kinds: Sets of devices (several numbers of processes of this machine, or a cluster), each with its layouts.
 
     Raises:
-        PlanError: None fits. The message names the nearest one and how much it lacks.
+        PlanError: If no layout fits. The message names the nearest layout and the memory that it lacks.
     """
     fit, nearest, tried = [], {}, 0
     for devices, possible in kinds:
@@ -136,7 +136,7 @@ def search(layers: Works, kinds: Iterable[tuple[Devices, Iterable[PlannedLayout]
 
 
 def _balanced(layers: Works, layout: PlannedLayout, devices: Devices) -> PlannedLayout:
-    """Give a pipeline the stages that ``parallel.balance=time`` or ``size`` will make, by predicted costs of layers."""
+    """Give a pipeline the stages that ``parallel.balance=time`` or ``size`` will make, by predicted costs."""
     if layout.balance not in ("time", "size") or not layout.pipelined:
         return layout
     if layout.balance == "time":
@@ -157,7 +157,7 @@ def layouts(
         batch: The number of samples per step.
         pool: The devices.
         divided: The ways in which ranks may divide stages: keys of a layout, besides ``dp`` and ``pp``.
-        fixed: Values that are given for keys of ``FREE``, and for strategy, shard, reshard, balance and recompute.
+        fixed: The given values of keys of ``FREE``, and of strategy, shard, reshard, balance and recompute.
         least: The number of samples of the smallest micro-batch that the layers accept.
     """
     (per_node, devices, whole), fixed = pool, fixed or {}
@@ -167,7 +167,7 @@ def layouts(
 
     for keys in divided:
         ranks, typed = Layout(**keys).ranks_per_stage, len(divided) == 1
-        own = prod(n for *_, n in keys.get("axes", ()))  # typed
+        own = prod(n for *_, n in keys.get("axes", ()))  # ranks along typed axes
         if not typed and min(per_node, devices) % (ranks // own):
             continue
         for pp in numbers("pp", divisors(devices // ranks), range(1, devices // ranks + 1)):
@@ -184,7 +184,7 @@ def layouts(
 def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) -> Iterator[PlannedLayout]:
     for name, info in STRATEGIES.items():
         typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
-        piped = info.stage_per_rank or not (typed or stages)  # else the typed keys have no meaning
+        piped = info.stage_per_rank or not (typed or stages)  # otherwise the typed keys have no meaning
         wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
         if not wanted or not all(axis.allows(info, layout) for axis in known_axes(layout)):
             continue
@@ -204,7 +204,7 @@ def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) 
 
 
 def allowed(layers: Works, layout: PlannedLayout) -> bool:
-    """Return whether there are enough layers and micro-batches for the pipeline."""
+    """Return whether the pipeline has enough layers and micro-batches."""
     if layout.counts and (len(layout.counts) != layout.pp * layout.per_rank or sum(layout.counts) != len(layers)):
         return False
     if layout.pp == 1:
@@ -216,5 +216,5 @@ def allowed(layers: Works, layout: PlannedLayout) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
+    """Return the divisors of a number in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]

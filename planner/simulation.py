@@ -16,7 +16,7 @@ from parallel.zero_bubble.schedule import ACTIONS
 
 _KINDS = {torchs: kind for kind, torchs in ACTIONS.items()}
 
-_REPLAYED = 128  # micro-batches of all stages
+_REPLAYED = 128  # maximum number of micro-batches of all stages to replay
 
 Intervals = dict[int, list[Interval]]  # rank -> its work and its receives, in order
 
@@ -24,7 +24,7 @@ Intervals = dict[int, list[Interval]]  # rank -> its work and its receives, in o
 def simulate(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> Intervals:
     """Return the timeline of each rank in a step. Stage i runs on rank i % ``ranks``.
 
-    The stages' seconds include messages.
+    The stages' seconds include the messages.
     """
     seconds = _as_run(seconds, schedule)
     return replay(order(seconds, ranks, chunks, schedule), seconds)
@@ -40,7 +40,7 @@ def order(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: st
 
 
 def _plain_order(stage: int, chunks: int, ahead: int) -> list[Action]:
-    """Return the work of a rank with one stage. Its forwards are up to ``ahead`` micro-batches ahead."""
+    """Return the work of a rank with one stage. Forwards run at most ``ahead`` micro-batches ahead of backwards."""
     actions = [Action(stage, FORWARD, chunk) for chunk in range(min(ahead, chunks))]
     for chunk in range(chunks):
         actions.append(Action(stage, BACKWARD, chunk))
@@ -49,11 +49,11 @@ def _plain_order(stage: int, chunks: int, ahead: int) -> list[Action]:
     return actions
 
 
-@cache  # layouts that differ in anything else have the same order
+@cache  # layouts that differ only in other keys have the same order
 def _order_of_torch(schedule: str, ranks: int, chunks: int, stages: int) -> Orders:
-    """Return the order that torch's schedule class computes at its construction, from three numbers of its stages.
+    """Return the order that torch's schedule class computes in its constructor, from three attributes of its stages.
 
-    These numbers, ``pipeline_order`` and ``_Action`` are no public interface of torch 2.13.
+    These attributes, ``pipeline_order`` and ``_Action`` are no public interface of torch 2.13.
     """
     stage = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, submod=None)
     made = resolve_name(SCHEDULES[schedule].class_name)([stage] * (stages // ranks), chunks)
@@ -64,9 +64,9 @@ def _order_of_torch(schedule: str, ranks: int, chunks: int, stages: int) -> Orde
 
 
 def _as_run(seconds: Sequence[StageSeconds], schedule: str) -> Sequence[StageSeconds]:
-    """Return the seconds that a run spends: the first stage's backward has one part, as its input needs no gradient.
+    """Return the seconds as in a run, where the first stage's backward has one part: its input needs no gradient.
 
-    torch runs all of it as the second part, and a planned order never splits it.
+    torch runs this whole backward as the second part, and a planned order never splits it.
     """
     first, *others = seconds
     if schedule == "interleaved_zero_bubble":
@@ -77,7 +77,7 @@ def _as_run(seconds: Sequence[StageSeconds], schedule: str) -> Sequence[StageSec
 
 
 def replay(orders: Orders, seconds: Sequence[StageSeconds]) -> Intervals:
-    """Return the times at which ranks do the work of their orders, each as early as possible."""
+    """Return the times of the work in the ranks' orders, each piece of work as early as possible."""
     done: Intervals = {rank: [] for rank in orders}
     free, ended = dict.fromkeys(orders, 0.0), {}
     left = {rank: deque(actions) for rank, actions in orders.items()}
@@ -114,12 +114,12 @@ def duration(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule:
 
 
 def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> float:
-    """Approximate the duration of ``simulate`` in a time that does not depend on ``chunks``.
+    """Approximate the duration of ``simulate``, in a computing time that does not depend on ``chunks``.
 
-    It is exact for gpipe and looped_bfs, and for interleaved_1f1b with equal stages. In 4,100 random cases (2 to 8
-    ranks, 1 to 3 stages on each that differ by a factor of two) it was off by 3 % at most for 1f1b. For the other
-    three 95 % were within 5 %, and the worst 9 % (interleaved_1f1b), 11 % too short (interleaved_zero_bubble) and 16 %
-    too short (planned, with hardly more micro-batches than ranks; else 9 %).
+    The result is exact for gpipe and looped_bfs, and for interleaved_1f1b with equal stages. In 4,100 random cases (2
+    to 8 ranks, 1 to 3 stages per rank that differ by a factor of two) the error was at most 3 % for 1f1b. For the other
+    three schedules 95 % of the errors were below 5 %. Their largest errors were 9 % (interleaved_1f1b), 11 % too short
+    (interleaved_zero_bubble) and 16 % too short (planned, with hardly more micro-batches than ranks; otherwise 9 %).
     """
     forward, backward, inputs, weights = map(list, zip(*_as_run(seconds, schedule), strict=True))
     none = [0.0] * len(seconds)
@@ -127,7 +127,7 @@ def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule:
         both = forward, backward[::-1]
         return sum(_passes(times, none, ranks, chunks, chunks) for times in both)
     whole, split = (forward, backward, none), (forward, inputs, weights)
-    if schedule == "planned":  # as many split backwards and as much memory as pay
+    if schedule == "planned":  # as many split backwards and as much memory as shorten the step
         kinds = [(parts, spare) for parts in (whole, split) for spare in (0, ranks // 2, ranks)]
         return min(_alternating(parts, ranks, chunks, 2, spare) for parts, spare in kinds)
     parts = split if SCHEDULES[schedule].splits_backward else whole
@@ -137,7 +137,8 @@ def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule:
 def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last: int) -> float:
     """Return the time at which the last stage has finished ``last`` micro-batches.
 
-    A rank processes ``chunks`` in a stage before its next stage starts, and then spends ``more``, for which none waits.
+    A rank processes ``chunks`` in a stage before its next stage starts, and then spends ``more``, for which no rank
+    waits.
     """
     ends = [0.0] * len(times)
     for first in (0, *range(ranks, len(times))):
@@ -153,24 +154,24 @@ def _passes(times: list[float], more: list[float], ranks: int, chunks: int, last
 def _alternating(parts: Sequence[list[float]], ranks: int, chunks: int, ahead: int, spare: int = 0) -> float:
     """Return the makespan of an order that alternates between forwards and backwards.
 
-    ``parts`` are the seconds of each stage: forward, the backward for inputs, and the rest of the backward.
-    It is the longest path over the ranks: until the rank's first backward, then its work until its last forward, then
+    ``parts`` are the seconds of each stage: forward, backward for inputs, and the rest of the backward. The result is
+    the longest path over the ranks: until the rank's first backward, then the rank's work until its last forward, then
     until the end. Before its first backward a rank runs ``ahead`` more forwards than the next rank, and all ranks run
     ``spare`` more than necessary.
     """
     forward, backward, weights = parts
     last, per_rank = len(forward) - 1, len(forward) // ranks
-    size = chunks // max(1, chunks // ranks)  # of a round, in micro-batches
+    size = chunks // max(1, chunks // ranks)  # micro-batches per round
     start = _passes(forward, [0.0] * len(forward), ranks, size, 1)
     end = _passes(backward[::-1], weights[::-1], ranks, size, 1) + weights[0]
 
     def some(times: list[float], count: int) -> float:
-        """Return the seconds of ``count`` pieces of a rank's work, which cycle through its stages."""
+        """Return the seconds of ``count`` pieces of a rank's work. They cycle through the rank's stages."""
         rounds, rest = divmod(max(0, count), size * per_rank)
         return sum((rounds * size + min(size, max(0, rest - size * i))) * one for i, one in enumerate(times))
 
     def way(times: list[float], low: int, high: int) -> float:
-        """Return the seconds of the stages above ``low`` up to ``high``."""
+        """Return the seconds of the stages above ``low``, up to and including ``high``."""
         return sum(times[low + 1 : high + 1])
 
     longest = 0.0

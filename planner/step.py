@@ -16,16 +16,16 @@ from planner.work import LayerWork, Works, parameters_of, shares
 
 @dataclass(frozen=True)
 class Seconds:
-    """The parts of a step on its slowest rank. Communication counts as far as no computation hides it.
+    """The parts of a step on its slowest rank, in seconds. Only communication that no computation hides counts.
 
     Attributes:
         compute: Forward, backward and recomputation.
         bubble: Waiting for other stages.
         tensor: Collectives of tensor parallelism.
         stages: Messages between stages.
-        gradients: Their reduction over replicas and, of tied parameters, between stages.
-        shards: Gathering sharded parameters and scattering their gradients.
-        optimizer: The update, and what no other part accounts for.
+        gradients: The reduction of gradients over replicas and, for tied parameters, between stages.
+        shards: The gathering of sharded parameters and the scattering of their gradients.
+        optimizer: The update, and all time that no other part accounts for.
     """
 
     compute: float
@@ -56,13 +56,13 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     compute = each[slowest] - tensor - passed
     gradients, shards = _replicas(held, parameters, trained, compute, layout, costs)
     whole = duration(stages, layout.pp, m, layout.schedule) if layout.pp > 1 else m * each[slowest]
-    if layout.pp > 1 and layout.resharded:  # stages wait for it in turn, as they do for computing
+    if layout.pp > 1 and layout.resharded:  # stages wait for the gathering in turn, as for computation
         shards *= whole / (m * each[slowest])
     if layout.pp > 1:  # what the first and the last stage share
         tied = sum(work.tied_trained for work in parts)
         gradients += costs.reduce(layout.gradient * tied, 2, 2 if layout.processes <= costs.devices else 1)
     part = slowed(stages, whole, layout, costs)
-    reduced = layout.per_rank if layout.shards == 1 else 1  # DDP reduces each stage's gradients apart
+    reduced = layout.per_rank if layout.shards == 1 else 1  # DDP reduces each stage's gradients separately
     # The first micro-batch passes through all stages in turn.
     first, ours = (sum(costs.begin(work, layout.samples) for work in some) for some in (parts, held))
     return Seconds(
@@ -77,17 +77,17 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
 
 
 def slowed(stages: Sequence[StageSeconds], whole: float, layout: PlannedLayout, costs: Costs) -> float:
-    """Return the slowdown of computing in a step of ``whole`` seconds, in which ranks also wait for each other."""
+    """Return the slowdown of computation in a step of ``whole`` seconds, in which ranks also wait for each other."""
     work = layout.dp * layout.chunks * sum(stage.forward + stage.backward for stage in stages)
     return costs.slowed(work / whole, layout.samples)
 
 
 def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[StageSeconds]:
-    """Return the seconds of each stage per micro-batch, including messages, for which ranks wait."""
+    """Return the seconds of each stage per micro-batch, including the messages for which ranks wait."""
     seconds, of_rank = [], shares(layers, layout)
     message = _message(layers, of_rank, layout, costs)
     alike = {id(work): (work, part) for work, part in zip(layers, of_rank, strict=True)}
-    parts = {  # layers that are alike may be one object: a search predicts thousands of layouts
+    parts = {  # equal layers may be one object: a search predicts thousands of layouts
         key: (
             costs.forward(part, layout.samples),
             _computed(part, layout, costs, work is not layers[-1]),
@@ -97,7 +97,7 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
     }
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
         forward, both, tensor = (sum(parts[id(work)][part] for work in stage) for part in range(3))
-        passed = beside / 2 * message  # half of a message is its sender's, half its receiver's
+        passed = beside / 2 * message  # the sender has half of a message, the receiver the other half
         ahead = forward + tensor / (3 if layout.recompute == "full" else 2) + passed
         behind = both + tensor + 2 * passed - ahead
         seconds.append(StageSeconds(ahead, behind, behind / 2, behind / 2 * (UNMEASURED.weights / UNMEASURED.inputs)))
@@ -111,7 +111,7 @@ def seconds_of_layer(work: LayerWork, layout: PlannedLayout, costs: Costs) -> fl
 
 
 def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
-    """Seconds of a rank's part of a layer per micro-batch.
+    """Return the seconds of a rank's part of a layer per micro-batch.
 
     ``again`` is false for the last layer, because the loss is not recomputed.
     """
@@ -121,12 +121,12 @@ def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool)
 
 
 def _sums(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
-    """Seconds of the all-reduces of a layer: those of its forward, as many in its backward, and if it is recomputed."""
+    """Return the seconds of a layer's all-reduces: in its forward, as many in its backward, and if recomputed."""
     total = 0.0
     for name, axis in layout.divided_along:
         times, numbers = axis.all_reduces(layout, work)
         ranks = layout.sizes[name]
-        # Where these ranks do not divide a node, some of them are on two nodes.
+        # If these ranks do not divide a node, some of them are on two nodes.
         together = ranks if layout.processes <= costs.devices else gcd(ranks, costs.devices)
         passes = 3 if layout.recompute == "full" else 2
         if times:
@@ -135,10 +135,10 @@ def _sums(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
 
 
 def _message(layers: Works, parts: Works, layout: PlannedLayout, costs: Costs) -> float:
-    """Seconds of one message of a micro-batch between two stages."""
+    """Return the seconds of one message of a micro-batch between two stages."""
     if layout.pp == 1:
         return 0.0
-    # How far the next stage's rank is.
+    # The distance to the next stage's rank.
     apart = layout.ranks_per_stage * (layout.dp if layout.order == "pp_dp" else 1)
     sent = [work.output / layout.ranks_per_stage for work in layers] if layout.scatters else [
         work.output for work in parts
@@ -150,12 +150,12 @@ def _message(layers: Works, parts: Works, layout: PlannedLayout, costs: Costs) -
 def _replicas(
     held: Works, parameters: float, trained: float, compute: float, layout: PlannedLayout, costs: Costs
 ) -> tuple[float, float]:
-    """Seconds for gradients and for sharded parameters that ``compute``, of a micro-batch, does not hide."""
+    """Return the seconds for gradients and for sharded parameters that a micro-batch's ``compute`` does not hide."""
     if layout.dp == 1:
         return 0.0, 0.0
     per_node = max(1, costs.devices // (layout.ranks_per_stage * (1 if layout.order == "pp_dp" else layout.pp)))
     if layout.shards == 1:
-        # The first half of an all-reduce scatters gradients. With ZeRO-1, the second half gathers weights.
+        # The first half of an all-reduce scatters gradients. With ZeRO-1, the second half gathers weights instead.
         size = (layout.gradient + costs.gathered) / 2 if layout.zero1 else layout.gradient
         reduced = costs.reduce(size * trained, layout.dp, min(layout.dp, per_node))
         hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if layout.overlaps else 0.0
@@ -164,7 +164,7 @@ def _replicas(
     whole = costs.gather(size, layout.shards, min(layout.shards, per_node), held)
     groups = layout.dp // layout.shards
     outer = costs.reduce(costs.gathered * trained / layout.shards, groups, max(1, per_node // layout.shards))
-    times = 3 if layout.resharded else 2 / layout.chunks  # with the gradients
+    times = 3 if layout.resharded else 2 / layout.chunks  # including the gradients
     each = times * whole + outer / layout.chunks + (0.0 if layout.resharded else costs.hooks(held))
     hidden = costs.hides[1] * min(each, compute)
     return 0.0, layout.chunks * (each - hidden + times * costs.copy(size))

@@ -16,7 +16,7 @@ from parallel.shape_inference import trace
 from planner.counting import Measure
 from planner.layout import PlannedLayout
 
-# Of 34 bytes that a block of GPT keeps, tensor parallelism alone leaves 10 whole (Korthikanti et al. 2022).
+# Of the 34 bytes that a GPT block keeps, tensor parallelism alone leaves 10 whole (Korthikanti et al. 2022).
 _WHOLE = 10 / 34
 
 
@@ -30,35 +30,36 @@ class Tie(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a layer's forward for one sample. A backward is twice as much.
+    """The work of a layer's forward for one sample. A backward takes twice as much.
 
     ``_for_a_sample`` names the numbers that ``Measure`` counts, and ``divided`` those that tensor parallelism divides.
 
     Attributes:
-        name: The layer.
+        name: The name of the layer.
         flops: FLOPs of products with weights.
-        attention: FLOPs of attention, the masked half included.
+        attention: FLOPs of attention, including the masked half.
         products: The number of products.
         moved: Bytes that other operators read and write.
-        parameters: The number of its own parameters.
+        parameters: The number of the layer's own parameters.
         output: Bytes passed to the next layer.
         kept: Bytes that autograd holds until the backward.
-        ties: The parameters that it has in common with another layer. Their gradients are added up.
+        ties: The parameters that are tied to another layer. Their gradients are summed.
         tensors: The number of parameter tensors.
-        frozen: The number of parameters that are not trained.
-        cast: Bytes of its weights in the compute dtype; independent of samples.
-        hidden: The number of elements of its output. A block's collectives of tensor parallelism send them in the
-            compute dtype.
-        whole: The bytes of ``moved`` that tensor parallelism leaves whole, unless ranks split the sequence: those of
-            operators that are as wide as the output (norms, residual connections, dropout).
-        masked: The FLOPs of ``attention`` that its kernel leaves out.
-        kept_whole: The bytes of ``kept`` that tensor parallelism leaves whole, likewise; None if they are not counted.
-        gathered: The number of elements that a rank gathers from other ranks and keeps until the backward, besides
-            ``kept``.
+        frozen: The number of frozen parameters.
+        cast: Bytes of the layer's weights in the compute dtype; independent of samples.
+        hidden: The number of elements of the layer's output. A block's collectives of tensor parallelism send them in
+            the compute dtype.
+        whole: The bytes of ``moved`` that tensor parallelism leaves whole, unless ranks split the sequence. These are
+            the bytes of operators that are as wide as the output (norms, residual connections, dropout).
+        masked: The FLOPs of ``attention`` that the attention kernel skips.
+        kept_whole: The bytes of ``kept`` that tensor parallelism leaves whole, unless ranks split the sequence; None if
+            they are not counted.
+        gathered: The number of elements, besides ``kept``, that a rank gathers from other ranks and keeps until the
+            backward.
         uncounted: The operators that have no formula for their FLOPs.
     """
 
-    name: str = field(compare=False)  # layers that are alike are equal
+    name: str = field(compare=False)  # layers that differ only in their names are equal
     flops: float
     attention: float
     products: int
@@ -79,12 +80,12 @@ class LayerWork:
 
     @property
     def trained(self) -> float:
-        """The number of its own parameters that get gradients."""
+        """The number of the layer's own parameters that get gradients."""
         return self.parameters - self.frozen
 
     @property
     def length(self) -> float:
-        """The number of tokens that attention mixes. It has four FLOPs for each token and each number of the output."""
+        """The number of tokens that attention mixes. Attention takes four FLOPs per token and element of the output."""
         return self.attention / (4 * self.hidden) if self.hidden else inf
 
     @property
@@ -95,7 +96,7 @@ class LayerWork:
     def divided(self, ranks: int, between: bool) -> LayerWork:
         """Return the work of one of ``ranks`` ranks that split the layer.
 
-        They split products and parameters, and with ``between`` also what lies between the products.
+        The ranks split products and parameters and, with ``between``, also the operators between the products.
         """
 
         def part(size: float, whole: float) -> float:
@@ -106,7 +107,7 @@ class LayerWork:
             kept = part(self.kept, self.kept_whole)
         elif not between:
             kept = part(self.kept, _WHOLE * self.kept)
-        elif self.attention:  # this project's: what a block's two regions gather of the sequence is kept
+        elif self.attention:  # in this project the sequence that a block's two regions gather is kept
             gathered = 2 * self.hidden * (1 - 1 / ranks)
         divided = ("flops", "attention", "parameters", "frozen", "cast", "hidden", "masked")
         return replace(
@@ -124,7 +125,7 @@ Works = Sequence[LayerWork]
 
 
 def shares(layers: Works, layout: PlannedLayout) -> Works:
-    """Return one rank's part of each layer's work. Layers that are one object stay one object."""
+    """Return one rank's part of each layer's work. If two layers are the same object, so are their parts."""
     if not layout.divided_along:
         return layers
     parts = {id(work): work for work in layers}
@@ -134,7 +135,7 @@ def shares(layers: Works, layout: PlannedLayout) -> Works:
 
 
 def parameters_of(stage: Works) -> tuple[float, float]:
-    """Return the numbers of all and of trained parameters of a stage. A tied one counts once beside its owner."""
+    """Return the numbers of all and of trained parameters of a stage. A tied parameter and its owner count once."""
     parameters, trained = sum(work.parameters for work in stage), sum(work.trained for work in stage)
     if any(work.ties for work in stage):
         names = {work.name for work in stage}
@@ -161,9 +162,10 @@ def weights_of(chain: Chain) -> list[LayerWork]:
 
 
 def work_of(chain: Chain, batch: Batch, precision: str, samples: int = 1) -> tuple[list[LayerWork], int]:
-    """Count the work of every layer for a sample of a batch.
+    """Count the work of every layer for one sample of a batch.
 
-    The count is that of a CPU's operators, which have the same sizes. Fusion is part of a device's efficiency.
+    The operators of a CPU are counted; those of other devices have the same sizes. Fusion is part of a device's
+    efficiency.
 
     Returns:
         The work, and the number of samples of the smallest micro-batch that the layers accept: two if BatchNorm gets
@@ -181,7 +183,7 @@ def work_of(chain: Chain, batch: Batch, precision: str, samples: int = 1) -> tup
 
 
 def _for_a_sample(work: LayerWork, outputs: Sequence[Tensor], measured: Sequence[Measure], samples: int) -> LayerWork:
-    """Return the work of a layer, measured for two micro-batches. Only the first of them casts weights."""
+    """Return the work of a layer, measured for two micro-batches. Only the first micro-batch casts weights."""
     first, second = measured or (Measure({}), Measure({}))
     uncounted = second.uncounted if measured else {f"layer {work.name!r}"}
     return replace(
