@@ -1,7 +1,7 @@
-"""Questions that take several runs: which layout is fastest, are all layouts equal, which job of a sweep is best.
+"""Studies that take several runs: the fastest layout, the equality of all layouts, and the best job of a sweep.
 
 planning/      mode=plan and parallel=auto
 verification/  mode=verify
 sweep/         the page of a multirun
-short_run.py   a run of a few steps inside another one
+short_run.py   a run of a few steps inside another run
 """

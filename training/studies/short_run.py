@@ -1,4 +1,4 @@
-"""Runs in workers, and short runs: the same training for a few steps, without reports."""
+"""Runs in workers, and short runs: the same training, for a few steps and without reports."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | 
 
     Args:
         cfg: The configuration of the training.
-        parallel: Other keys of the section ``parallel``.
-        more: Other sections.
-        **train: Other keys of the section ``train``; ``steps`` at least.
+        parallel: Keys of the section ``parallel`` to change.
+        more: Other sections to change.
+        **train: Keys of the section ``train`` to change, including ``steps``.
     """
     tree = to_dict(cfg)
     tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
@@ -35,9 +35,9 @@ def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | 
 
 
 def run_on_rank(world: World, planned: PlannedRun, run_dir: Path) -> dict[str, Any]:
-    """Run one rank in a worker of ``launchers``, from the newest checkpoint after a restart. Returns the summary."""
+    """Run one rank in a worker of ``launchers``; after a restart, from the newest checkpoint. Returns the summary."""
     from training.checkpoint.load import after_restart
-    from training.run.rank import run  # here, as the process that starts the workers does not need it
+    from training.run.rank import run  # here, because the process that starts the workers does not need it
 
     if restarts() > 0:
         planned = replace(planned, cfg=after_restart(planned.cfg, run_dir))

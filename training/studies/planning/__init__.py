@@ -1,10 +1,10 @@
-"""Which layout is fastest: predictions for a described cluster or for this machine, and short runs that check them.
+"""The search for the fastest layout: predictions for a described cluster or this machine, and short runs to check them.
 
 paper.py       predictions for a described cluster; the tables of any search
-typed.py       the typed keys of a layout: checks, and the layouts that they allow
+typed.py       the typed keys of a layout: their checks, and the layouts that they allow
 choice.py      parallel=auto: measures this machine and chooses the fastest layout
-trial.py       a run of a few steps to be measured
-comparison.py  mode=compare: runs each strategy's best layout, and shows predicted beside measured
+trial.py       measurements of a run of a few steps
+comparison.py  mode=compare: runs each strategy's best layout, and shows predictions beside measurements
 """
 
 from conf.schema import Root
@@ -13,5 +13,5 @@ AUTO = "auto"
 
 
 def is_automatic(cfg: Root) -> bool:
-    """Return whether the layout, or its number of micro-batches, is to be chosen automatically."""
+    """Return whether the layout, or its number of micro-batches, is chosen automatically."""
     return AUTO in (cfg.parallel.name, cfg.parallel.chunks)

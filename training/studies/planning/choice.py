@@ -1,7 +1,7 @@
-"""``parallel=auto`` and ``parallel.chunks=auto``: chooses the layout that is predicted to be fastest on this machine.
+"""``parallel=auto`` and ``parallel.chunks=auto``: the choice of the layout with the fastest prediction on this machine.
 
 The choice is made once, before the processes of the run start, so all ranks and a resumed run use the same layout.
-Measurements run in separate processes and change nothing in this one.
+Measurements run in separate processes and change nothing in this process.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from training.studies.planning.typed import check_kept, fixed_of, possible_layou
 CHOICES = "choices.json"
 _HERE_IS_OFF = "such predictions were 11 % off on average for six small models on two cores: docs/planner.md"
 _NEAR, _MOST_TRIED = 1.3, 3  # the first few layouts with predictions up to this factor are tried
-_SECONDS = 1.0  # of such a trial
+_SECONDS = 1.0  # duration of a trial
 _MOST_PROCESSES = 8  # on a CPU
-_RUN = 16 * 2**20  # bytes that the loop and its threads need in a process
+_RUN = 16 * 2**20  # bytes that the training loop and its threads need in a process
 
 
 def recall(cfg: Root, run_dir: Path) -> Any:
-    """Return the configuration with the values that the checkpoint to resume or evaluate was trained with.
+    """Return the configuration with the values from the training of the checkpoint to resume or evaluate.
 
-    They replace ``parallel=auto`` and, for training, ``train.precision=auto``. In the same layout, they also replace
-    ``chunks=auto`` and ``balance=time|size``.
+    These values replace ``parallel=auto`` and, for training, ``train.precision=auto``. In the same layout, they also
+    replace ``chunks=auto`` and ``balance=time|size``.
 
     Args:
         cfg: The configuration.
@@ -68,7 +68,7 @@ def recall(cfg: Root, run_dir: Path) -> Any:
     if parallel.name == AUTO:
         check_kept(layout, cfg)
         values |= in_section("parallel", layout.keys())
-        if saved.config is not None and "recompute" not in fixed_of(cfg):  # older checkpoints keep none
+        if saved.config is not None and "recompute" not in fixed_of(cfg):  # older checkpoints have no configuration
             values["train.activation_checkpointing"] = saved.config["train"]["activation_checkpointing"]
     if parallel.name == AUTO or (layout.strategy, layout.pp) == (parallel.name, parallel.pp):
         if parallel.chunks == AUTO:
@@ -79,17 +79,17 @@ def recall(cfg: Root, run_dir: Path) -> Any:
 
 
 def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Any:
-    """Print the best layouts, and return the configuration with the fastest.
+    """Print the best layouts, and return the configuration with the fastest layout.
 
     Args:
         cfg: The configuration.
-        run_dir: Where choices.json is written.
-        world: The ranks that exist already; None if this process will start them.
+        run_dir: The run directory, where choices.json is written.
+        world: The ranks if they exist already; None if this process will start them.
         words: The command line, for the commands to copy.
 
     Raises:
-        PlanError: Nothing can be measured, because the ranks exist already or the mode does not train. Or no layout
-            fits.
+        PlanError: If nothing can be measured, because the ranks exist already or the mode does not train, or if no
+            layout fits.
     """
     key = "parallel=auto" if cfg.parallel.name == AUTO else "parallel.chunks=auto"
     queued = cfg.launcher.name != "local"
@@ -118,9 +118,10 @@ def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] =
 
 
 def pick(cfg: Root, candidates: Sequence[Candidate]) -> tuple[Candidate, dict[str, float]]:
-    """Return the fastest of some layouts, and the measured seconds per step by the layout's name.
+    """Return the fastest of several layouts, and the measured seconds per step by the layout's name.
 
-    The candidates are sorted by their predicted seconds. If several predictions are close, a short run of each decides.
+    The candidates are sorted by their predicted seconds. If several predictions are close, a short run of each
+    candidate decides.
     """
     if len(few := nearest(candidates)) == 1:
         return few[0], {}
@@ -161,7 +162,7 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
 
     Args:
         cfg: The configuration.
-        counts: The numbers of processes to measure; if empty, those that may be fast.
+        counts: The numbers of processes to measure. If empty, the numbers that may be fast are measured.
     """
     alone = in_one_process(cfg)
     fixed, setup = _fixed(cfg), prepare(alone)
@@ -174,7 +175,7 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
     cuda, states = plan.device_type == "cuda", mean_states(cfg.optim, setup.chain)
     devices = torch.cuda.device_count() if cuda else 1
     memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
-    needed = max(work.kept + 2 * work.output for work in layers)  # bytes of a sample in a layer, with its input
+    needed = max(work.kept + 2 * work.output for work in layers)  # bytes per sample of a layer and its input
     pools = [Pool(n, n, whole=True) for n in counts or _counts(fixed, plan.device_type)]
     sharing = max(pool.devices for pool in pools) if cuda else 1
     possible = possible_layouts(setup, pools, fixed, sharing)
@@ -191,14 +192,14 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
 
 
 def _fixed(cfg: Root) -> dict[str, Any]:
-    """Return the fixed keys: the typed ones with parallel=auto, and all except the chunks with chunks=auto."""
+    """Return the fixed keys: the typed keys with parallel=auto; all keys except chunks with chunks=auto."""
     if cfg.parallel.name == AUTO:
         return fixed_of(cfg)
     info = strategy_info(cfg.parallel.name)
     if info.gpu_only:
         raise PlanError(f"parallel.chunks=auto does not predict parallel={cfg.parallel.name}: give the number")
     fixed = {"strategy": cfg.parallel.name, "recompute": "full" if cfg.train.activation_checkpointing else "none"}
-    if info.several_devices:  # its stages compute in turn
+    if info.several_devices:  # its stages compute one after the other
         return {**fixed, "dp": 1, "pp": 1}
     simplest = {"chunks": 1, "schedule": "gpipe", "stages_per_rank": None, "balance": "uniform"}
     plan, layout = prepare(with_values(cfg, in_section("parallel", simplest))).plan, Layout.of(cfg.parallel)
@@ -210,7 +211,7 @@ def _fixed(cfg: Root) -> dict[str, Any]:
 
 
 def _counts(fixed: Mapping[str, Any], device_type: str) -> list[int]:
-    """Return the numbers of processes to measure: one, one per device, and on a CPU two."""
+    """Return the numbers of processes to measure: one, one per device, and on a CPU also two."""
     least = math.prod(fixed.get(axis, 1) for axis in Layout.DEGREES) * math.prod(n for *_, n in fixed.get("axes", ()))
     if {"dp", "pp"} <= fixed.keys():
         return [least]

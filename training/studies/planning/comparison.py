@@ -1,4 +1,4 @@
-"""``mode=compare``: runs the best layout of each strategy on this machine, and compares it with its prediction."""
+"""``mode=compare``: a run of each strategy's best layout on this machine, compared with its prediction."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ JSON, PAGE, BARS, TIMELINES = "comparison.json", "comparison.html", "comparison.
 PARTS = ("compute", "bubble", "communication")
 _PAIRS = [f"{what}, {which}" for what in (*PARTS, "GiB") for which in "pm"]  # predicted and measured
 _PROCESSES = (1, 2, 4)  # on a CPU
-_SECONDS = 3.0  # of a trial
-_NAME = 22  # characters of a line in the names beside the bars
+_SECONDS = 3.0  # duration of a trial
+_NAME = 22  # characters per line of the names beside the bars
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Row:
     """A strategy's best layout.
 
     Attributes:
-        best: The layout, with its predictions.
-        trial: Its measurements.
+        best: The layout with its predictions.
+        trial: The measurements of the layout.
     """
 
     best: Candidate
@@ -48,14 +48,14 @@ class Row:
 
     @property
     def predicted(self) -> dict[str, float]:
-        """The predicted seconds of a step by ``PARTS``. The optimizer is part of compute."""
+        """The predicted seconds of a step, by ``PARTS``. The optimizer is part of compute."""
         one = self.best.seconds
         compute = one.compute + one.optimizer
         return dict(zip(PARTS, (compute, one.bubble, max(0.0, one.total - compute - one.bubble)), strict=True))
 
     @property
     def measured(self) -> dict[str, float]:
-        """The measured seconds of a step by ``PARTS``. Communication is the rest of the step."""
+        """The measured seconds of a step, by ``PARTS``. Communication is the rest of the step."""
         trial = self.trial
         compute = min(trial.busy if trial.busy is not None else trial.seconds, trial.seconds)
         bubble = min(trial.idle or 0.0, trial.seconds - compute)
@@ -73,15 +73,15 @@ def compare(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] 
 
     Args:
         cfg: The configuration.
-        run_dir: Where they are written.
-        world: The ranks that exist already; None for a process that starts them.
+        run_dir: The run directory, where the files are written.
+        world: The ranks if they exist already; None if this process starts them.
         words: The command line, for the commands to copy.
 
     Returns:
-        What to print at the end.
+        The text to print at the end.
 
     Raises:
-        TrainingError: The ranks exist already, or no layout runs.
+        TrainingError: If the ranks exist already, or no layout runs.
     """
     if world is not None or cfg.launcher.name != "local":
         raise TrainingError("mode=compare starts its processes itself: launcher=local, without torchrun or srun")
@@ -127,7 +127,7 @@ def cells(row: Row) -> list[str]:
 
 
 def sentence(rows: Sequence[Row]) -> str:
-    """Return a sentence about the fastest layout and the one with the least memory."""
+    """Return a sentence about the fastest layout and the layout with the least memory."""
     best, *others = rows
     off = sum(abs(row.off) for row in rows) / len(rows)
     small, text = min(rows, key=lambda row: row.trial.peak), f"{best.best.name} is the fastest here"
@@ -142,11 +142,11 @@ def write(rows: Sequence[Row], title: str, commands: Sequence[str], problems: Se
     """Write the page, its pictures and comparison.json.
 
     Args:
-        rows: The fastest first.
+        rows: The rows, the fastest first.
         title: The model and the batch.
         commands: The command of each row.
         problems: A sentence for each strategy that failed.
-        run_dir: Where they are written.
+        run_dir: The run directory, where the files are written.
     """
     from training.reporting.plot import embedded
 
@@ -183,7 +183,7 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 def _bars(rows: Sequence[Row], title: str) -> Any:
-    """Draw two bars for each row: the predicted one, which is lighter, above the measured one."""
+    """Draw two bars for each row: the predicted bar, which is lighter, above the measured bar."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""``parallel=auto`` for a described cluster: predicts its best layouts. Also formats the tables of any search."""
+"""``parallel=auto`` for a described cluster: predictions of its best layouts; also the tables of any search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from training.run.setup import Setup
 from training.studies.planning import AUTO
 from training.studies.planning.typed import fixed_of, possible_layouts
 
-HERE = "here"  # the option of cluster= that is measured
+HERE = "here"  # the value of cluster= for this machine, which is measured
 # Mean errors over tables of measured layouts (benchmarks/planner.py): with the cluster's file, and with a guessed
 # network and a device that was not fitted to the table.
 _FITTED_IS_OFF = (
@@ -48,20 +48,20 @@ _SHOWN = 10
 _PICTURE, _DRAWN_RANKS, _DRAWN_CHUNKS = "predicted_timeline.png", 16, 64
 # Keys that the words of a layout set.
 _OF_LAYOUT = ("parallel", *(f"parallel.{key}" for key in (*FREE, *Layout.OPTIONS)))
-_NOT_COPIED = ("mode", "cluster", "hydra")  # sections of a command
-_PAPER = "bf16"  # the precision on paper of train.precision=auto
+_NOT_COPIED = ("mode", "cluster", "hydra")  # sections that the copied commands leave out
+_PAPER = "bf16"  # the precision that train.precision=auto means on paper
 
 
 def plan_on_paper(cfg: Root, run_dir: Path, words: Sequence[str] = ()) -> str:
-    """Return the tables of the best layouts and of those that do not fit, and draw the best pipeline's timeline.
+    """Return tables of the best layouts and of layouts that do not fit, and draw the timeline of the best pipeline.
 
     Args:
         cfg: The configuration.
-        run_dir: Where the picture is written.
+        run_dir: The run directory, where the picture is written.
         words: The command line, for the commands to copy.
 
     Raises:
-        PlanError: A number of the cluster is impossible, or nothing fits.
+        PlanError: If a number of the cluster is impossible, or no layout fits.
     """
     began = time.perf_counter()
     found, setup = predict_on_paper(cfg)
@@ -81,7 +81,7 @@ def plan_on_paper(cfg: Root, run_dir: Path, words: Sequence[str] = ()) -> str:
 
 
 def paper_is_off(cluster: Cluster, found: Found) -> list[str]:
-    """Return lines about the error of predictions for a cluster, and about layouts that may not fit after all."""
+    """Return lines about the errors of predictions for a cluster, and about layouts that may not fit after all."""
     best = found.best[:_SHOWN]
     tight = [n for n, one in enumerate(best, 1) if one.memory.total > (1 - _MEMORY_IS_OFF) * one.devices.memory]
     warning = (
@@ -127,10 +127,10 @@ def on_job(cfg: Root) -> bool:
 
 
 def cluster_of(cfg: Root) -> tuple[Cluster, str]:
-    """Return the configuration's cluster, with the number of nodes of a job, and the precision on it.
+    """Return the configuration's cluster, with the number of nodes of a job, and the precision on the cluster.
 
     Raises:
-        PlanError: A number of the cluster is impossible, or it has no peak for the precision.
+        PlanError: If a number of the cluster is impossible, or the cluster has no peak for the precision.
     """
     cluster, precision = read_cluster(to_dict(cfg.cluster)), cfg.train.precision
     precision = _PAPER if precision == "auto" else precision
@@ -145,7 +145,7 @@ def cluster_of(cfg: Root) -> tuple[Cluster, str]:
 
 
 def check_cluster(cfg: Root) -> None:
-    """Check that a described cluster is typed only if something is planned for it. Raises PlanError."""
+    """Check that a described cluster is typed only if a layout is planned for it. Raises PlanError."""
     if on_paper(cfg) and not (cfg.parallel.name == AUTO and (cfg.mode == "plan" or on_job(cfg))):
         raise PlanError(
             f"cluster={cfg.cluster.name} is for parallel=auto with mode=plan or launcher=slurm: type "
@@ -154,13 +154,13 @@ def check_cluster(cfg: Root) -> None:
 
 
 def tables(found: Found, setup: Setup, words: Sequence[str], cluster: Cluster | None = None) -> Iterator[str]:
-    """Yield the best ten layouts, each strategy's best, why others do not fit, and the commands to copy.
+    """Yield the best ten layouts, each strategy's best layout, the reasons why others do not fit, and commands to copy.
 
     Args:
         found: The result of a search.
         setup: The run.
         words: The command line.
-        cluster: A described cluster, for the column MFU and the commands of its queue; None for this machine.
+        cluster: A described cluster, for the column MFU and for the commands of its queue; None for this machine.
     """
     peak = cluster and cluster.peak[setup.plan.precision]
     for_job = cluster is not None and cluster.nodes > 1 and not on_job(setup.cfg)
@@ -193,13 +193,13 @@ def tables(found: Found, setup: Setup, words: Sequence[str], cluster: Cluster | 
     for candidate in best.values():
         nodes, processes = candidate.layout.nodes, candidate.layout.processes
         job = ["launcher=slurm", f"launcher.nodes={nodes}"] * for_job
-        gpus = for_job and setup.cfg.device != "cpu"  # a job gets none by default
+        gpus = for_job and setup.cfg.device != "cpu"  # a job gets no GPUs by default
         job += [f"launcher.gpus_per_node={processes // nodes}"] * gpus
         yield f"  {command(words, candidate, job)}"
 
 
 def batchnorm_of(candidate: Candidate, setup: Setup) -> list[str]:
-    """Return a line with the layout of one process that has the same micro-batches, if the model has BatchNorm."""
+    """Return a line with the one-process layout that has the same micro-batches, if the model has BatchNorm."""
     layout, together = candidate.layout, candidate.layout.dp if setup.cfg.parallel.sync_batchnorm else 1
     samples, chunks = layout.samples * together, layout.chunks * layout.dp // together
     return [
@@ -209,7 +209,7 @@ def batchnorm_of(candidate: Candidate, setup: Setup) -> list[str]:
 
 
 def best_of_each(found: Found) -> dict[str, Candidate]:
-    """Return the fastest layout of each strategy, sorted."""
+    """Return the fastest layout of each strategy, sorted by speed."""
     best = {}
     for candidate in found.best:
         best.setdefault(candidate.layout.strategy, candidate)
@@ -220,7 +220,7 @@ def command(words: Sequence[str], candidate: Candidate, more: Sequence[str] = ()
     """Return the typed command, or the call of a Python program, changed to train in a candidate's layout."""
     said = {*_OF_LAYOUT}
     if strategy_info(candidate.layout.strategy).several_devices:
-        said.remove("parallel.pp")  # the stages of one process are typed, not predicted
+        said.remove("parallel.pp")  # the stages of a single process are typed, not predicted
     keys = {word: word.partition("=")[0] for word in words}
     own = [word for word, key in keys.items() if key not in said and key.partition(".")[0] not in _NOT_COPIED]
     return call_of([*dict.fromkeys([*own, *candidate.layout.words()]), *more], given_objects())

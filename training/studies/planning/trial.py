@@ -1,4 +1,4 @@
-"""Measures a run of a few steps in separate processes."""
+"""Measurement of a run of a few steps in separate processes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Trial:
     """The measurements of a short run.
 
     Attributes:
-        seconds: Per step; the lower quartile after the warm-up, because some steps are disturbed.
+        seconds: Seconds per step: the lower quartile after the warm-up, because some steps are disturbed.
         peak: The peak memory of the fullest rank, in bytes.
-        busy: Seconds per step in which the busiest rank computed; None on a GPU, where it cannot be measured.
+        busy: Seconds per step in which the busiest rank computes; None on a GPU, where they cannot be measured.
         idle: Seconds per step in which a pipeline's busiest rank waits; None without a pipeline.
         steps: The timelines of the newest steps of a pipeline's ranks.
-        problem: Why there are no measurements; empty if the run has succeeded.
+        problem: The reason why there are no measurements; empty if the run has succeeded.
     """
 
     seconds: float = 0.0
@@ -58,7 +58,7 @@ def try_layout(cfg: Root, candidate: Candidate, seconds: float) -> Trial:
             found = call_in_workers(_watched, (PlannedRun(setup.cfg, plan), Path(folder)), plan.processes)
     except PlanError as error:
         return Trial(problem=str(error))
-    except WorkerFailed as failed:  # a worker that was killed ran out of memory
+    except WorkerFailed as failed:  # a killed worker ran out of memory
         return Trial(problem="out of memory" if failed.kind == "signal" else failed.text.strip().splitlines()[-1][:200])
     summaries, took, busy, measured = zip(*found, strict=True)
     done = {rank: measured[rank] for rank in plan.mesh(0).pipeline(0) if plan.pipelined}
@@ -86,7 +86,7 @@ class Watch(Callback):
         self._clock, self._took, self._busy = time.thread_time(), [], []
 
     def on_step(self, run: TrainingRun, record: Mapping[str, Any]) -> None:
-        """Record the step's time, and the computing time since the last one."""
+        """Record the step's time, and the computing time since the last step."""
         self._took.append(record["step_time_s"])
         self._busy.append(-self._clock + (now := time.thread_time()))
         self._clock = now

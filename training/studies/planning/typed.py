@@ -1,4 +1,4 @@
-"""The keys that the user types with ``parallel=auto``: they are checked before measuring, and kept."""
+"""The keys that the user types with ``parallel=auto``. They are checked before measuring, and kept."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from training.run.checks.model import check_one_backward
 from training.run.prepare import BALANCES
 from training.run.setup import Setup
 
-_OF_SOME = ("shard", "reshard", "comm_hook")  # keys that some strategies take
+_OF_SOME = ("shard", "reshard", "comm_hook")  # keys that only some strategies have
 
 
 def fixed_of(cfg: Root) -> dict[str, Any]:
-    """Return the keys of the layout that the user has set, for ``planner.search.layouts``.
+    """Return the layout keys that the user has set, for ``planner.search.layouts``.
 
     Raises:
-        PlanError: A number is impossible.
+        PlanError: If a number is impossible.
     """
     check_numbers(cfg.parallel)
-    typed = {*cfg.get(COMMAND, {}).get("typed", ()), "parallel.shard", "parallel.reshard"}  # these are null otherwise
+    typed = {*cfg.get(COMMAND, {}).get("typed", ()), "parallel.shard", "parallel.reshard"}  # these are null by default
     if cfg.parallel.devices is not None:
         raise PlanError("parallel.devices is for strategies of one process, which parallel=auto does not choose")
     layout = Layout.of(cfg.parallel)
@@ -62,12 +62,12 @@ def ways_to_divide(chain: Chain, data: DataSet, fixed: Mapping[str, Any], most: 
 def possible_layouts(
     setup: Setup, pools: Sequence[Pool], fixed: Mapping[str, Any], most: int
 ) -> dict[Pool, list[PlannedLayout]]:
-    """Return the layouts that a run supports, by pool. Pools without such a layout are left out.
+    """Return the layouts that a run supports, by pool. Pools without supported layouts are left out.
 
-    See ``planner.search.layouts``. Up to ``most`` ranks may divide a layer.
+    See ``planner.search.layouts``. At most ``most`` ranks divide a layer.
 
     Raises:
-        PlanError: No layout is supported, or the typed stages are impossible. The message gives the reason, or the
+        PlanError: If no layout is supported, or the typed stages are impossible. The message gives the reason, or the
             nearest layout.
     """
     batch, balance, (layers, least) = setup.cfg.train.global_batch_size, fixed.get("balance", "time"), setup.work
@@ -103,7 +103,7 @@ def check_kept(saved: Layout, cfg: Root) -> None:
     """Check that the keys typed with parallel=auto agree with the checkpoint's layout.
 
     Raises:
-        PlanError: A key differs.
+        PlanError: If a key differs.
     """
     fixed = fixed_of(cfg)
     others = {key: fixed[key] for key in (*FREE, *Layout.OPTIONS) if key in fixed and fixed[key] != getattr(saved, key)}
@@ -116,9 +116,9 @@ def check_kept(saved: Layout, cfg: Root) -> None:
 
 
 def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
-    """Return a function that returns why a layout does not support the model, the optimizer or the typed keys.
+    """Return a function that tells why a layout does not support the model, the optimizer or the typed keys.
 
-    The function returns an empty string if the layout supports them.
+    The function returns a reason, which is empty if the layout supports all of them.
     """
     cfg, chain, found = setup.cfg, setup.chain, setup.examination
     skeleton, passed = chain.skeleton(), set()

@@ -1,4 +1,4 @@
-"""A sweep's figures. This module imports matplotlib, so it is imported only to draw."""
+"""The figures of a sweep. This module imports matplotlib, so it is imported only to draw."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from training.studies.sweep.table import TIME, Row, Table
 
 CHUNKS = "parallel.chunks"
 _HEIGHT = 3.8  # inches
-_LEGEND = 16  # entries at most: beyond them colors repeat
-_MARKERS = 0.1  # of the figure's diagonal: from one marker of a curve to the next
-_POINTS = 400  # of a loss curve, however long the run
+_LEGEND = 16  # maximum number of entries; beyond it colors repeat
+_MARKERS = 0.1  # distance between the markers of a curve, as a fraction of the figure's diagonal
+_POINTS = 400  # points of a loss curve, however long the run
 
 
 @plot.style()
 def score_figure(table: Table) -> Figure:
     """Draw the objective against the swept value, and mark the best job. Times are drawn with their spread.
 
-    One numeric override is the x axis, and the others distinguish curves. Without a numeric override, each job is a
-    bar. Over ``parallel.chunks`` of a pipeline, the ideal time is drawn, too; see ``ideal_times``. ``table.scored``
-    must not be empty.
+    One numeric override is the x axis, and the other overrides distinguish curves. Without a numeric override, each job
+    is a bar. Over ``parallel.chunks`` of a pipeline, the ideal time is also drawn (see ``ideal_times``).
+    ``table.scored`` must not be empty.
     """
     axis = numeric_axis(table)
     figure, axes = _canvas(_HEIGHT if axis else max(_HEIGHT, 0.5 + 0.5 * len(table.scored)))
@@ -43,17 +43,17 @@ def score_figure(table: Table) -> Figure:
 
 @plot.style()
 def loss_figure(table: Table) -> Figure | None:
-    """Draw the training loss of each job over its steps; None if no job has any."""
+    """Draw the training loss of each job over its steps; None if no job has a training loss."""
     rows = [row for row in table.rows if len(row.curve) > 1]
     if not rows:
         return None
     figure, axes = _canvas(_HEIGHT)
     for place, (row, color) in enumerate(zip(rows, cycle(plot.COLORS), strict=False)):
         points = zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True)
-        # Curves of jobs that train the same lie on each other: their markers take turns, so that all are visible.
+        # The curves of jobs with equal training coincide. Their markers take turns, so that all curves are visible.
         turns = {"marker": "o", "markevery": (_MARKERS * place / len(rows), _MARKERS)}
         axes.plot(*points, c=color, label=row.label, **turns)
-    # A diverging curve would flatten all others.
+    # A diverging curve would flatten all other curves.
     axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(abs(row.curve[0][1]) for row in rows) or 1))
     axes.locator_params("x", integer=True)
     axes.set(xlabel="step", ylabel="training loss")
@@ -62,9 +62,9 @@ def loss_figure(table: Table) -> Figure | None:
 
 
 def numeric_axis(table: Table) -> str | None:
-    """Return the override to draw along x: the chunks if they are swept, or else the one with the most numbers.
+    """Return the override to draw along x: the chunks if they are swept, otherwise the override with the most numbers.
 
-    Seeds are no axis, because they only distinguish repetitions. None if there is no numeric override.
+    Seeds are never the x axis, because they only distinguish repetitions. None if there is no numeric override.
     """
     counts: dict[str, int] = {}
     for key in table.keys:
@@ -77,9 +77,9 @@ def numeric_axis(table: Table) -> str | None:
 def ideal_times(rows: list[Row]) -> list[float] | None:
     """Return the times that a pipeline's rows would have if splitting the batch into micro-batches cost nothing.
 
-    That is W / (1 - ideal bubble), or W (m + p - 1) / m for GPipe and 1F1B with m chunks and p stages. W, the time of
-    one stage, is the smallest time x (1 - ideal bubble): the curve touches the row that comes nearest to its own ideal,
-    and no row lies below it. None if a row has no pipeline.
+    The time is W / (1 - ideal bubble), which is W (m + p - 1) / m for GPipe and 1F1B with m chunks and p stages. W, the
+    time of one stage, is the minimum of time x (1 - ideal bubble) over the rows. The curve therefore touches the row
+    that comes nearest to its own ideal, and no row lies below it. None if a row has no pipeline.
     """
     bubbles = [bubble for row in rows if (bubble := row.summary.get("ideal_bubble_fraction")) is not None]
     if len(bubbles) < len(rows):

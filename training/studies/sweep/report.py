@@ -1,4 +1,4 @@
-"""The end of a sweep: its table on the console, and sweep.csv, sweep.png and report.html in its directory."""
+"""The report of a sweep: its table on the console, and sweep.csv, sweep.png and report.html in its directory."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def reported(config: DictConfig) -> Iterator[None]:
 
 
 def set_direction(config: DictConfig) -> None:
-    """Set the direction of a sweeper that has one, such as optuna, to that of the objective.
+    """Set the direction of a sweeper that has one, such as optuna, to the direction of the objective.
 
     Raises:
-        TrainingError: Another direction was typed, or the direction of the objective is unknown.
+        TrainingError: If another direction was typed, or the direction of the objective is unknown.
     """
     sweep, section = config.sweep, config.hydra.sweeper
     if "direction" not in section:
@@ -58,8 +58,8 @@ def set_direction(config: DictConfig) -> None:
 def _report(config: DictConfig) -> bool:
     """Write sweep.csv, sweep.png (if a job has trained) and report.html, and print the table.
 
-    Returns whether the files are written and all jobs have finished. Jobs in a queue that the sweep does not wait for
-    may be unfinished.
+    Returns whether the files are written and all jobs have finished. Queued jobs for which the sweep does not wait may
+    be unfinished.
     """
     folder, direction = Path(config.hydra.sweep.dir), config.sweep.direction
     table = read_table(folder, config.sweep.objective, direction and direction.name)
@@ -93,7 +93,7 @@ def describe(table: Table) -> str:
 
 
 def results(table: Table) -> Iterator[str]:
-    """Yield a sentence about the best job of each model, the command that runs it again, and a note on losses."""
+    """Yield a sentence about the best job of each model, the command to run that job again, and a note on losses."""
     for row in table.best:
         of_model = f" of {row.summary['model']}" if len(table.best) > 1 else ""
         rivals, equals = table.rivals(row), table.equals(row)
@@ -125,7 +125,7 @@ def _doubt(table: Table, row: Row) -> str:
 
 
 def _command_of(row: Row) -> str:
-    """Return the command that runs a job again by itself, with the sweep's ``--config-dir``."""
+    """Return the command that runs one job again, with the sweep's ``--config-dir``."""
     own = config_folder(sys.argv[1:])
     options = [] if own is None else [f"--config-dir={own}"]
     words = [word for word in row.job.overrides if word != "train.resume=auto"]
@@ -136,8 +136,8 @@ def page(table: Table, command: str) -> str:
     """Return the HTML text of a page that opens offline: results, figures, jobs, errors, environment and command.
 
     Args:
-        table: The sweep; it must have a row.
-        command: The command line that started the sweep, secrets masked.
+        table: The table of the sweep, which must have a row.
+        command: The command line that started the sweep, with secrets masked.
     """
     return render(
         Path(__file__).with_name("report.html.jinja"),
@@ -151,7 +151,7 @@ def page(table: Table, command: str) -> str:
 
 
 def _figures(table: Table) -> Iterator[tuple[str, str]]:
-    """Yield the caption and the data URL of each figure. Some job must have a score."""
+    """Yield the caption and the data URL of each figure. At least one job must have a score."""
     from training.reporting.plot import embedded
     from training.studies.sweep.figure import loss_figure, score_figure
 

@@ -1,4 +1,4 @@
-"""The rows of a sweep: the overrides of each job, its results and the times of its steps, and how jobs compare."""
+"""The rows of a sweep: each job's overrides, results and step times, and the comparison of jobs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, rea
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor, direction_of
 
 TIME, TRAINING_LOSS = "step_time_s", "final_loss"
-ENOUGH_STEPS = 10  # after the warm-up: of fewer, the percentiles are the fastest and the slowest step
+ENOUGH_STEPS = 10  # after the warm-up; with fewer, the percentiles are the fastest and the slowest step
 
-# Keys, and sections with all their keys.
+# Single keys, and sections that stand for all their keys.
 _SPEED = (
     "parallel", "launcher", "device", "logger", "loggers", "hydra", "data.num_workers", "data.cache_dir",
     *(f"train.{key}" for key in ("compile", "activation_checkpointing", "precision", "deterministic", "tf32")),
@@ -33,23 +33,23 @@ _SHOWN = (TIME, LOSS, TRAINING_LOSS, "samples_per_s", "tokens_per_s", "peak_memo
 
 
 class Objective(Monitor):
-    """The number by which jobs are compared: one of summary.json, or the best value of a validation metric."""
+    """The number by which jobs are compared: an entry of summary.json, or the best value of a validation metric."""
 
     @property
     def title(self) -> str:
-        """The objective as the label of an axis."""
+        """The objective, as the label of an axis."""
         titles = {TIME: "time per step (s)", LOSS: "best validation loss", TRAINING_LOSS: "last training loss"}
         return titles.get(self.name, self.name)
 
     @property
     def is_speed(self) -> bool:
-        """Whether it is the time per step, or computed from it."""
+        """Whether the objective is the time per step, or is computed from it."""
         return self.name in (TIME, "samples_per_s", "tokens_per_s")
 
     def of(self, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
-        """Return the objective of a run with this summary.json and metrics.jsonl; None if the run has none."""
+        """Return the objective of a run with this summary.json and metrics.jsonl; None if the run does not have it."""
         value = None
-        if self.name.startswith("val_"):  # of this job: the best value of a resumed run may be older
+        if self.name.startswith("val_"):  # from this job only: the best value of a resumed run may be older
             found = (record[self.name] for record in records if record.get(self.name) is not None)
             value = min(found, key=lambda number: self.sign * number, default=None)
         if value is None:
@@ -62,12 +62,12 @@ class Objective(Monitor):
 def choose_objective(
     name: str | None, direction: str | None, keys: Sequence[str], summaries: Sequence[dict[str, Any]]
 ) -> Objective:
-    """Choose what to compare jobs by.
+    """Choose the number by which jobs are compared.
 
     Args:
-        name: ``sweep.objective``. If None, it is the time per step if only settings of speed vary, or else the jobs'
-            ``train.monitor``, or the training loss if nothing was validated.
-        direction: ``sweep.direction``. If None, it is that of the monitor, or the one that the name tells.
+        name: ``sweep.objective``. If None, the objective is the time per step if only settings of speed vary. Otherwise
+            it is the jobs' ``train.monitor``, or the training loss if nothing was validated.
+        direction: ``sweep.direction``. If None, the direction is the monitor's, or follows from the objective's name.
         keys: The overrides that vary.
         summaries: The contents of the jobs' summary.json.
     """
@@ -82,7 +82,7 @@ def choose_objective(
 
 
 def is_of_speed(key: str) -> bool:
-    """Return whether an override of ``key`` changes the speed of training, but not the trained model."""
+    """Return whether an override of ``key`` changes only the speed of training, not the trained model."""
     return any(key == name or key.startswith(f"{name}.") for name in _SPEED)
 
 
@@ -90,7 +90,7 @@ def value_for_sweeper(cfg: Root, folder: Path) -> float | None:
     """Return the objective of a finished job, for a sweeper that chooses the next jobs; None if it has not trained.
 
     Raises:
-        TrainingError: The run has no number ``sweep.objective``.
+        TrainingError: If the run has no number named ``sweep.objective``.
     """
     summary = read_object(folder / SUMMARY)
     objective = choose_objective(cfg.sweep.objective, cfg.sweep.direction, (), [summary])
@@ -110,12 +110,13 @@ class Row:
     Attributes:
         job: The job's record.
         folder: The job's directory.
-        label: The overrides that distinguish it from the other jobs.
-        values: All its overrides by key.
+        label: The overrides that distinguish the job from the other jobs.
+        values: All overrides of the job, by key.
         summary: The contents of summary.json; empty unless the job has finished.
         curve: The step and the training loss of every step.
         timed: The number of steps after the warm-up.
-        times: The 10th, 50th and 90th percentile of their seconds; None unless the job has finished and trained.
+        times: The 10th, 50th and 90th percentile of the step times in seconds; None unless the job has finished and
+            trained.
         score: The objective; NaN if the job has none.
     """
 
@@ -159,7 +160,7 @@ class Table:
         folder: The sweep's directory.
         keys: The overrides that differ between jobs, in their order.
         rows: One row per job, by number.
-        objective: What jobs are compared by.
+        objective: The number by which jobs are compared.
     """
 
     folder: Path
@@ -174,23 +175,23 @@ class Table:
 
     @cached_property
     def best(self) -> list[Row]:
-        """The best job of each model with several scored jobs; the fastest one if several are equally good."""
+        """The best job of each model with several scored jobs; the fastest best job if several are equally good."""
         sign = self.objective.sign
         groups = {row.summary["model"]: self.rivals(row) for row in self.scored}
         best = [min(rivals, key=lambda row: sign * row.score) for rivals in groups.values() if len(rivals) > 1]
         return [min(self.equals(row), key=lambda equal: equal.summary.get(TIME) or math.inf) for row in best]
 
     def equals(self, row: Row) -> list[Row]:
-        """Return the rivals of ``row`` with the same score in all digits that are shown, itself included."""
+        """Return the rivals of ``row``, including itself, that have the same score in all digits that are shown."""
         return [other for other in self.rivals(row) if self.show_score(other) == self.show_score(row)]
 
     def rivals(self, row: Row) -> list[Row]:
-        """Return the scored rows of the same model as ``row``, itself included."""
+        """Return the scored rows of the same model as ``row``, including ``row``."""
         return [other for other in self.scored if other.summary["model"] == row.summary["model"]]
 
     @cached_property
     def references(self) -> dict[Row, Row]:
-        """For each job, the job to compare its losses with: among equal trainings ``single``, otherwise the first."""
+        """The job with which each job's losses are compared: ``single`` among equal trainings, otherwise the first."""
         alone = names_where(stages=False, replicas=False, gpu_only=False, only_tensor=False)
         groups: dict[tuple, list[Row]] = {}
         for row in self.rows:
@@ -205,9 +206,9 @@ class Table:
         }
 
     def loss_difference(self, row: Row) -> float | None:
-        """Return the largest of |loss - reference's| / |reference's| over the steps; infinite if the steps differ.
+        """Return the maximum of |loss - reference's| / |reference's| over the steps; infinite if the steps differ.
 
-        None without a reference, or for the reference itself.
+        None for the reference itself, and for a job without a reference.
         """
         reference = self.references.get(row, row)
         if reference is row:
@@ -218,12 +219,12 @@ class Table:
         return float((np.abs(losses - expected) / np.maximum(np.abs(expected), np.finfo(float).tiny)).max())
 
     def show_score(self, row: Row) -> str:
-        """Format the score of a row that has one."""
+        """Format the score of a row. The row must have a score."""
         return seconds(row.score) if self.objective.name == TIME else f"{row.score:.4g}"
 
     @cached_property
     def cells(self) -> dict[Row, dict[str, str]]:
-        """The overrides and results of each row as texts, by column. Empty columns are left out."""
+        """The overrides and results of each row as text, by column. Empty columns are left out."""
         results = {row: self._results(row) for row in self.rows}
         filled = [title for title in results[self.rows[0]] if any(texts[title] for texts in results.values())]
         return {
@@ -272,7 +273,7 @@ def read_table(folder: Path, objective_name: str | None = None, direction: str |
 
 
 def write_csv(table: Table, path: Path) -> None:
-    """Write one line per job: its overrides, how it ended, and its summary with the spread of the step times."""
+    """Write one line per job: its overrides, its status, and its summary with the spread of the step times."""
     own = ("job", *dict.fromkeys(key for row in table.rows for key in row.values), "status", "error", "seconds")
     write_table(path, [dict.fromkeys(own) | dict(_record(table, row)) for row in table.rows])
 
@@ -289,7 +290,7 @@ def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
         yield from (("step_time_p10_s", row.times[0]), ("step_time_p90_s", row.times[2]))
     if (difference := table.loss_difference(row)) is not None:
         yield "loss_difference", difference
-    # Last, because an override may have the name of a number of the summary.
+    # Added last, because an override may have the same name as a number of the summary.
     yield from {"job": row.job.num, **row.values, "status": row.job.status, "error": row.problem}.items()
     yield "seconds", row.job.seconds
 

@@ -1,10 +1,10 @@
-"""Proves for a model that every layout trains as one process does: probes its layers, and compares the layouts.
+"""Proof, for one model, that every layout trains as one process does: probes of its layers, and comparisons of layouts.
 
-probes.py      checks whether the results of a layer can depend on the layout
-layouts.py     runs of layouts, compared with one process
-difference.py  the first number that differs
+probes.py      checks whether a layer's results can depend on the layout
+layouts.py     runs layouts, and compares them with one process
+difference.py  finds the first number that differs
 recording.py   records the inputs and outputs of every layer, for difference.py
-report.py      the certificate
+report.py      writes the certificate
 
 ``python train.py mode=verify model=NAME``, or from Python::
 

@@ -1,4 +1,4 @@
-"""Finds the first number of a step, in the order of computation, that differs between a layout and one process."""
+"""The search for the first number, in the order of computation, that differs between a layout and one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.studies.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT
 
 
 def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) -> str:
-    """Run the first differing step again with every layer recorded. Return a sentence about the first difference."""
+    """Run the first differing step again and record every layer. Return a sentence about the first difference."""
     tolerance, names = runs.limits["gradients"], runs.chain.names
     for step in range(1, runs.steps + 1):
         both = ({"loss": runs.results(one, "loss")[f"at step {step}"], **runs.gradients(one, step)}
@@ -51,7 +51,7 @@ def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) 
 
 
 def _records(folder: Path) -> dict[Key, list[tuple[Tensor, int]]]:
-    """Return the recorded tensors with their ranks. There are several if ranks divide a layer."""
+    """Return the recorded tensors with their ranks. A key has several tensors if ranks divide the layer."""
     found: dict[Key, list[tuple[Tensor, int]]] = {}
     for file in sorted(folder.glob("record_*.pt")):
         for key, tensor in torch.load(file).items():

@@ -1,4 +1,4 @@
-"""Runs layouts, and compares the results of each with those of one process."""
+"""Runs of layouts, and comparisons of their results with the results of one process."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from training.studies.verification.probes import largest_difference
 from training.studies.verification.recording import recorded
 
 MOMENTUM = 0.9
-# After its first step, the momentum of SGD is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
+# After SGD's first step, its momentum is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
-_SPREADS = 3.0  # in bf16 and fp16, up to this many times the measured rounding counts as rounding
+_SPREADS = 3.0  # in bf16 and fp16, differences up to this many times the measured rounding count as rounding
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
 COMPARED = (
@@ -48,16 +48,16 @@ class Compared:
     """The comparison of a layout with one process.
 
     Attributes:
-        name: The layout as it is typed.
+        name: The layout as the user types it.
         layout: The layout.
         changed: The keys of ``train`` that differ from the run.
         optimizer: The name of the user's optimizer.
-        holds: Whether it trains as one process does; None if it was not run.
-        reason: Why it was not run or has failed, or where it first differs.
-        needs: The number of its processes if that exceeds ``verify.processes``.
-        differences: The largest relative difference of each kind of result, and where it occurs.
+        holds: Whether the layout trains as one process does; None if it was not run.
+        reason: The reason why the layout was not run or has failed, or the place where it first differs.
+        needs: The number of processes of the layout if it exceeds ``verify.processes``.
+        differences: The largest relative difference of each kind of result, and its place.
         losses: The loss of each step with the user's optimizer.
-        seconds: The total duration of its runs.
+        seconds: The total duration of the layout's runs.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Compared:
 
     @property
     def largest(self) -> tuple[str, float, str]:
-        """The kind of result that differs most, by how much and where, without the user's optimizer."""
+        """The kind of result with the largest difference, its size and its place, without the user's optimizer."""
         return max(((k, d, at) for k, (d, at) in self.differences.items() if k != OWN), key=lambda one: one[1])
 
     def record(self) -> dict[str, Any]:
@@ -93,13 +93,13 @@ class Compared:
 def layouts(processes: int, microbatches: int, order: str = "dp_pp", divided: bool = False) -> Iterator[Layout]:
     """Yield every strategy with every schedule, in layouts of about ``processes`` processes.
 
-    With ``divided``, also yield every strategy in which ranks can divide layers, with one variant of these axes.
+    With ``divided``, also yield every strategy that can divide layers among ranks, with one variant of these axes.
     """
 
     def layout(name: str, dp: int, pp: int, **keys: Any) -> Layout:
         return Layout(name, dp, pp, max(1, microbatches // dp), order=order, **keys)
 
-    most = max(2, processes)  # with one, nothing is cut
+    most = max(2, processes)  # with one process, nothing is cut
     for name, info in STRATEGIES.items():
         replicas = [1] if not info.replicas else [2] if info.stages else sorted({2, most})
         replicas, half = [most] if info.shards == "node" else replicas, max(2, most // 2)
@@ -119,7 +119,7 @@ def layouts(processes: int, microbatches: int, order: str = "dp_pp", divided: bo
 
 
 def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
-    """Return a layout as it is typed, followed by the keys of ``train`` that differ from the run."""
+    """Return a layout as the user types it, followed by the keys of ``train`` that differ from the run."""
     words = [f"parallel={layout.strategy}"]
     keys = (*Layout.DEGREES, "shard")
     words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
@@ -131,20 +131,20 @@ def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
 
 
 def in_layout(cfg: Root, layout: Layout, more: Mapping[str, Any] | None = None, **train: Any) -> Any:
-    """Return the configuration of a short run in a layout; see ``short_run``."""
+    """Return the configuration of a short run in a layout. See ``short_run``."""
     strategy = cfg.parallel.strategy if layout.strategy == cfg.parallel.name else None
     waits = {"timeout_s": cfg.verify.timeout_s}
     return short_run(cfg, {**layout.section(), "strategy": strategy, **waits}, more, **train)
 
 
 class Runs:
-    """Runs layouts, and compares each with the first one.
+    """Runs layouts, and compares each layout with the first one.
 
     Attributes:
         cfg: The configuration to verify.
-        folder: Where runs write.
+        folder: The folder for the files of the runs.
         chain: The model.
-        microbatches: The number of micro-batches per step in all replicas.
+        microbatches: The number of micro-batches per step, over all replicas.
         limits: For each kind of result, the largest difference that counts as equal.
         first: The comparison of the reference layout, after it has run.
     """
@@ -155,11 +155,11 @@ class Runs:
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
         self.first = self._before = Compared("")
-        self._plans: dict[str, Plan] = {}  # by the name of a layout
+        self._plans: dict[str, Plan] = {}  # by the layout's name
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
     def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None) -> Compared:
-        """Run a layout, then one more step from the previous layout's checkpoint, and compare the results."""
+        """Run a layout, and one more step from the previous layout's checkpoint. Compare the results."""
         optimizer = self.cfg.optim._target_.rpartition(".")[2]
         began = time.monotonic()
         result = Compared(typed_name(layout, changed), layout, dict(changed or {}), optimizer)
@@ -192,23 +192,23 @@ class Runs:
         return result
 
     def tolerate(self, layout: Compared) -> None:
-        """Raise the limits to three times the differences of this layout, which are caused by rounding."""
+        """Raise the limits to three times the differences of this layout. These differences are caused by rounding."""
         self.limits |= {kind: max(_SPREADS * d, self.limits[kind]) for kind, (d, _) in layout.differences.items()}
         self.limits["next step"] = max(d for kind, d in self.limits.items() if kind != OWN)
         layout.holds, self._before = True, self.first  # a next step from other rounding may differ more
 
     def path(self, layout: Compared) -> Path:
-        """Return where a layout's runs write."""
+        """Return the folder for the files of a layout's runs."""
         return self.folder / layout.name.removeprefix("parallel=").replace(" ", "-").replace("=", "")
 
     def launch(self, result: Compared, folder: Path, jobs: list, record: int | None = None) -> None:
         """Run jobs one after the other in the same processes.
 
-        A job is (part, layout, steps). It starts from the layout's checkpoint, or anew if that is None. If ``record``
-        is given, every layer is recorded in this step.
+        A job is (part, layout, steps). It starts from the layout's checkpoint, or from the beginning if the layout is
+        None. If ``record`` is given, every layer is recorded in this step.
 
         Raises:
-            UserError: A job has failed.
+            UserError: If a job fails.
         """
         shutil.rmtree(folder, ignore_errors=True)
         runs = []
@@ -220,7 +220,7 @@ class Runs:
         call_in_workers(_run_jobs, arguments, processes, folder / "logs", timeout_s)
 
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
-        """Return the configuration of a run. The one with the user's optimizer saves and evaluates nothing."""
+        """Return the configuration of a run. The run with the user's optimizer neither saves nor evaluates."""
         own = part == "own"
         # Different weights on the ranks are no error here: the comparison names the tensor and the cause.
         more = {"launcher": {"name": "local", "max_restarts": 0, "allow_mixed": True}}
@@ -236,7 +236,7 @@ class Runs:
     # -- results of a run --------------------------------------------------------------------------------------------
 
     def results(self, layout: Compared, kind: str) -> dict[str, Tensor]:
-        """Return a layout's results of a kind in ``COMPARED``, by name."""
+        """Return a layout's results of one kind in ``COMPARED``, by name."""
         plain = self.path(layout) / "plain"
         if kind == "gradients":
             return self.gradients(layout, 1)
@@ -265,13 +265,13 @@ class Runs:
 
 
 def _tensors(run: Path, step: int) -> Mapping[str, Any]:
-    """Return the tensors of a checkpoint, which ``[...]`` reads; empty if the step was not saved."""
+    """Return the tensors of a checkpoint, which are read by ``[...]``; empty if the step was not saved."""
     folder = run / "checkpoints" / step_name(step)
     return CheckpointTensors(Checkpoint(folder)) if folder.exists() else {}
 
 
 def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
-    """Return the recorded numbers of a run that are of a kind in ``COMPARED``."""
+    """Return the recorded numbers of a run that belong to one kind in ``COMPARED``."""
     found = {}
     for record in read_records(run / METRICS):
         for key, value in record.items():

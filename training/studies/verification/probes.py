@@ -1,4 +1,4 @@
-"""Finds layers with results that depend on the layout, by running each layer on real samples.
+"""Probes that find layers with results that depend on the layout, by running each layer on real samples.
 
 Each layer is built as a separate stage and gets the output of the previous layer. No source code is inspected.
 """
@@ -31,11 +31,11 @@ from training.run.setup import Setup
 
 _SAMPLES = 4
 _FEW, _PAIR = slice(0, _SAMPLES), slice(0, 2)
-# A layer that draws one random bit gives equal results in all of these calls, and in two of _FEW, in one of 2,000
+# A layer that draws one random bit gives equal results in all these calls, and in two calls on _FEW, in one of 2,000
 # verifications.
 _DRAWS = 11
-_PATIENCE_S = 60.0  # for batches that are larger than the verified one
-_FLOOR = 1e-3  # of the largest number of all tensors: smaller differences may be rounding
+_PATIENCE_S = 60.0  # for batches that are larger than the batch to verify
+_FLOOR = 1e-3  # as a fraction of the largest number of all tensors; smaller differences may be rounding
 Tensors = Mapping[Any, Tensor | None]
 Results = dict[str, dict[Any, Any]]
 Found = Iterator[tuple[str, bool]]  # a sentence, and whether a rule of this project covers the case
@@ -49,7 +49,7 @@ class Finding:
         probe: The name of the probe.
         layer: The layer; empty for the whole model.
         text: The finding in a sentence; empty if nothing was found.
-        holds: Whether all layouts train alike nevertheless, because this project has a rule for this case.
+        holds: Whether all layouts train alike nevertheless, because a rule of this project covers the case.
     """
 
     probe: str
@@ -66,16 +66,16 @@ class Layer:
     """A layer in training or in evaluation, with its inputs.
 
     Attributes:
-        stage: A stage of this layer alone.
-        inputs: Its inputs, computed from ``samples``.
+        stage: A stage with this layer alone.
+        inputs: The layer's inputs, computed from ``samples``.
         samples: The samples.
-        found: The facts of the chain in this mode.
+        found: The facts of the whole chain in this mode.
         training: Whether the mode is training.
         facts: The facts of the layer.
-        drawn: The names of the generators, Python's and numpy's, that it has drawn from.
+        drawn: The names of the generators, Python's and numpy's, from which the layer has drawn.
         sizes: The sizes of the batches to compute at once.
-        seen: Its results for the first samples.
-        seconds: Its computing time per sample.
+        seen: The layer's results for the first samples.
+        seconds: The layer's computing time per sample.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Layer:
     def run(self, rows: slice = _FEW, backward: bool = True, state: int = 0) -> Results:
         """Compute some samples in step 1 or in evaluation.
 
-        Python's and numpy's generators are seeded with ``state`` before.
+        Python's and numpy's generators are seeded with ``state`` first.
 
         Returns:
             A dict with the outputs ("given"); the outputs and gradients of inputs that have a dimension of samples
@@ -132,7 +132,7 @@ class Layer:
         return tuple(p.requires_grad_(t.requires_grad) for p, t in zip(parts, self.inputs, strict=True))
 
     def rule(self) -> str | None:
-        """Return why the results may depend on the micro-batch by a rule of this project; None if they may not."""
+        """Return the rule of this project that lets results depend on the micro-batch; None if they may not."""
         if self.training and any(isinstance(module, _BatchNorm) for module in self.module.modules()):
             return (
                 "BatchNorm normalizes by the micro-batch: compare with parallel=single in micro-batches of the same "
@@ -146,14 +146,14 @@ class Layer:
 
 
 def _weighed(output: Tensor, count: int) -> Tensor:
-    """Return a sum over an output, with a different weight for each number of a sample."""
+    """Return a weighted sum over an output, with a different weight for each number of a sample."""
     output = _real(output)
     rows = output.reshape(count if output.numel() % count == 0 else 1, -1)
     return (rows * torch.linspace(1, 2, rows.shape[1])).sum().double()
 
 
 def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
-    """Return the part of a tensor for some of ``count`` samples, or the whole tensor if it has no sample dimension."""
+    """Return the part of a tensor for some of ``count`` samples. Without a sample dimension, return it whole."""
     each = len(tensor) // count if tensor.dim() > 0 and len(tensor) % count == 0 else 0
     first, last, _ = rows.indices(count)
     return tensor[first * each : last * each] if each else tensor
@@ -180,7 +180,7 @@ def _states() -> dict[str, bytes]:
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest number of ``theirs`` or at least to ``floor``.
+    """Return the largest difference, relative to the largest number of ``theirs``, or to ``floor`` if that is larger.
 
     If both are 0, the difference is absolute.
     """
@@ -194,10 +194,10 @@ def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -
 
 
 def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
-    """Return the largest relative difference, and the name of its tensor."""
+    """Return the largest relative difference, and the name of the tensor with this difference."""
     pairs = ((name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs]))
     names = [name for name, a, b in pairs if a is None or b is None or a.shape != b.shape or not torch.equal(a, b)]
-    # Equal tensors do not count: the -1e9 of a mask would hide all differences of the others.
+    # Equal tensors do not count: the -1e9 of a mask would hide all differences of the other tensors.
     changed = [t.detach() for name in names if (t := theirs.get(name)) is not None and t.numel() > 1]
     tensors = [_real(t).double().abs() for t in changed]
     floor = _FLOOR * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
@@ -244,7 +244,7 @@ def _outputs(layer: Layer, tolerance: float) -> Found:
 
 
 def _halves(layer: Layer, tolerance: float) -> Found:
-    """Compute both halves of the samples separately, with the loss of each."""
+    """Compute each half of the samples separately, with its loss."""
     half = _SAMPLES // 2
     first, second = (layer.run(rows, backward=False) for rows in (slice(0, half), slice(half, _SAMPLES)))
     joined = {i: torch.cat([t, second["each"][i]]) for i, t in first["each"].items()}
@@ -286,21 +286,21 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
 
     A layer with a finding of "unchanged", "repeats" or "halves" is not probed further, because other differences would
     follow from it. ``own`` is the micro-batch size of the run to verify. The probe "sizes" computes a batch of this
-    size and one with all samples of a step.
+    size and a batch with all samples of a step.
 
     Raises:
-        Interrupted: This process was told to stop.
+        Interrupted: If this process was told to stop.
     """
     chain, tolerance = setup.chain, setup.cfg.verify.tolerance
     shapes = [str(reads_numbers(facts.name, facts.kind)) for facts in setup.examination.layers if facts.reads_numbers]
     size = setup.plan.microbatch_size
     works = weights_of(chain) if shapes else work_of(chain, setup.sample, setup.plan.precision, size)[0]
-    # Only pipelines need the shapes, in which a model of one layer does not run.
+    # Only pipelines need the shapes, and a model of one layer does not run in a pipeline.
     said = shapes[0].partition(". ")[0] if shapes else ""
     yield Finding("shapes", text=said, holds=not shapes or len(chain.layers) == 1)
     shared = [Finding("shared parameters", *where) for where in _shared(chain)]
     yield from shared or [Finding("shared parameters", holds=True)]
-    if shared:  # a layer that is built would change another
+    if shared:  # building one layer would change another
         return
     layers, too_large = _layers(setup, own, [work.kept for work in works])
     skipped: set[str] = set()
@@ -322,7 +322,7 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
 def _layers(setup: Setup, own: int, kept: Sequence[float]) -> tuple[list[Layer], list[Finding]]:
     """Build every layer with its input, and find the batches that are too large for this machine.
 
-    ``kept`` are the bytes that each layer keeps per sample for the backward; 0 if they are unknown.
+    ``kept`` has the bytes that each layer keeps per sample for the backward; 0 if unknown.
     """
     chain, dtype, step = setup.chain, parameter_dtype(setup.plan.precision), setup.plan.microbatch_size
     found = [(setup.examination, True), (examine(chain, setup.sample, training=False), False)]

@@ -1,4 +1,4 @@
-"""Records the inputs and outputs of every layer in a step, forward and backward, on every rank."""
+"""Records of the inputs and outputs of every layer in a step, forward and backward, on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recorded(step: int, path: Path) -> Iterator[None]:
     def watch(where: tuple, tensors: Any, forward: str, backward: str, scale: float) -> None:
         for i, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
             note((*where, forward, i), tensor)
-            if tensor.requires_grad:  # replicas scale their loss by what they add up
+            if tensor.requires_grad:  # replicas scale their loss by the factor of their sum
                 tensor.register_hook(lambda g, i=i: note((*where, backward, i), g, scale))
 
     def hook(stage: Stage, name: str, where: tuple[int, int] | None, layer: Callable, *tensors: Any) -> Any:

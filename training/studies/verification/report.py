@@ -1,4 +1,4 @@
-"""Probes a model, compares its layouts, and writes the certificate after each result."""
+"""The verification of a model: probes, comparisons of layouts, and the certificate, written after each result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from training.studies.verification.difference import first_difference
 from training.studies.verification.layouts import COMPARED, Compared, Runs, in_layout, layouts
 from training.studies.verification.probes import Finding, probe
 
-_SAMPLES = 8  # of a step, unless a batch was typed
+_SAMPLES = 8  # per step, unless a batch was typed
 JSON, PAGE = "certificate.json", "certificate.html"
 
 
@@ -48,10 +48,10 @@ class Report:
         about: Model, parameters, data, seed, configuration, commit, versions, machine, and the command.
         limits: For each kind of result, the largest difference that counts as equal.
         probes: The findings, at least one per probe.
-        layouts: The comparisons, with the reference layout first. Layouts that cannot be run are included.
+        layouts: The comparisons, the reference layout first. Layouts that cannot be run are included.
         planned: The number of layouts to compare; None until all layers are probed.
         complete: Whether the verification ran to its end.
-        seconds: The duration.
+        seconds: The duration of the verification.
     """
 
     about: dict[str, Any]
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def compared(self) -> list[Compared]:
-        """The layouts that were compared with the first one."""
+        """The layouts that were compared with the reference layout."""
         return [layout for layout in self.layouts[1:] if layout.holds is not None]
 
     @property
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def reached(self) -> str:
-        """How far the verification has come."""
+        """The progress of the verification."""
         return f"{len(self.layouts)} of {self.planned} layouts" if self.planned else "the probes of layers"
 
     def table(self) -> str:
@@ -118,8 +118,8 @@ def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:
     are the keys that the user has set. A typed precision, batch or layout is kept.
 
     Raises:
-        UserError: The configuration cannot run in one process either.
-        KeyboardInterrupt: The verification was stopped, after its results were printed.
+        UserError: If the configuration does not run in one process either.
+        KeyboardInterrupt: If the verification was stopped, after its results were printed.
     """
     began = time.monotonic()
     if World.detect() is not None:
@@ -140,7 +140,7 @@ def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:
     report = Report(_about(cfg, setup))
     print(f"{cfg.model.name}, {setup.plan.parameters:,} parameters, {setup.data.description}, {cfg.train.precision}")
 
-    reasons: dict[str, str] = {}  # each with the first layout that had it
+    reasons: dict[str, str] = {}  # each reason with the first layout that had it
 
     def note(result: Finding | Compared, said: str = "") -> None:
         report.seconds = time.monotonic() - began
@@ -184,7 +184,7 @@ def _own_microbatch(cfg: Root) -> int:
 
 
 def _settled(cfg: Root, typed: Collection[str]) -> Any:
-    """Return the configuration with the precision, batch and processes for a verification, unless they were typed."""
+    """Return the configuration with a verification's own precision, batch and processes, unless they were typed."""
     tree = to_dict(cfg)
     train, gpus = tree["train"], torch.cuda.device_count() if tree["device"] in ("auto", "cuda") else 0
     if train["precision"] == "auto" or "train.precision" not in typed:
@@ -203,7 +203,7 @@ def _single(cfg: Root, chunks: int) -> Layout:
 def _layouts(
     report: Report, cfg: Root, setup: Setup, folder: Path, typed: Collection[str], own: int
 ) -> Iterator[Compared]:
-    """Yield the comparisons of one process, and then of the typed layout or of all layouts, as they end."""
+    """Yield the comparison of one process, and then of the typed layout or of all layouts, as soon as each ends."""
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     named = cfg.parallel.name != "auto" and (cfg.parallel.axes or cfg.parallel.name != "single")
     chosen = named and any(key.partition(".")[0] == "parallel" for key in typed)
@@ -220,7 +220,7 @@ def _layouts(
         count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
         wanted = [*layouts(cfg.verify.processes or 1, count, cfg.parallel.order, divided=bool(setup.chain.cut))]
     one, again = _single(cfg, count), not cfg.train.activation_checkpointing
-    # Each layout with the keys of ``train`` that are not those of the run.
+    # Each layout, with the keys of ``train`` that differ from the run.
     planned: list[tuple[Layout, dict[str, Any]]] = [(one, {})]
     in_fp32 = [(one, {"precision": "fp32"})] * half_precision
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
