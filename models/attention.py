@@ -1,6 +1,6 @@
 """Causal self-attention, with a cache of keys and values for generating a text token by token.
 
-All layers of a model with ``Chain.continues`` must use the cache: attention layers keep their keys and values in it,
+All layers of a model with ``Chain.continues`` must use the cache: attention layers store their keys and values in it,
 and layers that add positions read the positions of the tokens from it.
 """
 
@@ -17,38 +17,38 @@ from models.seeds import CausalAttentionDropout
 
 
 class KeyValueCache:
-    """Keys and values of all attention layers; slot i of a row belongs to the row's position i.
+    """Keys and values of all attention layers. Slot i of a row belongs to position i of the row.
 
     The first forward takes whole texts from position 0 on, padded at the end. Attention is causal, so no token sees the
-    padding after it. Each further forward takes one token per row. ``advance`` sets the positions of these tokens.
+    padding after it. Each later forward takes one token per row. ``advance`` sets the positions of these tokens.
     """
 
     def __init__(self, capacity: int) -> None:
         """Make an empty cache of ``capacity`` positions per row. Layers add their tensors in their first forward."""
         self.capacity = capacity
-        self._positions: Tensor | None = None  # [b], of the new tokens; None in the first forward
-        self._visible: Tensor | None = None  # [b, 1, 1, slots]: up to the row's own position
+        self._positions: Tensor | None = None  # [b], positions of the new tokens; None in the first forward
+        self._visible: Tensor | None = None  # [b, 1, 1, slots]: true up to the row's own position
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     @property
     def empty(self) -> bool:
-        """Whether there was no forward yet."""
+        """Whether no forward has run yet."""
         return not self._kept
 
     def advance(self, positions: Sequence[int], device: torch.device) -> None:
-        """Set the positions of the next forward's tokens, one in each row."""
+        """Set the positions of the next forward's tokens, one position per row."""
         self._positions = torch.tensor(positions, device=device)
         slots = torch.arange(max(positions) + 1, device=device)
         self._visible = (slots <= self._positions[:, None])[:, None, None]
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of ``length`` tokens: [length] for all rows, or [b, 1]."""
+        """Return the positions of the next ``length`` tokens: [length] for all rows, or [b, 1]."""
         return torch.arange(length, device=device) if self._positions is None else self._positions[:, None]
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep a layer's new keys and values, and attend to all kept ones. All tensors are [b, heads, t, width].
+        """Store a layer's new keys and values, and attend to all stored ones. All tensors are [b, heads, t, width].
 
-        Keys and values may have fewer heads. Several query heads then share each of them.
+        Keys and values may have fewer heads. Several query heads then use the same head of keys and values.
         """
         if self._visible is None:
             b, heads, t, width = k.shape
@@ -70,7 +70,7 @@ class UsesCache:
     cache: KeyValueCache | None = None
 
     def position_rows(self, table: Tensor, length: int) -> Tensor:
-        """Return the rows of a table of positions [positions, c] for the next tokens: [length, c] or [b, 1, c]."""
+        """Return the rows of a position table [positions, c] for the next tokens: [length, c] or [b, 1, c]."""
         return table[:length] if self.cache is None else table[self.cache.positions(length, table.device)]
 
     def positions(self, length: int, device: torch.device) -> Tensor:
@@ -80,7 +80,7 @@ class UsesCache:
 
 @contextmanager
 def caching(layers: nn.Module, cache: KeyValueCache | None) -> Iterator[None]:
-    """Let all layers that can use ``cache`` do so inside the block. None: they compute whole texts."""
+    """Let all layers that can use ``cache`` do so inside the block. With None they compute whole texts."""
     users = [module for module in layers.modules() if isinstance(module, UsesCache)]
     for module in users:
         module.cache = cache
@@ -95,7 +95,7 @@ class CausalAttention(UsesCache, nn.Module):
     """Attention between the projection to queries, keys and values and the output projection."""
 
     def __init__(self, width: int, dropout: float) -> None:
-        """``width`` is that of each head."""
+        """``width`` is the width of each head."""
         super().__init__()
         self.width, self.attention = width, CausalAttentionDropout(dropout)
 

@@ -1,9 +1,9 @@
 """BatchNorm that updates its running statistics once per optimizer step, however the batch is cut.
 
 torch's layer updates them at every forward: four micro-batches update them four times, two replicas hold two versions,
-and a recomputed forward counts twice. Here a forward only writes its statistics into a buffer. The strategy adds them
-up over all micro-batches and replicas and makes one update at the end of the step, so evaluation does not depend on the
-layout.
+and a recomputed forward counts twice. Here a forward only writes its statistics into a buffer. The strategy adds up the
+statistics of all micro-batches and replicas and makes one update at the end of the step, so evaluation does not depend
+on the layout.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# (x [b, c, ...], weight [c], bias [c], eps, moments [2, c]) -> normalized x. It writes x's mean and unbiased variance
-# into ``moments``, which is finite.
+# A function (x [b, c, ...], weight [c], bias [c], eps, moments [2, c]) -> normalized x. It writes the mean and the
+# unbiased variance of x into ``moments``, which must hold finite numbers.
 Normalise = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
 
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, moments: Tensor) -> Tensor:
-    """Normalize x [b, c, ...] by its own statistics over all dimensions but the channels; see ``Normalise``."""
+    """Normalize x [b, c, ...] by its own statistics over all dimensions except the channels. See ``Normalise``."""
     # With momentum 1, torch writes the micro-batch's statistics into the buffers of the running statistics, without a
-    # further kernel. It adds 0 times the old values, so these must be finite.
+    # further kernel. torch adds 0 times the old values, so the old values must be finite.
     mean, variance = moments.unbind()
     return F.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
 
 
 class StepBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """The base class of the layers below: torch's layers (same keys, same numbers) for steps of several micro-batches.
+    """The base class of the layers below: torch's layers (same keys and numbers) for steps of several micro-batches.
 
     Attributes:
-        normalise: The function that normalizes a micro-batch in training. A strategy may set one for all replicas.
+        normalise: The function that normalizes a micro-batch in training. A strategy may set a function for all
+            replicas.
         moments: [2, c] mean and unbiased variance of the newest micro-batch.
     """
 
     moments: Tensor
-    # Attributes of torch's layer, in which they may be None.
+    # Attributes of torch's layer. They may be None there.
     momentum: float
     running_mean: Tensor
     running_var: Tensor

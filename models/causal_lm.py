@@ -1,8 +1,8 @@
-"""Any causal language model of transformers as a chain, computed by the model's own code.
+"""Any causal language model of transformers as a chain. The layers are computed by the model's own code.
 
-No architecture is written down here. ``Decoder`` builds the model once on the meta device. ``models.causal_lm_layers``
-finds its layers, and computes them by parts of the model's ``forward``. The model's tensor plan says how they can be
-cut, and ``prove`` shows that the chain computes what the whole model does.
+This module describes no single architecture. ``Decoder`` builds the model once on the meta device.
+``models.causal_lm_layers`` finds the layers, and computes each by a part of the model's ``forward``. The model's tensor
+plan determines how the layers can be cut, and ``prove`` checks that the chain computes the same as the whole model.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from models.chain import Chain, LayerSpec, shared_parameters, without_weights
 from models.cut import Columns, CutOf, GatherInput, Refused, Rows, Vocabulary, own_computation
 from models.losses import TokenCrossEntropy
 
-_TEXTS, _TOKENS = 2, 12  # what ``prove`` computes
+_TEXTS, _TOKENS = 2, 12  # the size of the batch in ``prove``
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32
-_ROUNDING = 1e-4  # the largest one of logits of the same text beside other texts, which are rounded differently
+_ROUNDING = 1e-4  # the same for logits of a text beside other texts, which are rounded differently
 
 
 class Decoder(Forward):
-    """Makes a chain of a causal language model of transformers: names, layers, cuts and a proof."""
+    """Makes a chain from a causal language model of transformers: names, layers, cuts and a proof."""
 
     def __init__(self, config: Any) -> None:
-        """Build the model that a configuration of transformers describes.
+        """Build the model from a configuration of transformers.
 
         Raises:
-            ModelError: It cannot be built, or is no causal language model with layers that follow one another.
+            ModelError: If the model cannot be built, or is not a causal language model with consecutive layers.
         """
         transformers = load_transformers()
         try:
@@ -45,13 +45,13 @@ class Decoder(Forward):
         except Exception as error:  # each model checks its configuration in its own way
             raise ModelError(f"transformers cannot build a {config.model_type} model: {error}") from None
         if model.base_model is model and isinstance(getattr(model, "model", None), nn.Module):
-            model.base_model_prefix = "model"  # Llama 4 says "language_model", which is in another of its models
+            model.base_model_prefix = "model"  # Llama 4 says "language_model", which belongs to another of its models
         super().__init__(model)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def chain_name(self, name: str) -> str:
-        """Return the name in the chain of a module or parameter of the model."""
+        """Return the chain's name for a module or parameter of the model."""
         if name.startswith(f"{self.layers}."):
             return f"layers.{name.removeprefix(f'{self.layers}.')}"
         first = any(f"{name}.".startswith(f"{unit}.") for unit in self.before)
@@ -59,20 +59,20 @@ class Decoder(Forward):
 
     @property
     def tied(self) -> dict[str, str]:
-        """{alias: canonical} names in the chain of the parameters that the model shares."""
+        """{alias: canonical} chain names of the parameters that the model ties."""
         shared = shared_parameters(self.model)
         return {self.chain_name(name): self.chain_name(owner) for name, owner in shared.items()}
 
     @property
     def of_words(self) -> list[str]:
-        """The names in the chain of the projection's parameters, its weight and perhaps a bias."""
+        """The chain names of the projection's parameters: its weight and, if it has one, its bias."""
         own = [f"{self.projection}.{key}" for key, _ in self.model.get_submodule(self.projection).named_parameters()]
         return [self.tied.get(name, name) for name in map(self.chain_name, own)]
 
     # -- layers of the chain -------------------------------------------------------------------------------------------
 
     def chain_layers(self, part: Callable[[str], nn.Module]) -> list[LayerSpec]:
-        """Return the layers of the chain, with the modules that ``part`` returns by the model's names."""
+        """Return the layers of the chain. ``part`` returns the module for a name of the model."""
         blocks = [LayerSpec(f"layers.{i}", partial(self.layer, part, i)) for i in range(len(self.blocks))]
         embedding, head = (partial(build, part) for build in (self.embedding, self.head))
         return [LayerSpec("embedding", embedding), *blocks, LayerSpec("head", head)]
@@ -82,7 +82,7 @@ class Decoder(Forward):
         return without_weights(self.model.get_submodule(name)).train()
 
     def initialise(self, form: Published, name: str, module: nn.Module) -> None:
-        """Initialize a module as the model does. The modules that contain it may set some of its numbers."""
+        """Initialize a module as the model does. Modules that contain this one may set some of its numbers."""
         path = form.their_name(name)
         self.set_numbers(path, module)
         parent, _, key = path.rpartition(".")
@@ -97,7 +97,7 @@ class Decoder(Forward):
             setattr(around, key, own)
 
     def cut(self) -> dict[str, CutOf]:
-        """Return how the layers can be cut, from the model's tensor plan."""
+        """Return the cuts of the layers, from the model's tensor plan."""
         base = self.model.base_model
         if not base.config.base_model_tp_plan:
             return {"layers.*": Refused(f"transformers has no tensor plan for {self.kind}")}
@@ -111,43 +111,44 @@ class Decoder(Forward):
             found = next((each for each, _ in self.model.named_modules() if fnmatchcase(each, pattern)), None)
             if style == "colwise" and found is not None:
                 table[name] = columns = self._columns(found)
-                if columns.unit > 1:  # an attention, which takes the length of queries from its input
+                if columns.unit > 1:  # an attention, which reads the length of queries from its input
                     table[name.rpartition(".")[0]] = self._gathers_input(found.rpartition(".")[0])
             elif style == "rowwise" and found is not None:
                 table[name] = Rows()
-            # What is replicated is so here for everything between the two.
+            # The style replicated_with_grad_allreduce needs no entry: here it applies to everything between the two
+            # cuts.
             elif style not in ("colwise", "rowwise", "replicated_with_grad_allreduce"):
                 said = f"{self.kind} has the style {style!r}; model=transformers knows colwise and rowwise"
                 table[name] = Refused(said)
         embedding = self.model.get_input_embeddings()
-        # Other classes scale what they look up; a padding row gets no gradient.
+        # Other classes scale the embeddings; a padding row gets no gradient.
         can_be_cut = {
             self.chain_name(self.name_of(embedding)): not own_computation(embedding),
             self.chain_name(self.projection): self.plain,
         }
-        if self.tied and not all(can_be_cut.values()):  # both copies of a weight are cut, or none
+        if self.tied and not all(can_be_cut.values()):  # cut both copies of a weight, or none
             return table
         return table | {name: Vocabulary() for name, can in can_be_cut.items() if can} if table else {}
 
     def _gathers_input(self, attention: str) -> GatherInput | Refused:
-        """Return ``GatherInput`` for an attention, or why its inside cannot be computed by heads."""
+        """Return ``GatherInput`` for an attention, or the reason why its inside cannot be computed by heads."""
         parts = [part for part in self.model.get_submodule(attention).modules() if not isinstance(part, nn.Linear)]
         if any(parameter.dim() > 1 for part in parts for parameter in part.parameters(recurse=False)):
             return Refused(f"{self.kind} has parameters for each head there, which its tensor plan leaves whole")
         return GatherInput()
 
     def _columns(self, name: str) -> Columns:
-        """Return how a module's outputs are divided: into heads, if it is a part of an attention."""
+        """Return the division of a module's outputs: into heads, if the module is part of an attention."""
         around, own = self.model.get_submodule(name.rpartition(".")[0]), self.model.get_submodule(name)
         width = getattr(around, "head_dim", None) or getattr(around, "head_size", None)
         if width is None:
             return Columns()
         outputs, *others = (getattr(module, "out_features", 0) for module in (own, *around.children()))
         if outputs == 3 * width * self.model.config.get_text_config().num_attention_heads:
-            # A plan cuts queries, keys and values in one projection only where they are side by side within each head,
-            # or within each of CodeGen's `mp_num` parts.
+            # A plan cuts a single projection to queries, keys and values only if these are side by side within each
+            # head, or within each of CodeGen's `mp_num` parts.
             return Columns(unit=outputs // around.mp_num if hasattr(around, "mp_num") else 3 * width)
-        # The projections to keys and values have fewer outputs, and several heads of queries use each of them.
+        # The projections to keys and values have fewer outputs, and several query heads use each of their heads.
         return Columns(unit=width, shared=outputs < max(others))
 
     # -- proof ---------------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Decoder(Forward):
         Parameters are overlapping views of a few random numbers, so that models of any size need no memory.
 
         Raises:
-            ModelError: A layer, the logits or the loss differ. The message names the first.
+            ModelError: If a layer, the logits or the loss differ. The message names the first difference.
         """
         with refused(self.kind, "its own code does not run layer by layer"):
             self._compare()
@@ -205,7 +206,7 @@ class Decoder(Forward):
         memo = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in self.model.buffers()}
         whole = copy.deepcopy(self.model, memo)
         for name, module in whole.named_modules():
-            self.set_numbers(name, module)  # the buffers: parameters are on the meta device still
+            self.set_numbers(name, module)  # sets buffers only: parameters are still on the meta device
         parameters = dict(whole.named_parameters())
         largest = max(sum(parameter.shape) for parameter in parameters.values())
         noise = 0.05 * torch.randn(largest + len(parameters), generator=generator)
@@ -224,12 +225,12 @@ def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mappi
     Token ids [b, t] -> logits [b, t, vocab_size].
 
     Args:
-        config: A folder with config.json, or such a file.
-        vocab_size: Replaces the configuration's.
-        settings: {key of config.json: its value in place of the file's}.
+        config: A folder with config.json, or the path of config.json.
+        vocab_size: The vocabulary size, in place of the configuration's. None keeps it.
+        settings: {key of config.json: value that replaces the file's value}.
 
     Raises:
-        ModelError: transformers does not have the model, or it is none that can be cut into layers.
+        ModelError: If transformers does not have the model, or the model cannot be cut into layers.
     """
     settings = settings or {}
     decoder = Decoder(read_config(config, vocab_size, settings))
@@ -257,7 +258,7 @@ causal_lm.sizes_of = sizes_of  # the values of sizes that are null: see training
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference, relative to the largest number."""
+    """Return the largest difference, relative to the largest number of ``other``."""
     if one.shape != other.shape or not (one.isfinite().all() and other.isfinite().all()):
         return float("inf")
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))

@@ -1,4 +1,4 @@
-"""The configuration of a causal language model of transformers: how it is read and checked, and how it is exported."""
+"""The configuration of a causal language model of transformers: reading, checks and export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.huggingface import Family, HuggingFace
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Keys of a configuration that say nothing about the numbers of a model.
+# Keys of a configuration that do not affect the numbers of a model.
 _FREE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "vocab_size"}
 _FAMILY = Family("transformers", kinds={}, sizes={}, keys={}, unseen=(), complete=dict)
 
@@ -38,15 +38,15 @@ def config_file(config: str | None) -> Path:
 
 
 def read_config(config: str | None, vocab_size: int | None, settings: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers in a file, with some keys replaced by ``settings``.
+    """Return the transformers configuration in a file, with some keys replaced by ``settings``.
 
     Raises:
-        ModelError: It describes no causal language model, or a setting does not exist.
+        ModelError: If the file describes no causal language model, or a setting does not exist.
     """
     path = config_file(config)
     transformers = load_transformers()
     try:
-        content = transformers.PreTrainedConfig.get_config_dict(path)[0]  # with infinity, which JSON does not have
+        content = transformers.PreTrainedConfig.get_config_dict(path)[0]  # accepts infinity, which JSON does not have
         kind = content["model_type"]
         known = transformers.AutoConfig.for_model(kind)
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -59,11 +59,11 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
     if unknown := [key for key in settings if key not in content and not hasattr(text, key)]:
         raise ModelError(f"model.settings.{unknown[0]}: config.json of a {kind} model has no such key")
     if "num_hidden_layers" in settings:
-        content.pop("layer_types", None)  # the kind's own for so many layers
+        content.pop("layer_types", None)  # let the configuration class choose them for this number of layers
     changed = {**content, **settings} | ({} if vocab_size is None else {"vocab_size": vocab_size})
     try:
         made = transformers.AutoConfig.for_model(**changed)
-    except Exception as error:  # each of them checks its values in its own way
+    except Exception as error:  # each configuration class checks its values in its own way
         raise ModelError(f"{path}: transformers does not accept this {kind} configuration: {error}") from None
     if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or made.is_encoder_decoder:
         raise ModelError(f"{path} describes a {kind} model, which is no causal language model of transformers")
@@ -81,7 +81,7 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
-    """Return the vocabulary's size: the file's, or the data's if it is larger and no weights are read."""
+    """Return the vocabulary size: the file's, or the data's if it is larger and no weights are read."""
     if model["vocab_size"] is not None:
         return {}
     content = json.loads(config_file(model["config"]).read_bytes())
@@ -93,11 +93,11 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
 
 @dataclass(frozen=True)
 class Published(HuggingFace):
-    """How transformers stores one of its own models.
+    """The file format in which transformers stores one of its own models.
 
     Attributes:
         model: The model, which may be on the meta device.
-        settings: {key of config.json: its value in place of a file's}.
+        settings: {key of config.json: value that replaces the file's value}.
     """
 
     model: Any = field(kw_only=True)
@@ -105,7 +105,7 @@ class Published(HuggingFace):
 
     @classmethod
     def of(cls, model: Any, names: Mapping[str, str], words: tuple[str, ...], settings: Mapping[str, Any]) -> Published:
-        """Make it for a model of transformers. ``names`` and ``words`` are as in ``HuggingFace``."""
+        """Make the format for a model of transformers. ``names`` and ``words`` are as in ``HuggingFace``."""
         config = {**_plain(model.config), "architectures": [type(model).__name__]}
         return cls(_FAMILY, config, names, words, model=model, settings=settings)
 
@@ -130,5 +130,5 @@ class Published(HuggingFace):
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """Return all keys of a configuration as they are in a config.json."""
+    """Return all keys of a configuration in the form of config.json."""
     return json.loads(config.to_json_string(use_diff=False))

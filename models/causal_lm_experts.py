@@ -1,4 +1,4 @@
-"""Computes the experts of transformers' models one after the other."""
+"""A computation of the experts of transformers' models, one expert after the other."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ NAME = "one_by_one"
 def experts(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute the output of each token's ``chosen`` experts, as the model's own code does.
 
-    The shapes in that code depend on the chosen experts. Tensors without values and compiled graphs need fixed shapes:
-    for them, one batched product copies the weights of each token's experts.
+    The shapes in the model's code depend on the chosen experts. Tensors without values and compiled graphs need fixed
+    shapes. For them, one batched product copies the weights of each token's experts.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # private: torch 2.13
     from transformers.integrations.moe import batched_mm_experts_forward
 
     if compiler.is_compiling() or hidden.is_meta or isinstance(hidden, FakeTensor):
         return batched_mm_experts_forward(self, hidden, chosen, weights)
-    return type(self).forward.__wrapped__(self, hidden, chosen, weights)  # which the library has wrapped to call this
+    return type(self).forward.__wrapped__(self, hidden, chosen, weights)  # the library's wrapper calls this function
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
-"""The files of a model of transformers: which tensors of a folder make a parameter, by the library's own conversions.
+"""The files of a model of transformers: the tensors of a folder that make a parameter, by the library's conversions.
 
-A file may hold a parameter under another name (GPT-NeoX's ``embed_out``), or the matrices apart that the model has in
-one parameter (the experts of a mixture). Models here may be on the meta device.
+A file may hold a parameter under another name (GPT-NeoX's ``embed_out``), or may hold separate matrices that the model
+has in one parameter (the experts of a mixture). Models here may be on the meta device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A tensor of a file, opened when it is called: with a shape, and boxes that are read by ``[...]``.
+# A function that opens a tensor of a file. The tensor has a shape, and its boxes are read by ``[...]``.
 Opened = Callable[[], Any]
 Parts = list[tuple[str, Opened]]  # tensors of a file, each with the pattern of a conversion that its name has matched
 
 
 class Made:
-    """A parameter that is made of tensors of a file. They are read whole when a box of it is."""
+    """A parameter that is made from tensors of a file. Reading a box of the parameter reads these tensors whole."""
 
     def __init__(self, shape: torch.Size, convert: Callable[..., dict[str, Tensor]], name: str) -> None:
         self.shape, self._convert, self._name = shape, convert, name
@@ -40,10 +40,10 @@ def from_file(model: Any, opened: Mapping[str, Opened]) -> dict[str, Opened]:
     renamings = [each for each in found if isinstance(each, loading.WeightRenaming)]
     conversions = [each for each in found if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: conversion for conversion in conversions for pattern in conversion.source_patterns}
-    # Buffers that older files hold.
+    # Buffers that older files contain.
     unread = {r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())}
     given: dict[str, Opened] = {}
-    parts: dict[str, Parts] = {}  # of the parameters that are made of several, by the name of the first
+    parts: dict[str, Parts] = {}  # for the parameters made from several tensors, by the name of the first tensor
     for key in sorted(opened, key=loading.dot_natural_key):  # expert 2 before expert 10
         name, pattern = loading.rename_source_key(key, renamings, conversions, model.base_model_prefix, known)
         if pattern is not None:
@@ -60,8 +60,8 @@ def from_file(model: Any, opened: Mapping[str, Opened]) -> dict[str, Opened]:
 def _convert(
     model: Any, conversion: Any, first: str, parts: Parts, value: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the parameters by name that a conversion makes of ``value`` of each part."""
-    conversion = copy.deepcopy(conversion)  # it collects
+    """Return the parameters, by name, that a conversion makes from the ``value`` of each part."""
+    conversion = copy.deepcopy(conversion)  # it accumulates tensors
     for pattern, opened in parts:
         conversion.add_tensor(first, pattern, pattern, lambda opened=opened: value(opened()))
     return conversion.convert(first, model=model, config=model.config)

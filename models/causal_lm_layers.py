@@ -1,15 +1,15 @@
-"""Runs each layer of a causal language model of transformers through the model's own ``forward``.
+"""The layers of a causal language model of transformers, each computed through the model's own ``forward``.
 
-``Forward`` finds the layers of a model, and what it calls before and after them.
-A model on the meta device runs with stand-ins for the modules that another layer of the chain holds::
+``Forward`` finds the layers of a model, and the modules that the model calls before and after them. A model on the meta
+device runs with stand-ins for the modules that another layer of the chain holds::
 
     embedding           layers.0 ... layers.N-1           head
     modules called      the list of layers                modules called
     before the layers                                     after the layers
 
-``Embedding`` leaves the model's ``forward`` at its first layer, and ``Head`` enters it after the last one. A layer gets
-the arguments that ``forward`` would pass: masks, rotary positions, windows. These depend on shapes only, so the layers
-pass only hidden states to each other.
+``Embedding`` leaves the model's ``forward`` at its first layer, and ``Head`` enters it after the last layer. A layer
+gets the arguments that ``forward`` would pass: masks, rotary positions, windows. These arguments depend on shapes only,
+so the layers pass only hidden states to each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from models.chain import CPU, nest, own_tensors, without_weights
 from models.fused_cross_entropy import FusedHead
 from models.seeds import seeded
 
-_KEPT = 8  # the arguments of layers are kept for this many shapes of hidden states
+_KEPT = 8  # number of shapes of hidden states for which the arguments of layers are kept
 
 
 def uncompiled(function: Any) -> Any:
@@ -39,23 +39,24 @@ def uncompiled(function: Any) -> Any:
     return torch.compiler.disable(function)
 
 
-class Reached(Exception):  # noqa: N818  # no error: it leaves a model's forward
-    """The input of a module has been computed."""
+class Reached(Exception):  # noqa: N818  # not an error: it leaves a model's forward
+    """Raised when the input of a module has been computed."""
 
 
 class StandIn(nn.Module):
-    """Stands for a module that another layer of the chain holds, with the attributes of that module.
+    """A stand-in for a module that another layer of the chain holds, with the attributes of that module.
 
     Attributes:
-        stops: Whether the model's ``forward`` ends where it calls this module, with the module's input.
-        outputs: The number of things in the tuple that a layer returns, 0 if it returns a tensor; None: not a layer.
+        stops: Whether the model's ``forward`` ends with the input of this module, at the call of the module.
+        outputs: The number of items in the tuple that a layer returns, 0 if it returns a tensor; None if it is not a
+            layer.
         received: The output of a layer that is computed elsewhere, if it is known.
         seen: (arguments after the hidden states, keyword arguments) of the last call.
     """
 
     def __init__(self, module: nn.Module, outputs: int | None = None, stops: bool = False) -> None:
         super().__init__()
-        self.of = lambda: module  # it is on the meta device, no submodule, and never copied
+        self.of = lambda: module  # the module stays on the meta device, is no submodule, and is never copied
         self.outputs, self.stops = outputs, stops
         self.received: Tensor | None = None
         self.seen: tuple[tuple, dict] = (), {}
@@ -67,7 +68,7 @@ class StandIn(nn.Module):
             return getattr(self.of(), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a layer's received output, or else its input; zeros in place of the output of another module."""
+        """Return a layer's received output, or else its input; for other modules, zeros in place of the output."""
         self.seen = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
         if self.stops:
             raise Reached(hidden_of(args, kwargs))
@@ -83,7 +84,7 @@ class StandIn(nn.Module):
 
 @contextmanager
 def refused(kind: str, why: str) -> Iterator[None]:
-    """Raise ModelError for an error in the block, which runs a part of a model's own code."""
+    """Raise ModelError for an error in the block. The block runs a part of a model's own code."""
     try:
         yield
     except ModelError:
@@ -94,18 +95,18 @@ def refused(kind: str, why: str) -> Iterator[None]:
 
 
 class Forward:
-    """The ``forward`` of a causal language model. Each layer of the chain computes a part of it.
+    """The ``forward`` of a causal language model. Each layer of the chain computes one part of it.
 
     Attributes:
         model: The model on the meta device.
-        kind: The name of its class.
-        layers: The name of its list of layers.
+        kind: The name of the model's class.
+        layers: The name of the model's list of layers.
         units: The modules beside the list of layers, and beside each module that contains the list, by name.
         before: The names of the units that ``forward`` calls before the layers.
-        twice: The names of the units that ``forward`` calls before and after the layers. They have no parameters.
+        twice: The names of the units that ``forward`` calls both before and after the layers. They have no parameters.
         projection: The name of the projection onto the vocabulary.
-        outputs: How many things a layer returns in a tuple; 0 if it returns a tensor.
-        plain: Whether the projection's outputs are the logits; otherwise the model scales or caps them.
+        outputs: The number of items in the tuple that a layer returns; 0 if it returns a tensor.
+        plain: Whether the projection's outputs are the logits. If not, the model scales or caps them.
     """
 
     def __init__(self, model: Any) -> None:
@@ -148,7 +149,7 @@ class Forward:
 
     def _find_order(self) -> tuple[list[str], list[str], int]:
         """Return the values of ``before``, ``twice`` and ``outputs``."""
-        called: list[str | None] = []  # None: a layer
+        called: list[str | None] = []  # None stands for a layer
         outputs: list[Any] = []
         hooks = [
             inner.register_forward_pre_hook(lambda *_, name=name: called.append(name))
@@ -182,14 +183,14 @@ class Forward:
         return torch.equal(logits, given)
 
     def name_of(self, module: nn.Module) -> str:
-        """Return the model's name of one of its modules."""
+        """Return the model's name for one of its modules."""
         return next(name for name, part in self.model.named_modules() if part is module)
 
     def __deepcopy__(self, memo: dict) -> Forward:
         return self
 
     def shell(self, units: Mapping[str, nn.Module], stops: bool = False) -> Any:
-        """Return a copy of the model with these units, and with stand-ins for all other units and the layers.
+        """Return a copy of the model with the given units, and with stand-ins for all other units and the layers.
 
         With ``stops`` its ``forward`` ends at the first layer.
         """
@@ -201,7 +202,7 @@ class Forward:
 
     @uncompiled
     def _with_others(self, index: int, layer: Any, given: tuple[Tensor], _: dict) -> tuple[tuple, dict]:
-        """Return all arguments of layer number ``index``, which is called with hidden states alone, [b, t, c]."""
+        """Return all arguments of layer number ``index``, which the chain calls with hidden states [b, t, c] only."""
         (hidden,) = given
         if any(isinstance(size, torch.SymInt) for size in hidden.shape):
             raise ModelError(
@@ -211,7 +212,7 @@ class Forward:
         shape = len(hidden), hidden.shape[1] * layer.parts, hidden.shape[2]
         if type(hidden) in (Tensor, nn.Parameter):
             args, kwargs = self._calls_on(hidden.device, shape, hidden.dtype)[index]
-        else:  # A tensor without numbers has a device too, to which the mode that made it moves these.
+        else:  # a tensor without numbers has a device, too; the mode that made it moves the arguments there
             args, kwargs = _moved(self._calls_on(CPU, shape, hidden.dtype)[index], hidden.device)
         return (hidden, *args), kwargs
 
@@ -219,12 +220,12 @@ class Forward:
     def _calls_on(self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
         if device != CPU:
             return _moved(self._calls_on(CPU, shape, dtype), device)
-        with ThreadPoolExecutor(1) as thread:  # so that modes which compute without numbers do not reach it
+        with ThreadPoolExecutor(1) as thread:  # so that modes that compute without numbers do not reach it
             return thread.submit(self._called_with, shape, dtype).result()
 
     @cached_property
     def _caller(self) -> Any:
-        """The model as it calls its layers, without parameters."""
+        """The model for calls of its layers, without parameters."""
         free = [name for name in self.before if not any(True for _ in self.units[name].parameters())]
         units = {name: without_weights(self.units[name]) for name in free}
         for unit in units:
@@ -238,7 +239,7 @@ class Forward:
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
 
     def set_numbers(self, path: str, module: nn.Module) -> None:
-        """Initialize a module's own tensors as the model does, or as its constructor does if the model does not."""
+        """Initialize a module's own tensors as the model does. If the model does not, use the module's constructor."""
         own = {key: tensor for key, tensor in own_tensors(module).items() if tensor.numel() and not tensor.is_meta}
         with torch.no_grad():
             for tensor in own.values():
@@ -253,7 +254,7 @@ class Forward:
 
     @cached_property
     def _constructed(self) -> Any:
-        """The model as constructed, without initial weights, for which no memory is used."""
+        """The model after construction, without initial weights. It uses no memory for them."""
         from transformers.initialization import no_init_weights
 
         auto = load_transformers().AutoModelForCausalLM
@@ -268,9 +269,10 @@ class Forward:
         return Embedding(self, units, self.shell(units, stops=True))
 
     def layer(self, part: Callable[[str], nn.Module], index: int) -> nn.Module:
-        """Return a layer that is called with hidden states alone, [b, t, c] -> same.
+        """Return a layer that is called with hidden states only, [b, t, c] -> same.
 
-        Its attribute ``parts`` is the number of parts of the sequence; hidden states are one (``parallel.sequence``).
+        The attribute ``parts`` is the number of parts of the sequence. Hidden states are one part
+        (``parallel.sequence``).
         """
         layer = part(f"{self.layers}.{index}")
         layer.parts = 1  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
@@ -288,7 +290,7 @@ class Forward:
 
 
 class Part(nn.Module):
-    """Holds some modules of a model, and computes with ``shell``, a copy with stand-ins for all other modules."""
+    """Some modules of a model. They compute in ``shell``, a copy of the model with stand-ins for all other modules."""
 
     whole: Forward
     shell: Any
@@ -301,7 +303,7 @@ class Part(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> Part:
-        """See ``nn.Module.train``: the model drops out between its modules, too."""
+        """See ``nn.Module.train``. The shell changes, too, because the model has dropout between its modules."""
         self.shell.train(mode)
         return super().train(mode)
 
@@ -314,7 +316,7 @@ class Part(nn.Module):
 
 
 class Embedding(Part):
-    """What a model computes before its layers, token ids [b, t] -> [b, t, c]."""
+    """The part of a model before its layers, token ids [b, t] -> [b, t, c]."""
 
     @uncompiled
     def forward(self, tokens: Tensor) -> Tensor:
@@ -323,11 +325,11 @@ class Embedding(Part):
 
 
 class Head(Part):
-    """What a model computes after its layers, [b, t, c] -> logits [b, t, v]."""
+    """The part of a model after its layers, [b, t, c] -> logits [b, t, v]."""
 
     @uncompiled
     def hidden(self, x: Tensor) -> Tensor:
-        """Compute what follows the layers, [b, t, c] -> logits, or the input of the module at which it stops."""
+        """Compute the part after the layers, [b, t, c] -> logits, or the input of the module at which it stops."""
         last = self.shell.get_submodule(self.whole.layers)[-1]
         last.received = x
         try:
@@ -352,17 +354,17 @@ class PlainHead(Head, FusedHead):
 
 
 def first_of(output: Any) -> Tensor:
-    """Return the hidden states in what a layer returns."""
+    """Return the hidden states from the output of a layer."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the hidden states that a layer is called with."""
+    """Return the hidden states from the arguments of a layer."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that are called: the module itself, or its parts if it only lists them."""
+    """Return the modules that are called: the module itself, or its children if it is only a list of modules."""
     listed = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     return [part for child in module.children() for part in _called(child)] if listed else [module]
 
@@ -377,5 +379,5 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def all_seen(x: Tensor) -> Tensor:
-    """Return a mask [b, 1, t, t] that a model takes as it is. To make its own it would look at numbers."""
+    """Return a mask [b, 1, t, t] that a model uses unchanged. A mask of its own would require reading numbers."""
     return x.new_zeros((), dtype=torch.bool).expand(len(x), 1, x.shape[1], x.shape[1])

@@ -1,16 +1,16 @@
-"""A chain: a model as an ordered list of named layers, each computed from the output of the layer before.
+"""A chain: a model as an ordered list of named layers, each computed from the output of the previous layer.
 
-A layer's output is a tensor or a flat tuple of tensors, by which a model passes on skip connections, a second input or
-an auxiliary loss. A layer is called as ``layer(*tensors)`` with the output of the layer before, the first layer with
-the batch's inputs, so that ordinary modules work unchanged.
+A layer's output is a tensor or a flat tuple of tensors. A tuple lets a model pass on skip connections, a second input
+or an auxiliary loss. A layer is called as ``layer(*tensors)`` with the output of the previous layer, and the first
+layer with the batch's inputs, so ordinary modules work unchanged.
 
-A contiguous run of layers is a *stage*. Layers keep their names in every stage, so the keys of a stage's
+A contiguous run of layers is a *stage*. Layers have the same names in every stage, so the keys of a stage's
 ``state_dict`` are the whole model's keys, on every rank and in every layout.
 
     chain = gpt2(size="tiny")
     stage = chain.build(chain.names[3:7], seed=1337, device=torch.device("cpu"))
 
-builds four layers, with exactly the weights that they have if one device holds all layers.
+This builds four layers, with exactly the weights that they have if one device holds all layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from models.huggingface import HuggingFace
 from models.losses import Loss, as_sums, check_is_loss, loss_of
 from models.seeds import by_sample, derive_seed, seeded
 
-_MOST_LAYERS = 10_000  # each layer is several Python objects
+_MOST_LAYERS = 10_000  # each layer takes several Python objects
 CPU = torch.device("cpu")
 ONE_LAYER = (
     "the model is one layer, which single, ddp, fsdp and hsdp run as it is; to cut it into stages, write its layers as "
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
-    """Return a tensor as a tuple of one, and a tuple as it is."""
+    """Return a tensor as a tuple of one tensor, and a tuple unchanged."""
     return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
@@ -90,14 +90,14 @@ class Layers(nn.Module):
         return [(name, self[name]) for name in self.names]
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        """Compute all layers in order, from the batch's inputs or the output of the layer before, without the loss."""
+        """Compute all layers in order, without the loss, from the batch's inputs or the previous layer's output."""
         output: Tensors = tensors
         for _, layer in self.items():
             output = layer(*as_tuple(output))
         return output
 
     def tie(self, tied: Mapping[str, str]) -> None:
-        """For each {alias: original}, make both one Parameter if both are among these layers."""
+        """Make each alias of {alias: original} the same Parameter as the original, if both are among these layers."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         for alias, original in tied.items():
             if alias in parameters and original in parameters:
@@ -113,7 +113,7 @@ def shared_parameters(module: nn.Module, prefix: str = "") -> dict[str, str]:
 
 
 def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
-    """Check a model's sizes before it is made. Raises ValueError, which names the key."""
+    """Check a model's sizes before the model is made. Raises ValueError, which names the key."""
     for key, value in sizes.items():
         if value < 1 or (key == "n_layer" and value > _MOST_LAYERS):
             most = f" and at most {_MOST_LAYERS:,}" if key == "n_layer" else ""
@@ -137,9 +137,9 @@ class LayerSpec:
 
     Attributes:
         name: The name, which may contain dots (``h.0``).
-        build: Makes the module on the current device. Shapes are inferred only once for layers with the same ``build``,
-            such as the blocks of a transformer.
-        keeps_eval: Whether a layer that is made in eval mode as a whole is not trained in training mode.
+        build: A function that makes the module on the current device. Shapes are inferred only once for layers with the
+            same ``build``, such as the blocks of a transformer.
+        keeps_eval: Whether a layer that is made in eval mode as a whole stays in eval mode in training.
     """
 
     name: str
@@ -156,9 +156,9 @@ class LayerSpec:
             )
 
     def made(self) -> nn.Module:
-        """Build the layer on the meta device, with dropout by sample, and in training mode but for parts in eval mode.
+        """Build the layer on the meta device, with dropout by sample, in training mode except for parts in eval mode.
 
-        Raises ModelError if it is no module.
+        Raises ModelError if the result is not a module.
         """
         with torch.device("meta"):
             try:
@@ -180,7 +180,7 @@ class LayerSpec:
         return layer
 
     def constructed(self, seed: int) -> nn.Module:
-        """Build the layer on the CPU, with the numbers that its constructor draws from ``seed``."""
+        """Build the layer on the CPU. Its constructor draws the numbers from ``seed``."""
         with seeded(derive_seed(seed, self.name)), torch.device("cpu"):
             return self.build()
 
@@ -190,7 +190,7 @@ class LayerSpec:
 
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
-    """Raise ModelError for properties that the trained copy of a module, or a checkpoint, would lack."""
+    """Raise ModelError for properties of a module that its trained copy, or a checkpoint, would not have."""
     for name, layer in module.named_modules(prefix=prefix):
         kind = type(layer).__name__
         if isinstance(layer, torch.jit.ScriptModule):
@@ -255,7 +255,7 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
 
 
 def keep_tensors(layer: nn.Module) -> None:
-    """Turn tensors that are plain attributes of modules into buffers, so that they move with the modules."""
+    """Turn tensors that are plain attributes of modules into buffers, so that they move with their modules."""
     for module in layer.modules():
         for key in [key for key, value in vars(module).items() if isinstance(value, Tensor)]:
             module.register_buffer(key, vars(module).pop(key), persistent=False)
@@ -269,8 +269,8 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 def without_weights(layer: nn.Module, usual: torch.dtype | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of ``layer`` on the current default device, with uninitialized memory.
 
-    Parameters, and buffers of the ``usual`` dtype, by default that of the parameters, get ``dtype``, by default the
-    default dtype.
+    Parameters, and buffers of the ``usual`` dtype, get ``dtype``. By default ``usual`` is the dtype of the parameters,
+    and ``dtype`` is the default dtype.
     """
     empty: dict[int, Any] = {}
     usual = usual or dtype_of(layer)
@@ -278,7 +278,7 @@ def without_weights(layer: nn.Module, usual: torch.dtype | None = None, dtype: t
         empty[id(parameter)] = nn.Parameter(_empty_like(parameter, parameter.dtype, dtype), parameter.requires_grad)
     for buffer in layer.buffers():
         empty[id(buffer)] = _empty_like(buffer, usual, dtype)
-    return copy.deepcopy(layer, empty)  # which treats these as copies that it has made already
+    return copy.deepcopy(layer, empty)  # deepcopy treats the entries of the memo as copies that it has made already
 
 
 def _empty_like(tensor: Tensor, usual: torch.dtype, dtype: torch.dtype | None) -> Tensor:
@@ -287,7 +287,7 @@ def _empty_like(tensor: Tensor, usual: torch.dtype, dtype: torch.dtype | None) -
 
 
 def reset_parameters(name: str, module: nn.Module) -> None:
-    """Initialize a module by its ``reset_parameters()``; without one it keeps the numbers of its constructor."""
+    """Initialize a module by ``reset_parameters()``. Without this method it keeps its constructor's numbers."""
     getattr(module, "reset_parameters", lambda: None)()
 
 
@@ -302,7 +302,7 @@ def draw_normal(name: str, module: nn.Module, *, std: float) -> None:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, without those of modules inside it."""
+    """Return a module's own parameters and buffers by name, without those of its submodules."""
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
@@ -314,28 +314,30 @@ class Chain:
     """A model that is not built yet.
 
     Attributes:
-        layers: In the order of computation. The first takes the batch's inputs.
-        loss: (output of the last layer, targets, weights) -> Sums, or a loss of torch (``models.losses.as_sums``). If
-            the last layer has a method ``loss(*tensors, targets, weights)``, training calls that instead, with the
-            layer's *input* (a fused linear + cross entropy needs no logits). Its attribute ``step_cache``, if it has
-            one, is set to an empty dict for each step and to None after it.
-        tied: {alias: canonical} names of parameters that are one parameter.
-        initialise: (full module name, module) -> None, called once for every submodule that holds parameters or buffers
-            itself, under a seed made of the name, so that no module's numbers depend on another's. If one of them has
-            no ``reset_parameters()`` (``nn.MultiheadAttention``), its layer is first constructed under a seed made of
-            the layer's name. None: each layer keeps the numbers that its constructor draws under that seed.
+        layers: The layers in the order of computation. The first layer takes the batch's inputs.
+        loss: (output of the last layer, targets, weights) -> Sums, or a torch loss (``models.losses.as_sums``). If the
+            last layer has a method ``loss(*tensors, targets, weights)``, training calls this method instead, with the
+            layer's *input* (a fused linear + cross entropy needs no logits). If the layer has an attribute
+            ``step_cache``, it is set to an empty dict for each step and to None after the step.
+        tied: {alias: canonical} names of parameters that are tied.
+        initialise: (full module name, module) -> None. Called once for every submodule that itself holds parameters or
+            buffers, under a seed made from the module's name, so that no module's numbers depend on another module's.
+            If a submodule has no ``reset_parameters()`` (``nn.MultiheadAttention``), its layer is first constructed
+            under a seed made from the layer's name. If None, each layer keeps the numbers that its constructor draws
+            under that seed.
         limits: The limits of the model on its inputs, such as {"positions": 1024, "vocabulary": 50304}.
-        channels_last: Whether images are computed faster with their channels innermost in memory.
+        channels_last: Whether images are computed faster with the channels innermost in memory.
         embedding: The name of the token embedding's weight, if the vocabulary can grow (``model.extra_tokens``).
         continues: Whether a text can be continued with a ``models.attention.KeyValueCache``. Every layer that reads
-            other tokens or positions must use it.
-        hugging_face: How Hugging Face stores such a model, if it has one (``models.huggingface``).
-        fingerprint: The fingerprint of weights that the chain contains instead of drawing them from the run's seed. It
-            must be equal on all ranks.
-        base: The chain whose layers are frozen and have adapters here (``models.lora``).
-        cut: How layers are cut among ranks, by patterns of module names (``models.cut``); empty: they cannot be.
-        prove: Raises ModelError if the layers do not compute the same as the model from which they were made. It is
-            called once before a run. None: there is no such model.
+            other tokens or positions must use the cache.
+        hugging_face: Hugging Face's file format of the model, if there is one (``models.huggingface``).
+        fingerprint: The fingerprint of the weights, if the chain contains weights instead of drawing them from the
+            run's seed. It must be equal on all ranks.
+        base: The chain whose layers are frozen and have adapters in this chain (``models.lora``).
+        cut: The cuts of layers among ranks, by patterns of module names (``models.cut``); empty if the layers cannot be
+            cut.
+        prove: A function that raises ModelError if the layers do not compute the same as the model from which they were
+            made. Called once before a run. None if there is no such model.
     """
 
     layers: Sequence[LayerSpec]
@@ -377,7 +379,7 @@ class Chain:
         return [layer.name for layer in self.layers]
 
     def with_loss(self, loss: Loss) -> Chain:
-        """Return this chain with another loss; raise TrainingError if the last layer computes the loss."""
+        """Return this chain with another loss. Raise TrainingError if the last layer computes the loss."""
         last = self.names[-1]
         if loss_of(self.skeleton([last])[last]) is not None:
             raise TrainingError(
@@ -387,7 +389,7 @@ class Chain:
         return replace(self, loss=loss)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, for another process, without what can be built from them."""
+        """Return the fields for pickling, without the fields that can be built from others."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @cached_property
@@ -395,9 +397,10 @@ class Chain:
         return self.skeleton(self.names)
 
     def skeleton(self, names: Sequence[str] | None = None) -> Layers:
-        """Build layers on the meta device, without memory; raise ValueError for unknown names.
+        """Build layers on the meta device, without memory. Raise ValueError for unknown names.
 
-        By default these are all layers, which are built once, for all who ask: they must not be changed.
+        By default, return all layers. They are built only once, and every caller gets the same object: do not change
+        them.
         """
         if names is None:
             return self._whole
@@ -417,7 +420,7 @@ class Chain:
     ) -> Layers:
         """Build layers with their initial weights.
 
-        If the owner of a tied weight is in another stage, the weight is drawn again, with the owner's layer::
+        If the owner of a tied weight is in another stage, the weight is drawn again, together with the owner's layer::
 
             stage 0                        stage 1
             embedding.wte.weight  ------>  head.lm_head.weight
@@ -425,11 +428,11 @@ class Chain:
             (seed, "embedding.wte")        from the same (seed, "embedding.wte")
 
         If both are in one stage, the alias becomes the owner's parameter. Other layers take no memory. Weights are
-        drawn on the CPU in float32 for every device and dtype (of floating-point weights), so that all runs start from
+        drawn on the CPU in float32 for every device and every dtype of floating-point weights, so all runs start from
         the same numbers.
 
-        ``built`` is called with each layer and its name before memory for the next layer is allocated. A weight that
-        the layer shares with another of these layers is not final then.
+        ``built`` is called with each layer's name and the layer, before memory for the next layer is allocated. A
+        weight that the layer shares with another of these layers is not final at that time.
         """
         layers = self.skeleton(names)
         for layer_name, layer in layers.items():
@@ -452,11 +455,11 @@ class Chain:
         return layers
 
     def walk(self, tensors: tuple[Tensor, ...], compute: Callable[[LayerSpec, tuple], tuple[T, tuple]]) -> Iterator[T]:
-        """Yield what ``compute`` finds of each layer, from the first one's inputs to the loss.
+        """Yield a result of ``compute`` for each layer, from the first layer's inputs to the loss.
 
-        ``compute(layer, tensors)`` returns it with the tensors that the layer passes on. It is called once for layers
-        with the same ``build`` that get tensors of the same kind, such as a transformer's blocks, except for the last
-        layer, which computes the loss.
+        ``compute(layer, tensors)`` returns the result and the tensors that the layer passes on. It is called once for
+        layers with the same ``build`` and inputs of the same kind, such as a transformer's blocks. The last layer is
+        always computed separately, because it computes the loss.
         """
         alike: dict[tuple, tuple[T, tuple]] = {}
         for layer in self.layers:
@@ -468,12 +471,12 @@ class Chain:
             yield found
 
     def tied_within(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the parameters that several of these layers share, aliases and originals."""
+        """Return the names, aliases and originals, of the parameters that several of these layers share."""
         pairs = [pair for pair in self.tied.items() if all(is_within(name, names) for name in pair)]
         return sorted({name for pair in pairs for name in pair})
 
     def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
-        """Return a layer's modules by name, on the CPU, if only its constructor sets their numbers; else nothing."""
+        """Return a layer's modules by name, on the CPU, if only its constructor sets their numbers; else {}."""
         with_tensors = [module for module in layer.modules() if own_tensors(module)]
         if self.initialise is not None and all(hasattr(module, "reset_parameters") for module in with_tensors):
             return {}
@@ -492,17 +495,17 @@ class Chain:
 
     @cached_property
     def unsaved(self) -> frozenset[str]:
-        """The names of the parameters of ``base``. Checkpoints do not contain them: they are read or drawn again."""
+        """The names of the parameters of ``base``. Checkpoints do not contain them; they are read or drawn again."""
         layers = _NO_LAYERS if self.base is None else self.base.skeleton()
         return frozenset(name for name, _ in layers.named_parameters(remove_duplicate=False))
 
     def canonical(self, name: str) -> str:
-        """Return the name of a parameter in files, which is the canonical name of a tied parameter."""
+        """Return a parameter's name in files. For a tied parameter, this is the canonical name."""
         return self.tied.get(name, name)
 
 
 def converted(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Return tensors, the floating-point ones in ``dtype``; None leaves them as they are."""
+    """Return tensors with floating-point tensors converted to ``dtype``. None leaves all tensors unchanged."""
     if dtype is None:
         return tensors
     new = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in as_tuple(tensors))
@@ -515,7 +518,7 @@ def is_within(parameter: str, layers: Sequence[str]) -> bool:
 
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype, kept: set[str]) -> None:
-    """Move this module's own tensors (not its children's) to ``device``, floating-point ones to ``dtype``.
+    """Move this module's own tensors to ``device`` and floating-point ones to ``dtype``. Children's tensors stay.
 
     The buffers in ``kept`` keep their dtypes.
     """

@@ -17,11 +17,11 @@ WIDTHS = (512, 128, 64)
 def classifier(in_channels: int = 3, image_size: int = 32, num_classes: int = 10) -> Chain:
     """Build a chain of seven layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
 
-    conv1 to conv3 are a 3x3 convolution, ReLU and a halving of the image; fc1 to fc4 a linear layer and, except for the
-    last, ReLU. ``parallel.balance=[3,4]`` puts the features on one stage and the classifier on the other;
+    conv1 to conv3 are a 3x3 convolution, ReLU and a halving of the image. fc1 to fc4 are a linear layer and, except in
+    the last one, ReLU. ``parallel.balance=[3,4]`` puts the features on one stage and the classifier on the other.
     ``parallel.balance=[2,1,4]`` is a split into three stages like the published one.
 
-    The loss is cross entropy on the logits. The published code applied a binary cross entropy to a softmax. That treats
+    The loss is cross entropy on the logits. The published code applies binary cross entropy to a softmax. This treats
     exclusive classes as ten yes-no questions, and its gradient vanishes if the softmax saturates on a wrong class.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)

@@ -14,8 +14,8 @@ from models.losses import ClassCrossEntropy
 def convnet(in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -> Chain:
     """Build a chain of three layers, images [b, in_channels, image_size, image_size] -> logits [b, num_classes].
 
-    Each block is a 5x5 convolution, BatchNorm, ReLU and a halving of the image, to 16 and to 32 channels. Keys are
-    those of the published model: ``layer1.0.weight``, ..., ``fc.bias``.
+    Each block is a 5x5 convolution, BatchNorm, ReLU and a halving of the image, to 16 and to 32 channels. Keys are the
+    published model's keys: ``layer1.0.weight``, ..., ``fc.bias``.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
     if (side := image_size // 4) < 1:

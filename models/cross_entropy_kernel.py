@@ -1,7 +1,7 @@
-"""Cross entropy and its gradient on a GPU in one Triton kernel, which reads and writes logits in memory once.
+"""Cross entropy and its gradient in one Triton kernel on a GPU, which reads and writes the logits in memory once.
 
-Each row is read twice, the second time from the cache. torch's operators make about ten passes over logits in float32
-for the same result.
+Each row is read twice, the second time from the cache. torch's operators make about ten passes over float32 logits for
+the same result.
 
 Source of the two loops: Liger Kernel (Hsu et al. 2024), ``cross_entropy.py``.
 """
@@ -83,7 +83,7 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, gradient: bool) -> Tenso
     """Return the cross entropy of each row, [n] float32; 0 for rows that do not count.
 
     ``logits`` [n, v] in float32, bfloat16 or float16, contiguous, are overwritten by their gradient if ``gradient`` is
-    true; a row that does not count then has undefined values. ``targets`` [n] are int64 classes below v, or
+    true. A row that does not count then has undefined values. ``targets`` [n] are int64: classes below v, or
     ``IGNORED``.
     """
     rows, words = logits.shape
@@ -95,10 +95,10 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, gradient: bool) -> Tenso
 
 
 def statistics_of_rows(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return of each row its largest logit, the sum of exp(logit - largest), and its target's logit, [3, n] float32.
+    """Return the largest logit of each row, its sum of exp(logit - largest), and its target's logit, [3, n] float32.
 
-    ``logits`` [n, v] are as above. ``columns`` [n] are int64 classes below v. A row with a negative class has no
-    target, and its third number is 0.
+    ``logits`` [n, v] are as in ``cross_entropy_rows``. ``columns`` [n] are int64 classes below v. A row with a negative
+    class has no target, and its third number is 0.
     """
     rows, words = logits.shape
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)

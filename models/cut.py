@@ -1,12 +1,12 @@
-r"""How the layers of a model are cut among ranks (tensor parallelism), as a table of module names: ``Chain.cut``.
+r"""The division of a model's layers among ranks (tensor parallelism), as a table of module names: ``Chain.cut``.
 
-A region of a layer begins with products that are cut by ``Columns`` and ends with one that is cut by ``Rows``::
+A region of a layer begins with products that are cut by ``Columns`` and ends with a product that is cut by ``Rows``::
 
     x whole --> columns of rank 0 --> ... --> rows of rank 0 --+
             \-> columns of rank 1 --> ... --> rows of rank 1 --+--> sum, whole
 
-Between the two, a rank computes with a part of the layer's columns (heads), and must not mix them. A model only says
-this table; ``parallel.axes.tensor`` does the rest::
+Between these products, a rank computes with a part of the layer's columns (heads), and must not mix them. A model only
+provides this table; ``parallel.axes.tensor`` does the rest::
 
     cut = {
         "h.*.attn.c_attn": Columns(groups=3, unit=64),  # queries, keys and values side by side, heads of 64
@@ -33,13 +33,13 @@ from models.losses import loss_of
 
 @dataclass(frozen=True)
 class Columns:
-    """Divides a module's outputs: its own parameters are cut along their first dimension, not those of submodules.
+    """Divides a module's outputs. The module's own parameters are cut along their first dimension, not its submodules'.
 
     Attributes:
-        groups: How many equal matrices lie side by side in it. Each is cut by itself.
-        unit: How many neighbouring outputs stay together: the width of a head.
+        groups: The number of equal matrices that lie side by side in the module. Each matrix is cut separately.
+        unit: The number of neighboring outputs that stay together: the width of a head.
         shared: Whether several query heads use each head, as for keys and values. If there are fewer heads than ranks,
-            each rank computes all of them and uses one.
+            each rank computes all heads and uses one.
     """
 
     groups: int = 1
@@ -47,18 +47,18 @@ class Columns:
     shared: bool = False
 
     def heads(self, module: nn.Module) -> int:
-        """Return how many heads, or single outputs, each of the matrices of a whole module has."""
+        """Return the number of heads, or single outputs, in each of the matrices of a whole module."""
         return next(module.parameters(recurse=False)).shape[0] // (self.groups * self.unit)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Divides the inputs of an ``nn.Linear`` that ``Columns`` has divided. The results of the ranks are summed."""
+    """Divides the inputs of an ``nn.Linear``, which ``Columns`` has divided. The results of the ranks are summed."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Divides the words of a token embedding, or of the projection of a ``FusedHead``."""
+    """Divides the words of a token embedding, or of the projection in a ``FusedHead``."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Refused:
     """A module that cannot be divided.
 
     Attributes:
-        reason: For the error message.
+        reason: The reason, for the error message.
     """
 
     reason: str
@@ -74,9 +74,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class GatherInput:
-    """Gathers the module's input, instead of the input of each ``Columns()`` module inside it.
+    """Gathers the module's input once, instead of the input of each ``Columns()`` module inside it.
 
-    With ``parallel.sequence`` it computes the shapes of what its columns return from its input, which must be whole.
+    With ``parallel.sequence`` the module infers the shapes of its columns' outputs from its input, which must be whole.
     """
 
 
@@ -84,14 +84,14 @@ CutOf = Columns | Rows | Vocabulary | GatherInput | Refused
 
 
 def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:
-    """Return how a module is cut, by its name in the chain; None if it is not."""
+    """Return the cut of a module, by its name in the chain; None if it is not cut."""
     return next((cut for pattern, cut in table.items() if fnmatchcase(module, pattern)), None)
 
 
 def is_divided(table: Mapping[str, CutOf], names: Sequence[str], name: str, layer: nn.Module) -> bool:
-    """Return whether ranks that share the sequence have a part of it in a layer: not in the first of ``names``.
+    """Return whether ranks that split the sequence have only a part of it in the layer ``name``.
 
-    The last one gets the whole sequence, unless they share its vocabulary.
+    The first of ``names`` gets the whole sequence, and so does the last one, unless the ranks split its vocabulary.
     """
     inner = (key for key, _ in layer.named_modules(prefix=name))
     return name != names[0] and (name != names[-1] or any(isinstance(cut_of(table, k), Vocabulary) for k in inner))
@@ -105,11 +105,11 @@ def check_cuts(
     tp: int,
     sequence: bool,
 ) -> None:
-    """Check that layers, the submodules ``names``, can be cut among ``tp`` ranks, which may share the sequence.
+    """Check that ``tp`` ranks, which may split the sequence, can cut layers: the submodules ``names`` of ``layers``.
 
     Raises:
-        PlanError: The number of ranks does not fit the model.
-        ModelError: The table does not fit the model.
+        PlanError: If the number of ranks does not fit the model.
+        ModelError: If the table does not fit the model.
     """
     if not table:
         lines = ", ".join(f'"{name}": Columns() or Rows()' for name in _linear(layers)[:4]) or '"NAME": Columns()'
@@ -145,14 +145,14 @@ def check_cuts(
 
 
 def _parts(module: nn.Module, cut: CutOf) -> int:
-    """Return how many heads, columns, inputs or words a module has that ranks can share."""
+    """Return the number of a module's heads, columns, inputs or words that ranks can divide."""
     if isinstance(cut, Columns):
         return cut.heads(module)
     return module.get_parameter("weight").shape[isinstance(cut, Rows)]
 
 
 def _divides(tp: int, module: nn.Module, cut: CutOf) -> bool:
-    """Return whether ``tp`` ranks can divide a module: into equal parts, or into words, at least one for each rank."""
+    """Return whether ``tp`` ranks can divide a module: into equal parts, or by words, at least one word per rank."""
     parts = _parts(module, cut)
     if isinstance(cut, Vocabulary):
         return parts >= tp
@@ -160,9 +160,9 @@ def _divides(tp: int, module: nn.Module, cut: CutOf) -> bool:
 
 
 def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str, str]) -> None:
-    """Check that each pattern of a table names modules that can be cut in that way. Raises ModelError.
+    """Check that each pattern of a table names modules that can be cut that way. Raises ModelError.
 
-    ``tied`` has the names of parameters that are one parameter.
+    ``tied`` has the names of tied parameters.
     """
     modules, linear = dict(layers.named_modules()), _linear(layers)[:6]
     heads = [module.projection for module in modules.values() if isinstance(module, FusedHead)]
@@ -200,7 +200,7 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
 
 
 def own_computation(module: nn.Module) -> str:
-    """Return what a linear layer or an embedding computes in addition to torch's layer; empty if nothing."""
+    """Return a description of what a linear layer or embedding adds to torch's layer; empty if it adds nothing."""
     if isinstance(module, nn.Embedding) and (module.padding_idx is not None or module.max_norm is not None):
         return "padding_idx or max_norm"
     own = type(module).forward not in (nn.Linear.forward, nn.Embedding.forward)
@@ -208,7 +208,7 @@ def own_computation(module: nn.Module) -> str:
 
 
 def check_pairs(table: Mapping[str, CutOf], layer: str, module: nn.Module) -> None:
-    """Check that a layer with ``Columns`` has ``Rows``, too, and the other way around. Raises ModelError."""
+    """Check that a layer with ``Columns`` also has ``Rows``, and vice versa. Raises ModelError."""
     cuts = {name: cut_of(table, name) for name, _ in module.named_modules(prefix=layer)}
     kinds: dict[type, list[str]] = {}
     for name, cut in cuts.items():
@@ -221,5 +221,5 @@ def check_pairs(table: Mapping[str, CutOf], layer: str, module: nn.Module) -> No
 
 
 def _linear(layers: nn.Module) -> list[str]:
-    """Return the names of the linear layers in a module, which an error message proposes to cut."""
+    """Return the names of the linear layers in a module. An error message suggests them for cutting."""
     return [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]

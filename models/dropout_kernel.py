@@ -1,4 +1,4 @@
-"""Dropout by sample on a GPU in one Triton kernel, which computes the same as ``models.seeds`` and keeps no mask."""
+"""Dropout by sample in one Triton kernel on a GPU. It gives the same result as ``models.seeds`` and keeps no mask."""
 
 # Triton is only installed with torch for GPUs, and its types only have the kernel's own arguments for a launch.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
@@ -29,11 +29,11 @@ def _drop_out(
 
 
 def drop_out(x: Tensor, seed: int, first: int, count: int, p: float, least: int, hashing: tuple[int, ...]) -> Tensor:
-    """Drop out elements of ``x`` with probability p, and divide the others by 1 - p.
+    """Drop out elements of ``x`` with probability p, and divide the remaining elements by 1 - p.
 
     ``x`` is [count r, ...]: r rows of each of ``count`` samples. ``first`` is the index of the first sample in the
-    global batch, and ``seed`` the seed of this call. Elements are kept whose random bits are at least ``least``;
-    ``hashing`` are the constants that make the bits (``models.seeds.HASH``).
+    global batch. ``seed`` is the seed of this call. An element is kept if its random bits are at least ``least``.
+    ``hashing`` has the constants that make the bits (``models.seeds.HASH``).
     """
     dense = x.contiguous()
     y = torch.empty_like(dense)

@@ -1,13 +1,13 @@
 """A linear layer and the cross entropy over its output, as one operation; and the last layer of a language model.
 
-With 50,304 words the two separate operations spend more time moving logits than multiplying: they make a float32 copy
+With 50,304 words the two separate operations spend more time moving logits than multiplying. They make a float32 copy
 of the logits, their log-softmax and its gradient, each larger than every cache. Here the logits exist once, in the
 compute dtype. The row-wise part runs over blocks of rows that fit into a cache, and replaces them in place by their
 gradient. Sums and exponentials are computed in float32 for every compute dtype.
 
 On a GPU the row-wise part is one kernel (``models.cross_entropy_kernel``), if Triton can build it.
 
-The forward therefore already does the element-wise half of the backward; without gradients that half is left out.
+The forward therefore already does the element-wise half of the backward. Without gradients this half is left out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from models.seeds import passes
 # Rows per block. On a CPU 16 (16 x 50,304 x 4 bytes are 3 MiB) was the fastest of 16, 64 and 256 on one and two
 # threads. On other devices blocks are large, and limit the float32 copy to 1.6 GB.
 CPU_ROWS, OTHER_ROWS = 16, 8192
-_ELSEWHERE = -1  # the column of a target that another rank has, or that does not count
-# The least log-probability in a gradient, that of 1e-30. A confident model has many probabilities below 1e-38, which
-# are subnormal in float32, and a CPU multiplies those up to eighty times as slowly.
+_ELSEWHERE = -1  # the column of a target that belongs to another rank, or that does not count
+# The smallest log-probability in a gradient: the logarithm of 1e-30. A confident model has many probabilities below
+# 1e-38. These are subnormal in float32, and a CPU multiplies subnormal numbers up to eighty times as slowly.
 _LEAST = -69.0
 
 
 def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> Tensor:
-    """Return the summed loss of ``logits`` [n, v], which are replaced by their gradient if it is needed."""
+    """Return the summed loss of ``logits`` [n, v]. If the gradient is needed, it replaces the logits."""
     total = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for start in range(0, len(targets), rows):
         block, target = logits[start : start + rows], targets[start : start + rows, None]
@@ -51,7 +51,7 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
 def _by_vocabulary_part(logits: Tensor, targets: Tensor, needs_grad: bool, words: Any) -> Tensor:
     """Compute the result of ``_by_blocks`` from this rank's part of the vocabulary, ``logits`` [n, v].
 
-    Three numbers of each row are exchanged, and no logits.
+    The ranks exchange three numbers per row, and no logits.
     """
     counted = targets != IGNORED
     columns = targets - words.start
@@ -65,7 +65,7 @@ def _by_vocabulary_part(logits: Tensor, targets: Tensor, needs_grad: bool, words
 
 
 def _statistics_by_blocks(logits: Tensor, columns: Tensor, rows: int) -> Tensor:
-    """Return of each row its largest logit, the sum of exp(logit - largest), and its target's logit or 0, [3, n]."""
+    """Return the largest logit of each row, its sum of exp(logit - largest), and its target's logit or 0, [3, n]."""
     found = []
     for block, column in zip(logits.split(rows), columns.split(rows), strict=True):
         wide = block.to(torch.promote_types(block.dtype, torch.float32))
@@ -101,7 +101,7 @@ def _(logits: Tensor, columns: Tensor) -> Tensor:
 
 @torch.library.custom_op("one_word_parallel::cross_entropy_gradient_", mutates_args={"logits"})
 def _gradient(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -> None:
-    """Do what ``_gradient_by_blocks`` does, by the implementation for the device."""
+    """Compute ``_gradient_by_blocks`` by the implementation for the device."""
     if _has_kernel(logits):
         from models.cross_entropy_kernel import gradient_of_rows
 
@@ -110,7 +110,7 @@ def _gradient(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -
         _gradient_by_blocks(logits, columns, largest, total, _rows(logits))
 
 
-# One operator, so that torch.compile, and code that counts operators, need not know how it is computed.
+# This is one operator, so torch.compile, and code that counts operators, need not know how it is computed.
 @torch.library.custom_op("one_word_parallel::cross_entropy_", mutates_args={"logits"})
 def _row_wise(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     """Compute the result of ``_by_blocks``, by the implementation for the device."""
@@ -136,7 +136,7 @@ def _has_kernel(logits: Tensor) -> bool:
 
 @cache
 def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether Triton can build the kernel, for which it needs a C compiler, and its results are torch's."""
+    """Return whether Triton can build the kernel, which takes a C compiler, and the kernel's results equal torch's."""
     if dtype == torch.float64:
         return False
 
@@ -169,8 +169,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
             total = _by_vocabulary_part(logits, targets, needs_grad, words)
         if not needs_grad:
             return total, None, None
-        # Rows that do not count get no gradient. For the weight's gradient x is zeroed, which is smaller than the
-        # logits.
+        # Rows that do not count get no gradient. For the weight's gradient, zeros are written into x, which is smaller
+        # than the logits.
         counted = (targets != IGNORED)[:, None]
         rows = x * counted
         ctx.save_for_backward(cast, logits, counted)
@@ -193,7 +193,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyOfWeight(torch.autograd.Function):
-    """Adds zero to the loss. Its backward computes the weight's gradient, at another time in a split backward."""
+    """Adds zero to the loss. Its backward computes the weight's gradient, at a later time in a split backward."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, rows: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:
@@ -209,10 +209,10 @@ class _CrossEntropyOfWeight(torch.autograd.Function):
 
 
 def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
-    """Return ``x`` times a power of two, and that power, such that ``g.t() @ x`` is finite in float16 for any |g| <= 1.
+    """Return ``x`` times a power of two, and the power, such that ``g.t() @ x`` is finite in float16 for any |g| <= 1.
 
-    With 64k rows the sum of a frequent word exceeds 65,504, and a loss scale would not help, because it is applied
-    after the product. The power follows from the largest element. It only costs the lowest bits of numbers below 2e-3.
+    With 64k rows the sum for a frequent word exceeds 65,504. A loss scale would not help, because it is applied after
+    the product. The power follows from the largest element. It only costs the lowest bits of numbers below 2e-3.
     """
     if x.dtype != torch.float16:
         return x, 1.0
@@ -226,9 +226,10 @@ def fused_cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 
-    ``x`` [n, c] is in the compute dtype, ``weight`` [v, c] the parameter, which gets the gradient, ``cast`` [v, c] the
-    same numbers in the compute dtype (cast once per step by the caller), ``targets`` [n] int64, ``bias`` [v] or None.
-    If ranks split the vocabulary, weight and bias belong to this rank's ``words``, and x gets a partial gradient.
+    ``x`` [n, c] is in the compute dtype. ``weight`` [v, c] is the parameter, which gets the gradient. ``cast`` [v, c]
+    has the same numbers in the compute dtype (cast once per step by the caller). ``targets`` [n] are int64. ``bias`` is
+    [v] or None. If ranks split the vocabulary, weight and bias belong to this rank's ``words``, and x gets a partial
+    gradient.
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
     loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad, words)
@@ -238,17 +239,17 @@ def fused_cross_entropy(
 class FusedHead(nn.Module):
     """[b, t, c] -> logits [b, t, vocab_size], through the linear layer ``projection`` that a subclass sets.
 
-    It computes the loss, so that training never holds float32 logits.
+    The head computes the loss, so that training never holds float32 logits.
     """
 
     projection: nn.Linear
-    vocabulary: Any = None  # this rank's words, where ranks share them: parallel.axes.tensor.VocabularyShard
+    vocabulary: Any = None  # this rank's words if ranks split the vocabulary: parallel.axes.tensor.VocabularyShard
 
     def __init__(self) -> None:
         super().__init__()
-        # The weight in the compute dtype, kept between micro-batches. It is a dict during a step, in which no weight
-        # changes, and None outside, so that no old weight is used. (The weight's version does not show a change,
-        # because fused optimizers do not increment it.)
+        # The weight in the compute dtype, kept between micro-batches. The cache is a dict during a step, in which no
+        # weight changes, and None outside of a step, so that no old weight is used. (The weight's version does not show
+        # a change, because fused optimizers do not increment it.)
         self.step_cache: dict[tuple[torch.device, torch.dtype], Tensor] | None = None
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ class FusedHead(nn.Module):
         return self.vocabulary.gather(self.projection(self.vocabulary.enter(self.hidden(x))))
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        """Compute the loss of hidden states [b, t, c] against next tokens [b, t], in the dtype of an autocast."""
+        """Compute the loss of hidden states [b, t, c] against next tokens [b, t], in the autocast dtype."""
         targets = mask_targets(targets, weights).flatten()
         hidden = self.hidden(x)
         hidden = (hidden if self.vocabulary is None else self.vocabulary.enter(hidden)).flatten(0, 1)
@@ -278,7 +279,7 @@ class FusedHead(nn.Module):
         return Sums(loss, counted.sum())
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in the compute dtype, which is cast once per step and not once per micro-batch."""
+        """Return the weight in the compute dtype. It is cast once per step and not once per micro-batch."""
         weight = self.projection.weight.detach()
         if weight.dtype == dtype:
             return weight
@@ -294,7 +295,7 @@ class Head(FusedHead):
     """Final norm and projection onto the vocabulary, [b, t, c] -> logits [b, t, vocab_size]."""
 
     def __init__(self, norm: str, kind: Callable[[int], nn.Module], width: int, vocab_size: int) -> None:
-        """The norm, of this ``kind``, has the name ``norm``; the projection is ``lm_head``, as transformers has it."""
+        """The norm, of this ``kind``, is named ``norm``. The projection is named ``lm_head``, as in transformers."""
         super().__init__()
         self.add_module(norm, kind(width))
         self.lm_head, self._norm = nn.Linear(width, vocab_size, bias=False), norm

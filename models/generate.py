@@ -15,14 +15,14 @@ from models.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Draws:
-    """How a token is drawn.
+    """The settings for drawing a token.
 
     Attributes:
-        temperature: Logits are divided by it; 0: always the likeliest token.
-        top_k: Draw among this many of the likeliest tokens; None: all.
-        top_p: Of the tokens that ``top_k`` leaves, draw among the smallest set of the likeliest tokens with this total
-            probability, in (0, 1].
-        seed: The seed. Tokens are drawn on the CPU, so that equal logits give equal tokens on every device.
+        temperature: The divisor of the logits. 0 always draws the most likely token.
+        top_k: The number of most likely tokens to draw from; None for all tokens.
+        top_p: The total probability, in (0, 1], of the most likely tokens to draw from. The smallest set of most likely
+            tokens with this probability is used, among the tokens that ``top_k`` leaves.
+        seed: The seed. Tokens are drawn on the CPU, so equal logits give equal tokens on every device.
     """
 
     temperature: float = 1.0
@@ -43,21 +43,23 @@ def generate(
     device: torch.device,
     cached: bool = False,
 ) -> list[list[int]]:
-    """Draw ``count`` tokens that follow each of the prompts, which have at least one token.
+    """Draw ``count`` tokens that follow each prompt. Each prompt has at least one token.
 
-    A prompt's tokens do not depend on the prompts after it, nor on whether keys and values are kept.
+    A prompt's tokens do not depend on the prompts after it, nor on whether keys and values are cached.
 
     Args:
         layers: The whole model in evaluation mode: tokens [b, t] -> logits [b, t, at least vocab_size]. If it returns a
             tuple, the first tensor is used.
         prompts: Token ids.
-        count: Number of tokens.
-        draws: How tokens are drawn. Each prompt has its own generator.
-        positions: The model sees at most this many of the newest tokens. None: all.
-        vocab_size: Only tokens below it are drawn (the model's vocabulary may be padded).
+        count: The number of tokens.
+        draws: The settings for drawing. Each prompt has its own generator.
+        positions: The maximum number of newest tokens that the model sees; None for all tokens.
+        vocab_size: The number of tokens to draw from; larger ids are never drawn (the model's vocabulary may be
+            padded).
         device: The device of the model.
-        cached: Whether keys and values are kept. The model must support it (``Chain.continues``). They are kept until
-            the longest text exceeds ``positions``: from then on, each new token changes the positions of all tokens.
+        cached: Whether keys and values are cached. The model must support it (``Chain.continues``). They are cached
+            until the longest text exceeds ``positions``. From then on, each new token changes the positions of all
+            tokens.
     """
     texts = [list(prompt) for prompt in prompts]
     longest = max(map(len, texts)) + count
@@ -80,7 +82,7 @@ def generate(
 
 
 def logits_at(layers: Layers, tokens: Tensor, texts: Tensor | slice, last: Sequence[int] | int) -> Tensor:
-    """Return the logits [texts, vocabulary] of some ``texts`` among tokens [b, t], at the position ``last`` of each."""
+    """Return the logits [texts, vocabulary] of some ``texts`` among tokens [b, t], each at its position ``last``."""
     *body, (_, head) = layers.items()
     tensors = as_tuple(tokens)
     for _, layer in body:
@@ -104,10 +106,10 @@ def draw(logits: Tensor, draws: Draws, generator: torch.Generator) -> int:
     if draws.top_k is not None and draws.top_k < len(logits):
         least = logits.topk(draws.top_k).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    # The largest logit becomes 0, so that none overflows at any temperature.
+    # The largest logit becomes 0, so that no logit overflows at any temperature.
     probabilities = torch.softmax((logits - logits.max()) / draws.temperature, dim=0)
     if draws.top_p < 1:
         ordered, tokens = probabilities.sort(descending=True)
-        likelier = ordered.cumsum(0) - ordered  # the sum over the tokens before each
+        likelier = ordered.cumsum(0) - ordered  # for each token, the sum over the tokens before it
         probabilities[tokens[likelier >= draws.top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -14,26 +14,26 @@ _objects: dict[str, Any] | None = None
 
 
 def set_given(objects: Mapping[str, Any] | None) -> None:
-    """Replace the objects that are given in this process, by key; None if no Python program runs the training."""
+    """Replace the objects given in this process, by key; None if no Python program runs the training."""
     global _objects
     _objects = None if objects is None else dict(objects)
 
 
 def given_objects() -> dict[str, Any] | None:
-    """Return the objects that are given in this process, by key; None if the command line started the run."""
+    """Return the objects given in this process, by key; None if the command line started the run."""
     return _objects
 
 
 def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any:
-    """Return the model or the data that was given from Python.
+    """Return the model or the data that a Python program has given.
 
     Args:
         key: "model" or "data".
-        fingerprint: The fingerprint of the object for which the configuration was made; "" if any object will do.
-        vocab_size: The vocabulary of a language model. It is an argument because the configuration contains it.
+        fingerprint: The fingerprint of the object for which the configuration was made; "" to accept any object.
+        vocab_size: The vocabulary size of a language model. It is an argument because the configuration contains it.
 
     Raises:
-        UserError: If this process was not given the object, or was given another.
+        UserError: If this process was not given the object, or was given another one.
     """
     if _objects is None or key not in _objects:
         raise UserError(f"{key} was given by a Python program: give it again, by training.train(..., {key}=...)")
@@ -48,7 +48,7 @@ def given(key: str, fingerprint: str = "", vocab_size: int | None = None) -> Any
 def pack_given() -> bytes | None:
     """Return all given objects as bytes for another process of the same program; None if there is no program.
 
-    Classes and functions of a script or a notebook are sent as code, all others by their names.
+    Classes and functions of a script or a notebook are sent as code, all other objects by their names.
 
     Raises:
         UserError: If an object cannot be sent.

@@ -1,7 +1,7 @@
 """GPT-2: pre-norm Transformer decoder with learned positions, tanh GELU, biases and a tied head.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; sizes and initialization as in
-the released code. ``models.huggingface`` maps names and shapes onto Hugging Face's checkpoints, both ways.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; sizes and initialization follow the
+released code. ``models.huggingface`` maps names and shapes to and from Hugging Face's checkpoints.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Block(nn.Module):
 
 
 def initialise(name: str, module: nn.Module, *, n_layer: int) -> None:
-    """Set a module's initial weights: Normal(0, 0.02), 0.01 for positions as OpenAI's code has it, zero biases.
+    """Set a module's initial weights: Normal(0, 0.02), Normal(0, 0.01) for positions as in OpenAI's code, zero biases.
 
-    The two projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that its variance does not grow
-    with depth.
+    The two projections onto the residual stream are scaled by 1/sqrt(2 n_layer), so that the stream's variance does not
+    grow with depth.
     """
     std = 0.01 if name.endswith("wpe") else 0.02
     draw_normal(name, module, std=std / math.sqrt(2 * n_layer) if name.endswith("c_proj") else std)
@@ -101,10 +101,10 @@ def gpt2(
 ) -> Chain:
     """Build GPT-2 as a chain: ``embedding``, ``h.0`` … ``h.N-1``, ``head`` (final norm and tied projection).
 
-    Token ids [b, t] -> logits [b, t, vocab_size]. Each of the four numbers after ``size`` that is given replaces that
-    of the size, which is 124M if it is None. GPT-2's vocabulary has 50257 words; 50304 = 393 x 128, the default, is
-    faster on every device, and the model learns that the further words are rare. Raises ValueError for sizes that do
-    not fit together.
+    Token ids [b, t] -> logits [b, t, vocab_size]. Each given value of the four numbers after ``size`` replaces the
+    value of the size. If ``size`` is None, it is 124M. GPT-2's vocabulary has 50257 words. The default 50304 = 393 x
+    128 is faster on every device, and the model learns that the further words are rare. Raises ValueError for sizes
+    that do not fit together.
     """
     chosen = with_defaults(locals())
     check_sizes(**vars(chosen), dropout=dropout)
@@ -135,7 +135,7 @@ def gpt2(
 
 
 def _hugging_face(size: Size, dropout: float) -> HuggingFace:
-    """Return how ``GPT2LMHeadModel`` stores it. Projections are ``Conv1D``, a Linear with its weight transposed."""
+    """Return the file format of ``GPT2LMHeadModel``. Its projections are ``Conv1D``, a Linear stored transposed."""
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -1,4 +1,4 @@
-"""The sizes of GPT-2, and the published learning rate of each. Configurations use this, so it does not import torch."""
+"""The sizes of GPT-2 and their published learning rates. Without torch, because configurations use this module."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from common.errors import ModelError
 from models.huggingface import Family
 
-# Parameters -> AdamW's highest rate: table 2.1 of Brown et al. 2020 ("Language Models are Few-Shot Learners"), up to
-# 1.3B at the nearest sizes of GPT-2. Below, the rate continues in the same way, about as 1/sqrt(parameters); it is
-# constant below 5M.
+# Number of parameters -> AdamW's highest rate: table 2.1 of Brown et al. 2020 ("Language Models are Few-Shot
+# Learners"), up to 1.3B at the nearest sizes of GPT-2. For smaller models the rate continues in the same way, about as
+# 1/sqrt(parameters). Below 5M it is constant.
 _RATES = (
     (5e6, 3e-3), (124e6, 6e-4), (355e6, 3e-4), (774e6, 2.5e-4), (1558e6, 2e-4),
     (2.7e9, 1.6e-4), (6.7e9, 1.2e-4), (13e9, 1e-4), (175e9, 6e-5),
 )  # fmt: skip
-# 50257 words are GPT-2's own; 50304 = 393 x 128 are faster on every device.
+# GPT-2 itself has 50257 words; 50304 = 393 x 128 is faster on every device.
 PADDED_TO, VOCABULARY = 128, 50304
 
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a GPT-2; ``n_embd`` is its width and ``block_size`` the longest sequence, in tokens."""
+    """The sizes of a GPT-2: ``n_embd`` is the width and ``block_size`` the longest sequence, in tokens."""
 
     n_layer: int
     n_head: int
@@ -50,7 +50,7 @@ DEFAULT = "124M"
 
 
 def with_sizes(size: str, given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> Any:
-    """Return one of ``sizes``, with the given numbers that are not None; raise ModelError if the size is unknown."""
+    """Return one of ``sizes``, with each given number that is not None. Raise ModelError if the size is unknown."""
     if size not in sizes:
         raise ModelError(f"model.size: Invalid value {size!r}, expected one of [{', '.join(sizes)}]")
     return replace(sizes[size], **{key: value for key, value in given.items() if value is not None})
@@ -71,7 +71,7 @@ GPT2 = Family(
     keys={
         "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "layer_norm_epsilon": [1e-5], "n_inner": ["4 n_embd"],
         "scale_attn_weights": [True], "tie_word_embeddings": [True],
-        # The order of operations, dropout (here model.dropout), and keys that GPT2LMHeadModel does not read.
+        # The order of operations, dropout (model.dropout in this project), and keys that GPT2LMHeadModel does not read.
         **dict.fromkeys((
             "reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "n_special",
             "predict_special_tokens", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
@@ -90,10 +90,10 @@ def with_defaults(model: Mapping[str, Any]) -> Size:
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
-    """Return the values of the nulls in a section ``model``.
+    """Return the values for the nulls in a section ``model``.
 
-    If there is a config.json beside the weights ``init_from``, they are its sizes; the vocabulary is that of the data
-    if it is larger, and padded if it has GPT-2's size. Otherwise only the vocabulary is returned.
+    If there is a config.json beside the weights ``init_from``, return its sizes. The vocabulary is the data's if that
+    is larger, and padded if it has GPT-2's size. Without a config.json, return only the vocabulary.
 
     Raises:
         ModelError: If config.json describes another kind of model.
@@ -107,7 +107,7 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
 
 
 def published_rate(parameters: int) -> float:
-    """Return AdamW's published rate for a GPT-2 of so many parameters, to two digits, by a power law between sizes."""
+    """Return AdamW's published rate for a GPT-2 of this many parameters: two digits, by a power law between sizes."""
     at = min(max(parameters, _RATES[0][0]), _RATES[-1][0])
     (x0, y0), (x1, y1) = next((low, high) for low, high in pairwise(_RATES) if at <= high[0])
     rate = y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))

@@ -1,7 +1,7 @@
-"""The files of Hugging Face: the sizes in a config.json, and the names and shapes of a family's weights, both ways.
+"""Hugging Face's files: the sizes in a config.json, and the conversion of names and shapes of weights, both ways.
 
-Reading and writing use the same table of differences (``HuggingFace``): the beginnings of names, and matrices that
-Hugging Face stores transposed. This module does not import torch, because configurations use it.
+Reading and writing use the same table of differences (``HuggingFace``): prefixes of names, and matrices that Hugging
+Face stores transposed. This module does not import torch, because configurations use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.files import folder_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Keys that transformers writes for any model, and on which no logit depends.
+# Keys that transformers writes for any model. No logit depends on them.
 _FREE = """
     architectures model_type torch_dtype dtype transformers_version _name_or_path use_cache bos_token_id eos_token_id
     pad_token_id initializer_range return_dict output_attentions output_hidden_states output_past id2label label2id
@@ -33,7 +33,8 @@ _FREE += """
     num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """.split()
-# The word after ``model=`` for each architecture with a family. Other architectures need ``model=transformers``.
+# The word after ``model=`` for each architecture that belongs to a family. Other architectures need
+# ``model=transformers``.
 WORDS = {
     "GPT2LMHeadModel": "gpt2",
     **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), "llama"),
@@ -44,16 +45,16 @@ WORDS = {
 class Family:
     """The meaning of the keys of config.json for the models of a family.
 
-    A key in no table is refused, unless its value is false, 0 or empty.
+    A key that is in no table is refused, unless its value is false, 0 or empty.
 
     Attributes:
         name: The word after ``model=``.
         kinds: {a name in ``architectures``: the sizes that follow from it}.
-        sizes: {this project's name of a size: Hugging Face's}.
-        keys: {key: values with which this project computes the same logits}. None allows any value: no logit depends
-            on the key, or the names and shapes of the weights show it.
+        sizes: {this project's name of a size: Hugging Face's name}.
+        keys: {key: values with which this project computes the same logits}. None allows any value, because no logit
+            depends on the key, or because the names and shapes of the weights show it.
         unseen: Keys that change logits, but not the names and shapes of the weights.
-        complete: Returns the keys with defaults for missing keys, and without nesting.
+        complete: A function that returns the keys with defaults for missing keys, and without nesting.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Family:
         """Return the sizes that a config.json describes, under this project's names.
 
         Raises:
-            ModelError: If it describes another kind of model, or has an unknown key, which may change numbers.
+            ModelError: If the file describes another kind of model, or has an unknown key, which may change numbers.
         """
         try:
             return self.describe(json.loads(path.read_bytes()), str(path))
@@ -77,7 +78,7 @@ class Family:
             raise ModelError(f"{path} describes none of {', '.join(self.kinds)}: {error!r}") from None
 
     def describe(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return the sizes that the content of a config.json describes; see ``read``."""
+        """Return the sizes that the content of a config.json describes. See ``read``."""
         kinds = content.get("architectures")
         if not isinstance(kinds, list) or not kinds:
             raise ModelError(
@@ -103,8 +104,8 @@ class Family:
     def beside(self, model: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the sizes in the config.json beside the weights ``model.init_from``.
 
-        If ``model.size`` is set, this is the vocabulary alone. ``HuggingFace.difference`` compares the others. If all
-        sizes are typed, or there is no such file, the result is None.
+        If ``model.size`` is set, only the vocabulary is returned; ``HuggingFace.difference`` compares the other sizes.
+        If all sizes are typed, or there is no config.json, the result is None.
         """
         extras = next(iter(self.kinds.values()))
         typed = all(model.get(key) is not None for key in (*self.sizes, *extras) if key != "rope_scaling")
@@ -117,16 +118,16 @@ class Family:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """How transformers stores the models of a family.
+    """The file format in which transformers stores the models of a family.
 
     Attributes:
         family: The meaning of the keys of config.json.
         config: The content of config.json that follows from the sizes.
-        names: {the beginning of a name here: its beginning there}; the first that matches is used.
+        names: {prefix of a name in this project: prefix in Hugging Face's files}. The first matching prefix is used.
         words: The parameters in which each row is a word.
-        transposed: The ends of the names of matrices that are stored transposed there.
-        redundant: {end of a tensor's name: check}, for tensors that follow from the sizes, such as a causal mask.
-        optional: A prefix of names that published files may lack.
+        transposed: The suffixes of the names of matrices that Hugging Face stores transposed.
+        redundant: {suffix of a tensor's name: check}, for tensors that follow from the sizes, such as a causal mask.
+        optional: A prefix of names that may be missing in published files.
     """
 
     family: Family
@@ -138,16 +139,16 @@ class HuggingFace:
     optional: str = ""
 
     def their_name(self, name: str) -> str:
-        """Return Hugging Face's name of the parameter ``name``."""
+        """Return Hugging Face's name for the parameter ``name``."""
         begins, theirs = next(pair for pair in self.names.items() if name.startswith(pair[0]))
         return theirs + name.removeprefix(begins)
 
     def read(self, opened: Mapping[str, Callable[[], Any]]) -> Mapping[str, Callable[[], Any]]:
-        """Return {name in the model: function that opens a tensor} from {name in the files: the same}."""
+        """Return {name in the model: opener of a tensor} from {name in the files: opener of a tensor}."""
         return opened
 
     def difference(self, path: Path) -> str | None:
-        """Return a message about the first size in which the model differs from a config.json; None if it does not.
+        """Return a message about the first size in which the model differs from a config.json; None if all are equal.
 
         Raises:
             ModelError: If config.json describes a model that this family does not have.
@@ -162,7 +163,7 @@ class HuggingFace:
     def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return Hugging Face's state dict, without a tied head, and the content of config.json.
 
-        Rows from ``words`` on are padding of the vocabulary and are left out; None keeps all rows.
+        Rows from ``words`` on are padding of the vocabulary and are left out. None keeps all rows.
         """
         tensors = {}
         for name, tensor in state.items():

@@ -1,8 +1,8 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU, most often a tied head.
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU, usually a tied head.
 
-Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), SmolLM2, Qwen2.5 (biases on queries, keys and values)
-and Qwen3 (normalized queries and keys). Names, sizes and numbers equal those of transformers' ``LlamaForCausalLM``,
-``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``.
+The module covers Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), SmolLM2, Qwen2.5 (biases on queries,
+keys and values) and Qwen3 (normalized queries and keys). Names, sizes and numbers equal those of transformers'
+``LlamaForCausalLM``, ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Norm(nn.RMSNorm):
 def frequencies(size: Size, device: torch.device) -> Tensor:
     """Return the angle by which each pair of a head turns from one position to the next, [head_dim / 2] float32.
 
-    Llama 3 divides the angles of long wavelengths by a factor, and those of medium wavelengths by less.
+    Llama 3 divides the angles of long wavelengths by a factor, and the angles of medium wavelengths by less.
     """
     steps = torch.arange(0, size.head_dim, 2, dtype=torch.float32, device=device)
     turns = 1.0 / (size.rope_theta ** (steps / size.head_dim))
@@ -57,7 +57,7 @@ def frequencies(size: Size, device: torch.device) -> Tensor:
 
 
 class Attention(UsesCache, nn.Module):
-    """Causal self-attention [b, t, n_embd] -> same. Several query heads share each head of keys and values."""
+    """Causal self-attention [b, t, n_embd] -> same. Several query heads use each head of keys and values."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Attention(UsesCache, nn.Module):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim / 2) of heads [b, t, heads, head_dim] in float32 at least; return x's dtype."""
+    """Rotate pairs (i, i + head_dim / 2) of heads [b, t, heads, head_dim], in float32 or wider; return x's dtype."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -142,9 +142,9 @@ def llama(
 ) -> Chain:
     """Build a model of the family as a chain: ``embedding``, ``layers.0`` … ``layers.N-1``, ``head``.
 
-    Token ids [b, t] -> logits [b, t, vocab_size]. Each number after ``size`` that is given replaces that of the size.
-    If ``size`` is None, all must be given. ``models.llama_sizes.Size`` describes them. Raises ValueError for sizes that
-    do not fit together.
+    Token ids [b, t] -> logits [b, t, vocab_size]. Each given number after ``size`` replaces the number of the size. If
+    ``size`` is None, all numbers must be given. ``models.llama_sizes.Size`` describes them. Raises ValueError for sizes
+    that do not fit together.
     """
     given = {key: value for key, value in locals().items() if key != "size"}
     chosen = chosen_size(size, given)
@@ -189,7 +189,7 @@ def _embedding(size: Size) -> nn.Module:
 
 
 def _hugging_face(size: Size, config: dict[str, Any]) -> HuggingFace:
-    """Return how transformers stores it. Older files have the rotations, too, possibly rounded to 16 bits."""
+    """Return the file format of transformers. Older files also contain the rotations, possibly rounded to 16 bits."""
     return HuggingFace(
         LLAMA,
         config,

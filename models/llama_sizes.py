@@ -1,4 +1,4 @@
-"""The published sizes of the Llama family, and those in a config.json. This module does not import torch."""
+"""The published sizes of the Llama family, and the sizes in a config.json. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Size:
 
     Attributes:
         n_embd: The width; independent of ``n_head`` times ``head_dim``.
-        n_layer: Number of layers.
-        n_head: Query heads.
-        kv_heads: Heads of keys and values. n_head / kv_heads query heads share each of them.
+        n_layer: The number of layers.
+        n_head: The number of query heads.
+        kv_heads: The number of heads of keys and values. n_head / kv_heads query heads use each of them.
         head_dim: The width of a head, even.
         mlp_width: The width between the projections of an MLP.
-        vocab_size: Words, padding included.
-        block_size: The longest sequence, in tokens.
+        vocab_size: The number of words, including padding.
+        block_size: The length of the longest sequence, in tokens.
         rope_theta: The base of the rotations' wavelengths.
-        rope_scaling: How Llama 3 stretches long wavelengths: factor, low_freq_factor, high_freq_factor and
-            original_max_position_embeddings. None: they are not stretched.
-        norm_eps: Added to the mean square in a norm.
+        rope_scaling: Llama 3's stretching of long wavelengths: factor, low_freq_factor, high_freq_factor and
+            original_max_position_embeddings. None if they are not stretched.
+        norm_eps: The number added to the mean square in a norm.
         qkv_bias: Whether the projections to queries, keys and values have biases (Qwen2).
         qk_norm: Whether each head's queries and keys are normalized (Qwen3).
-        tied: Whether the head is the embedding.
+        tied: Whether the head and the embedding are one parameter.
         init_std: The standard deviation of the initial weights.
     """
 
@@ -78,7 +78,7 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     full |= {"num_key_value_heads": heads, "head_dim": 128}
     if kind != "Qwen3ForCausalLM":
         full["head_dim"] = config["hidden_size"] // heads
-    # As transformers 5.24: rope_scaling, if there is any, replaces rope_parameters, with its base.
+    # As in transformers 5.24: rope_scaling, if there is any, replaces rope_parameters, with its base.
     full |= config | (config.get("rope_scaling") or config.get("rope_parameters", {}))
     full["rope_theta"] = float(full["rope_theta"])
     stretched = full.get("rope_type", full.get("type")) == "llama3"
@@ -112,7 +112,7 @@ LLAMA = Family(
 
 
 def chosen_size(size: str | None, given: Mapping[str, Any]) -> Size:
-    """Return one of ``SIZES``, with the given numbers that are not None. If ``size`` is None, all must be given.
+    """Return one of ``SIZES``, with each given number that is not None. If ``size`` is None, all numbers must be given.
 
     Raises:
         ModelError: If the size is unknown, or a number is missing.
@@ -129,10 +129,10 @@ def chosen_size(size: str | None, given: Mapping[str, Any]) -> Size:
 
 
 def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, Any]:
-    """Return the values of the nulls in a section ``model``, for data of so many ``words``.
+    """Return the values for the nulls in a section ``model``, for data with this number of ``words``.
 
-    If there is a config.json beside the weights ``init_from``, they are its sizes. Otherwise only the vocabulary is
-    returned: that of ``size``, or of the data if it is larger.
+    If there is a config.json beside the weights ``init_from``, return its sizes. Otherwise return only the vocabulary:
+    that of ``size``, or that of the data if it is larger.
 
     Raises:
         ModelError: If config.json describes another kind of model.
@@ -145,7 +145,7 @@ def sizes_of(model: Mapping[str, Any], words: int | None = None) -> dict[str, An
 
 
 def to_config(size: Size) -> dict[str, Any] | None:
-    """Return the config.json of transformers for these sizes; None if no published architecture has them."""
+    """Return transformers' config.json for these sizes; None if no published architecture has these sizes."""
     kind = next((kind for kind, extras in LLAMA.kinds.items() if extras.items() <= vars(size).items()), None)
     if kind is None:
         return None
@@ -156,7 +156,7 @@ def to_config(size: Size) -> dict[str, Any] | None:
         **{theirs: getattr(size, key) for key, theirs in KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
-        # The first is read by transformers 5, the second by transformers 4.
+        # transformers 5 reads the first key, transformers 4 the second.
         "rope_parameters": {"rope_theta": size.rope_theta, **scaling},
         "rope_scaling": None if size.rope_scaling is None else scaling,
     }

@@ -1,6 +1,6 @@
-"""LoRA (Hu et al. 2021): only a product of two small matrices beside frozen linear layers is trained.
+"""LoRA (Hu et al. 2021). Only a product of two small matrices beside each frozen linear layer is trained.
 
-``adapt`` changes the chain of any model. Every weight keeps its name and its initial numbers; a linear layer
+``adapt`` changes the chain of any model. Every weight keeps its name and its initial numbers. A linear layer
 ``h.0.attn.c_attn`` gets two more matrices, ``h.0.attn.c_attn.lora_A.weight`` and ``h.0.attn.c_attn.lora_B.weight``.
 """
 
@@ -20,7 +20,7 @@ from models.fused_cross_entropy import FusedHead
 
 
 class Factor(nn.Linear):
-    """A matrix of an adapter. The first one, A, is initialized as torch initializes a linear layer."""
+    """A matrix of an adapter. The first matrix, A, is initialized as torch initializes a linear layer."""
 
 
 class ZeroFactor(Factor):
@@ -35,7 +35,7 @@ class FrozenLinear(nn.Linear):
     """A linear layer that is not trained, [..., in] -> [..., out].
 
     Autocast casts the weight for every micro-batch, and torch would keep each cast weight for the backward. Here the
-    backward casts the weight again.
+    backward casts the weight again instead.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class FrozenLinear(nn.Linear):
         return self.computed(x, self.bias)
 
     def computed(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., in] -> [..., out], with another bias, or none."""
+        """[..., in] -> [..., out], with the given bias instead of the layer's; None for no bias."""
         kind = x.device.type
         if kind == "meta" or not torch.is_autocast_enabled(kind):
             return F.linear(x, self.weight, bias)
@@ -70,20 +70,21 @@ class LoRALinear(FrozenLinear):
     lora_B: Factor
 
     def computed(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., in] -> [..., out], with another bias, or none."""
+        """[..., in] -> [..., out], with the given bias instead of the layer's; None for no bias."""
         return super().computed(x, bias) + self.scale * self.lora_B(self.lora_A(self.lora_dropout(x)))
 
 
 def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None) -> Chain:
-    """Freeze a chain and give its linear layers adapters, which are trained instead.
+    """Freeze a chain and add adapters to its linear layers. Only the adapters are trained.
 
     Args:
         chain: The base.
-        rank: Columns of A and rows of B, at least 1.
-        alpha: The adapter's output is multiplied by alpha / rank.
-        dropout: The dropout of the adapter's input, in [0, 1); by sample, as all dropout in a chain.
-        targets: Names of linear layers, or their ends after a dot: ``c_attn`` names that of every block,
-            ``h.0.attn.c_attn`` that of the first one. None: all that can have an adapter.
+        rank: The number of columns of A and of rows of B, at least 1.
+        alpha: The scale of the adapter's output, which is multiplied by alpha / rank.
+        dropout: The dropout probability for the adapter's input, in [0, 1). It drops by sample, as all dropout in a
+            chain.
+        targets: Names of linear layers, or suffixes of names after a dot: ``c_attn`` selects a layer in every block,
+            ``h.0.attn.c_attn`` only the layer in the first block. None: all layers that can have an adapter.
 
     Raises:
         ModelError: If a number is out of range, or a target does not exist or its adapter would be ignored. The message
@@ -104,7 +105,7 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
             raise ModelError(f"model.lora.targets={target}: {why}; those that can have one: {listed}")
     if not (wanted := set(possible if targets is None else sum(chosen.values(), []))):
         raise ModelError(f"model.lora.rank={rank}: no nn.Linear here can have an adapter; set it to null")
-    builds: dict[tuple, Callable[[], nn.Module]] = {}  # layers with the same ``build`` still have the same
+    builds: dict[tuple, Callable[[], nn.Module]] = {}  # so that layers with the same ``build`` still have the same
 
     def adapted(layer: LayerSpec) -> LayerSpec:
         names = [name for name in possible if is_within(f"{name}.", [layer.name])]
@@ -123,7 +124,7 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
 
 @torch.no_grad()
 def merge(layers: nn.Module) -> None:
-    """Add every adapter to its layer's weight in place, so that only the base's layers are left."""
+    """Add every adapter to its layer's weight in place, so that only the layers of the base are left."""
     for module in list(layers.modules()):
         if isinstance(module, LoRALinear):
             module.weight += module.scale * module.lora_B.weight @ module.lora_A.weight
@@ -133,7 +134,7 @@ def merge(layers: nn.Module) -> None:
 
 
 def _why_refused(chain: Chain) -> dict[str, str]:
-    """Return {module with a weight: the reason why it cannot have an adapter, or "" if it can}."""
+    """Return {name of a module with a weight: the reason why it cannot have an adapter; "" if it can}."""
     modules = dict(chain.skeleton().named_modules())
     # torch's encoder layer and a fused head read the weights of these layers, but do not call the layers.
     uncalled = {part for m in modules.values() if isinstance(m, nn.TransformerEncoderLayer) for part in m.children()}

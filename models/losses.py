@@ -1,7 +1,7 @@
 """Losses as sums and counts.
 
-A loss returns ``Sums``: the sum over its terms, and their number. The mean is computed once, over the global batch,
-which is also correct with padding, with token budgets and with a short last evaluation batch. A mean of means is not.
+A loss returns ``Sums``: the sum over its terms, and their number. The mean is computed once, over the global batch.
+Unlike a mean of means, it is also correct with padding, token budgets and a short last evaluation batch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from common.errors import ModelError
 
 IGNORED = -100  # torch's own ignore_index
-# Names in a step's record of metrics.jsonl that metrics cannot have.
+# Names that metrics cannot have, because a step's record in metrics.jsonl has them.
 _RECORDED = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped"}
 
 
-# Losses of these modules are sums over samples, without the samples of weight 0.
+# The losses of these modules are sums over samples, without the samples of weight 0.
 _BY_SAMPLE = (__name__, "models.fused_cross_entropy")
 
 
 @dataclass
 class Replicas:
-    """What ``gather`` does in this process. A step sets it.
+    """The state of ``gather`` in this process. A step sets it.
 
     Attributes:
-        gather: Returns the rows of all replicas; None if there is one.
-        filled: If a micro-batch of evaluation is filled up: the number of its samples that count, and of all.
+        gather: A function that returns the rows of all replicas; None if there is one replica.
+        filled: For a filled-up micro-batch of an evaluation: the number of samples that count, and of all samples.
         called: Whether ``gather`` was called.
     """
 
@@ -50,16 +50,16 @@ def gather(features: Any) -> Any:
 
     The gradient of a replica's rows is the sum of the gradients from all replicas. If a loss computes the value of the
     whole batch on each replica and returns its ``Sums``, it trains as in one process. All replicas must call this
-    function equally often. It leaves out the samples that fill up the last batch of an evaluation.
+    function equally often. Samples that fill up the last batch of an evaluation are left out.
 
     Args:
-        features: [b, ...], or a tuple of such tensors.
+        features: A tensor [b, ...], or a tuple of tensors of this shape.
 
     Returns:
-        [global batch, ...] of each; in one process what was given.
+        [global batch, ...] of each tensor; in one process the argument itself.
 
     Raises:
-        PlanError: The layout divides a replica's samples among micro-batches (``parallel.chunks`` above 1).
+        PlanError: If the layout divides a replica's samples among micro-batches (``parallel.chunks`` above 1).
     """
     if isinstance(features, tuple):
         return tuple(map(gather, features))
@@ -93,7 +93,7 @@ class Loss(Protocol):
     """The loss at the end of a chain.
 
     Attributes:
-        metrics: Names of the further sums that it returns. Their means are in every record of metrics.jsonl
+        metrics: The names of further sums that the loss returns. Their means are in every record of metrics.jsonl
             ("accuracy", "val_accuracy"). If the loss of a language model has auxiliary terms, it returns the loss of
             the tokens alone as "token_loss", from which perplexity is computed.
     """
@@ -115,7 +115,7 @@ class Loss(Protocol):
 
 
 def copy_to_try(loss: Any) -> Any:
-    """Return a copy of a loss for a check to call, so that the loss may count its calls; itself if that fails."""
+    """Return a copy of a loss for a check to call: the loss may count its calls. If that fails, return the loss."""
     try:
         return copy.deepcopy(loss)
     except Exception:  # a user's code
@@ -164,7 +164,7 @@ def check_sums(name: str, metrics: tuple[str, ...], sums: Any) -> None:
 
 
 def assert_all(holds: Tensor, problem: str) -> None:
-    """Raise RuntimeError if an element is false. A GPU is not waited for: its error comes at a later operation."""
+    """Raise RuntimeError if an element is false. The host does not wait: a GPU's error comes at a later operation."""
     if holds.device.type == "mps":  # torch has no such operator there
         return
     torch._assert_async(holds.all(), problem)  # pyright: ignore[reportPrivateImportUsage]  # torch 2.11, 2.13, 2.15
@@ -194,7 +194,7 @@ def is_by_sample(loss: Any) -> bool:
 def loss_of(layer: Any) -> Callable[..., Any] | None:
     """Return the method ``loss`` of a last layer that computes the loss itself; None for other layers.
 
-    An attribute ``loss`` that is a module, such as a loss of torch, is not this method.
+    If the attribute ``loss`` is a module, such as a torch loss, it is not this method.
     """
     loss = getattr(layer, "loss", None)
     return loss if callable(loss) and not isinstance(loss, nn.Module) else None
@@ -203,7 +203,7 @@ def loss_of(layer: Any) -> Callable[..., Any] | None:
 class SquaredError:
     """Squared error summed over all elements of output and targets [b, ...].
 
-    The count is the number of elements, so the mean is that of ``nn.MSELoss``.
+    The count is the number of elements, so the mean equals the mean of ``nn.MSELoss``.
     """
 
     metrics: tuple[str, ...] = ()
@@ -217,9 +217,9 @@ class SquaredError:
 
 
 class OneHotSquaredError:
-    """Squared error of logits [b, c] to the one-hot class [b], summed over all c.
+    """Squared error between logits [b, c] and the one-hot class [b], summed over all c.
 
-    The count is the number of samples times c. Targets of ``IGNORED`` do not count.
+    The count is the number of samples times c. Targets with the value ``IGNORED`` do not count.
     """
 
     metrics: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ class OneHotSquaredError:
 class ClassCrossEntropy:
     """Cross entropy of logits [b, c] against classes [b], summed over samples, and the number of correct predictions.
 
-    Targets of ``IGNORED`` and samples of weight 0 do not count.
+    Targets with the value ``IGNORED`` and samples of weight 0 do not count.
     """
 
     metrics: tuple[str, ...] = ("accuracy",)
@@ -255,7 +255,7 @@ class ClassCrossEntropy:
 class TokenCrossEntropy:
     """Cross entropy of logits [b, t, v] against next tokens [b, t], summed over tokens.
 
-    ``FusedHead.loss`` computes the same without holding the logits.
+    ``FusedHead.loss`` computes the same without storing the logits.
     """
 
     metrics: tuple[str, ...] = ()
@@ -269,10 +269,10 @@ class TokenCrossEntropy:
 
 
 class ElementwiseLoss:
-    """A loss of torch that compares element with element, summed over all elements; the count is their number.
+    """A torch loss that compares element with element, summed over all elements. The count is the number of elements.
 
     Args:
-        terms: Such as ``nn.MSELoss(reduction="none")``.
+        terms: The torch loss, such as ``nn.MSELoss(reduction="none")``.
     """
 
     metrics: tuple[str, ...] = ()
@@ -291,10 +291,10 @@ class ElementwiseLoss:
 class TorchCrossEntropy:
     """``nn.CrossEntropyLoss`` of logits [b, c, ...] against classes [b, ...] or their probabilities [b, c, ...].
 
-    The count is what torch divides by: the number of targets that are not ignored, or the sum of their weights.
+    The count is torch's divisor: the number of targets that are not ignored, or the sum of their weights.
 
     Args:
-        terms: With reduction "none".
+        terms: The torch loss, with reduction "none".
     """
 
     def __init__(self, terms: nn.CrossEntropyLoss) -> None:
@@ -327,10 +327,10 @@ _OF_TORCH = (nn.CrossEntropyLoss, *_ELEMENTWISE)
 
 
 def as_sums(loss: Any) -> Any:
-    """Return a loss of torch that is a mean over its terms as their sum and count; anything else is returned as it is.
+    """Return a torch loss that is a mean over its terms as sum and count. Return any other object unchanged.
 
     Raises:
-        ModelError: Its options make it something else than that mean.
+        ModelError: If the options of the loss make it something other than this mean.
     """
     if type(loss) not in _OF_TORCH:
         return loss
@@ -352,7 +352,7 @@ def as_sums(loss: Any) -> Any:
 
 
 def _terms(loss: nn.Module, output: Tensor, targets: Tensor) -> Tensor:
-    """Return the terms of a loss of torch, at least in float32, with its own tensors where the output is."""
+    """Return the terms of a torch loss, in float32 or wider. The tensors of the loss move to the output's device."""
     output = _at_least_float32(output)
     own = {name: buffer.to(output) for name, buffer in loss.named_buffers()}
     of_classes = isinstance(loss, nn.CrossEntropyLoss) and not targets.is_floating_point()

@@ -1,4 +1,4 @@
-"""Objects as bytes for another process of the same program, modules with parametrizations included."""
+"""Pickling of objects, including modules with parametrizations, for another process of the same program."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-# Dtypes whose tensors torch (2.13) pickles and cannot unpickle, beside the floating-point ones of 8 bits.
+# Dtypes whose tensors torch (2.13) pickles but cannot unpickle, besides the 8-bit floating-point dtypes.
 _ONE_WAY = {torch.uint16, torch.uint32, torch.uint64, torch.complex32}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Also takes modules of ``torch.nn.utils.parametrizations``, and tensors of all dtypes.
+    """Also pickles modules of ``torch.nn.utils.parametrizations``, and tensors of all dtypes.
 
-    torch forbids to pickle them, because ``pickle`` would look for their classes, which are made when a parametrization
-    is registered. cloudpickle sends such classes as code.
+    torch forbids pickling these modules, because ``pickle`` would look up their classes by name, but registering a
+    parametrization creates the class. cloudpickle sends these classes as code.
     """
 
     def reducer_override(self, obj: Any) -> Any:

@@ -1,7 +1,7 @@
 """ResNet-50 as a chain of its blocks.
 
 Source: He et al. 2015, "Deep Residual Learning for Image Recognition", in torchvision's variant (the stride is in a
-block's 3x3 convolution). Layers have torchvision's names, so that the ``state_dict`` of one loads into the other.
+block's 3x3 convolution). Layers have torchvision's names, so each model can load the other's ``state_dict``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from models.batchnorm import BatchNorm2d
 from models.chain import Chain, LayerSpec, check_sizes, reset_parameters
 from models.losses import ClassCrossEntropy, Loss, OneHotSquaredError
 
-# For each group of blocks: their number, the width of their 3x3 convolution, the stride of the first.
+# For each group of blocks: the number of blocks, the width of their 3x3 convolution, the stride of the first block.
 GROUPS = {"layer1": (3, 64, 1), "layer2": (4, 128, 2), "layer3": (6, 256, 2), "layer4": (3, 512, 2)}
 LOSSES: dict[str, Callable[[], Loss]] = {"mse": OneHotSquaredError, "cross_entropy": ClassCrossEntropy}
 
@@ -31,18 +31,18 @@ def resnet50(
 ) -> Chain:
     """Build a chain of 22 layers: four of the stem, 16 bottleneck blocks, pooling and the classifier.
 
-    Images [b, in_channels, height, width] of any size, usefully 32 pixels or more -> logits [b, num_classes]. In
+    Images [b, in_channels, height, width] of any size (32 pixels or more are useful) -> logits [b, num_classes]. In
     training, a micro-batch of one image needs more than 32 pixels, because a single value has no variance in BatchNorm.
 
-    The published experiment is PyTorch's tutorial on model parallelism. Its two halves (up to layer2, from layer3 on)
-    are ``parallel.balance=[11,11]``, with squared error to the one-hot class (``loss="mse"``).
+    The published experiment is PyTorch's tutorial on model parallelism. ``parallel.balance=[11,11]`` with squared error
+    to the one-hot class (``loss="mse"``) gives its two halves (up to layer2, from layer3 on).
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
     return Chain(
         layers=[
             LayerSpec("conv1", partial(nn.Conv2d, in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)),
             LayerSpec("bn1", partial(BatchNorm2d, 64)),
-            # Unlike torchvision's not in place, since it may be a stage's first layer, which must not change its input.
+            # Not in place, unlike torchvision's: this may be a stage's first layer, which must not change its input.
             LayerSpec("relu", nn.ReLU),
             LayerSpec("maxpool", partial(nn.MaxPool2d, kernel_size=3, stride=2, padding=1)),
             *_blocks(),
@@ -59,10 +59,10 @@ def resnet50(
 class PointwiseConv2d(nn.Conv2d):
     """``nn.Conv2d`` with a 1x1 kernel and the same parameters under the same names.
 
-    With one thread and fewer than 16 images torch's CPU convolution does not use oneDNN but a loop over images with a
-    copy of each, which halves the speed of the micro-batches of a pipeline. A dilated convolution uses oneDNN
-    (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp), and dilation does not change a kernel of one pixel. In
-    bf16 with the channels innermost, one matrix product over all pixels is faster still.
+    With one thread and fewer than 16 images, torch's CPU convolution does not use oneDNN. It loops over the images and
+    copies each, which halves the speed of a pipeline's micro-batches. A dilated convolution uses oneDNN (``use_mkldnn``
+    in aten/src/ATen/native/Convolution.cpp), and dilation does not change a kernel of one pixel. In bf16 with the
+    channels innermost, one matrix product over all pixels is faster still.
     """
 
     def __init__(self, in_channels: int, out_channels: int, bias: bool = True, stride: int = 1) -> None:
@@ -77,7 +77,7 @@ class PointwiseConv2d(nn.Conv2d):
                 return super().forward(images)
             return F.linear(images.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
         if images.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-            return super().forward(images)  # without oneDNN a dilated convolution is the slower one
+            return super().forward(images)  # without oneDNN the dilated convolution is slower
         return F.conv2d(images, self.weight, self.bias, self.stride, dilation=2)
 
 

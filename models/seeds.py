@@ -1,18 +1,18 @@
-"""Random numbers that depend on names, not on the rank that draws them.
+"""Random numbers that depend on names, not on the rank that draws the numbers.
 
 The numbers of a generator depend on the order of the calls, and a parallel layout changes this order. Here each use
-seeds the generator by its identity: (seed, parameter name) for an initial weight, (seed, step, module name, sample) for
+seeds the generator by an identity: (seed, parameter name) for an initial weight, (seed, step, module name, sample) for
 a dropout mask. Every layout then draws the same numbers.
 
 Dropout by sample: torch draws one mask for a whole tensor, so a batch that is cut differently has other masks and
-trains differently. Here a mask is a function of (seed, step, name of the module, number of its call, the sample's index
-in the global batch): the same for every number of micro-batches, replicas and stages, and drawn again in a
+trains differently. Here a mask is a function of (seed, step, module name, number of the call, index of the sample in
+the global batch). It is the same for every number of micro-batches, replicas and stages, and is drawn again in a
 recomputation. In a chain every ``nn.Dropout``, ``nn.Dropout1d``, ``2d`` and ``3d`` works like this; outside of a chain
-they are torch's own. A sample is a row of the tensor's first dimension, or several consecutive rows: [b t, c] has t of
-each.
+they are torch's own. A sample is a row of the tensor's first dimension, or several consecutive rows: [b t, c] has t
+rows per sample.
 
-The random bits of an element are a hash of its position, that of SplitMix64 (Steele et al. 2014). On a CPU this takes
-no longer than torch's generator, and it gives the same mask on every device.
+The random bits of an element are a hash of its position, with the hash of SplitMix64 (Steele et al. 2014). On a CPU
+this takes no longer than torch's generator, and it gives the same mask on every device.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# The constants of a dropout mask, as int64: the distances of samples and of elements before they are hashed (the latter
-# as in SplitMix64), and the factors of the hash.
+# The constants of a dropout mask, as int64: the distances of samples and of elements before hashing (the latter as in
+# SplitMix64), and the factors of the hash.
 HASH = SAMPLE, ELEMENT, FACTOR_1, FACTOR_2 = tuple(
     n - 2**64 for n in (0xD1342543DE82EF95, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-# Elements per block. On a CPU two int64 of each fit into the cache.
+# Elements per block. On a CPU two int64 numbers per element fit into the cache.
 _CPU_BLOCK, _OTHER_BLOCK = 2**15, 2**22
 
 
@@ -47,17 +47,18 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator from which operators on ``device`` draw."""
+    """Return the default generator for operators on ``device``."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.mps._get_default_mps_generator() if device.type == "mps" else torch.default_generator
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the default generators of the host and of ``device``, but of no other device.
+    """Seed the default generators of the host and of ``device``. The generators of other devices do not change.
 
-    The host's is seeded, too, because ``torch.rand(())``, which may decide whether a layer is skipped, draws there.
-    ``torch.manual_seed`` seeds every backend, which takes 60 times as long, for each layer of each micro-batch.
+    The host's generator is seeded, too, because ``torch.rand(())``, which may decide whether a layer is skipped, draws
+    from it. ``torch.manual_seed`` seeds every backend, which takes 60 times as long, for each layer of each
+    micro-batch.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -68,7 +69,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 def seeded(seed: int) -> Iterator[None]:
     """Draw from ``seed`` on the CPU inside the block, and restore the generator's state after it.
 
-    One thread computes: the numbers of a decomposition (``nn.init.orthogonal_``) depend on how many do.
+    Only one thread computes: the numbers of a decomposition (``nn.init.orthogonal_``) depend on the number of threads.
     """
     state, threads = torch.default_generator.get_state(), torch.get_num_threads()
     torch.default_generator.manual_seed(seed)
@@ -82,14 +83,14 @@ def seeded(seed: int) -> Iterator[None]:
 
 @dataclass
 class Samples:
-    """The samples of one forward of a layer.
+    """The samples in one forward of a layer.
 
     Attributes:
         count: The number of samples.
-        first: The first one's index in the global batch.
+        first: The index of the first sample in the global batch.
         seed: The run's seed.
         step: The number of the step.
-        notes: If it is a list, each dropout module appends (its name, shape of its input) and draws nothing.
+        notes: A list to which each dropout module appends (its name, shape of its input) without drawing. None to draw.
     """
 
     count: int
@@ -100,17 +101,17 @@ class Samples:
     _calls: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def seed_of_call(self, module: str) -> int:
-        """Return the seed of this call of a module that a layer may call more than once.
+        """Return the seed of this call of a module. A layer may call the module more than once.
 
-        A layer that recomputes a part of itself (``torch.utils.checkpoint``) calls it again, with the host's generator
-        in the same state. Each call is therefore identified by the next number of this generator.
+        If a layer recomputes a part of itself (``torch.utils.checkpoint``), it calls the module again, with the host's
+        generator in the same state. Each call is therefore identified by the next number of this generator.
         """
         position = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         calls = self._calls.setdefault(module, {})
         return derive_seed(self.seed, self.step, module, calls.setdefault(position, len(calls)))
 
 
-_forward = threading.local()  # .samples: of the layer that this thread computes
+_forward = threading.local()  # .samples: the samples of the layer that this thread computes
 _of_seed: dict[int, Samples] = {}  # by the seed of the host's generator, which a layer's own recomputation restores
 
 
@@ -118,7 +119,7 @@ _of_seed: dict[int, Samples] = {}  # by the seed of the host's generator, which 
 def computing(samples: Samples, seed: int | None = None) -> Iterator[None]:
     """Set the samples that a layer computes inside the block.
 
-    The backward finds them by the seed of the host's generator, until ``forget``.
+    The backward finds the samples by the seed of the host's generator, until ``forget``.
     """
     before, _forward.samples = getattr(_forward, "samples", None), samples
     if seed is not None:
@@ -130,7 +131,7 @@ def computing(samples: Samples, seed: int | None = None) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Forget the samples that ``computing`` has set, after the backward."""
+    """Forget the samples that ``computing`` has set. Called after the backward."""
     _of_seed.clear()
 
 
@@ -147,7 +148,8 @@ def samples_of(x: Tensor) -> Samples | None:
 class Part(NamedTuple):
     """The elements of a sample on one of several ranks that divide a layer (``parallel.axes.tensor``).
 
-    Of every ``period`` consecutive elements of the whole sample, the rank has ``length``, from ``start`` on.
+    Of every ``period`` consecutive elements of the whole sample, the rank has ``length`` elements, starting at
+    ``start``.
     """
 
     length: int
@@ -156,12 +158,12 @@ class Part(NamedTuple):
 
 
 class BySample(nn.modules.dropout._DropoutNd):
-    """Dropout by sample, which the classes below combine with torch's own.
+    """Dropout by sample. The classes below combine it with torch's dropout classes.
 
     Attributes:
         full_name: The module's name in the whole chain.
-        spread: The first dimension along which all elements share a random number; None: each has its own.
-        part: (shape of a mask, number of samples) -> the part of a whole sample's mask; None for the whole mask. If the
+        spread: The first dimension along which all elements have the same random number; None if each has its own.
+        part: (shape of a mask, number of samples) -> the part of a whole sample's mask, None for the whole mask. If the
             attribute is None, masks are always whole.
     """
 
@@ -208,7 +210,7 @@ class Dropout3d(BySample, nn.Dropout3d):
 
 
 class CausalAttentionDropout(Dropout):
-    """Causal attention that drops out probabilities, by sample."""
+    """Causal attention with dropout of the probabilities, by sample."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[b, heads, t, width] each -> same."""
@@ -224,7 +226,7 @@ class CausalAttentionDropout(Dropout):
             generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
             seed = samples.seed_of_call(self.full_name)
             part = None if self.part is None else self.part(q.shape, samples.count)
-            if part is not None:  # each rank has its own heads
+            if part is not None:  # each rank has different heads
                 seed = derive_seed(seed, part.start)
             for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
                 generator.manual_seed(derive_seed(seed, samples.first + i))
@@ -243,7 +245,7 @@ _OURS = {nn.Dropout: Dropout, nn.Dropout1d: Dropout1d, nn.Dropout2d: Dropout2d, 
 
 
 def by_sample(name: str, layer: nn.Module) -> nn.Module:
-    """Make the dropout of a layer dropout by sample, in place, and set the name of each module."""
+    """Turn the dropout of a layer into dropout by sample, in place, and set the name of each module."""
     for full_name, module in layer.named_modules(prefix=name):
         module.__class__ = _OURS.get(type(module), type(module))
         if isinstance(module, BySample):
@@ -252,17 +254,17 @@ def by_sample(name: str, layer: nn.Module) -> nn.Module:
 
 
 def _threshold(p: float) -> int:
-    """Return the least value of int64 random bits that are kept, with probability 1 - ``p``."""
+    """Return the smallest int64 value of the random bits that are kept, with probability 1 - ``p``."""
     return min(int((p - 0.5) * 2**64), 2**63 - 1)
 
 
 def _mask(mask: Tensor, seed: int, first: int, count: int, p: float, part: Part | None = None) -> Tensor:
-    """Fill a contiguous ``mask`` [count r, ...] with 0 for dropped elements and 1 / (1 - p) for kept ones."""
+    """Fill a contiguous ``mask`` [count r, ...] with 0 for dropped elements and 1 / (1 - p) for kept elements."""
     rows = mask.view(count, -1)
     size, device = rows.shape[1], mask.device
     starts = torch.arange(first, first + count, device=device).mul_(SAMPLE).add_(seed)[:, None]
     steps = torch.arange(size, device=device)
-    if part is not None:  # their positions in the whole sample
+    if part is not None:  # the positions of the part in the whole sample
         steps = steps // part.length * part.period + part.start + steps % part.length
     steps.mul_(ELEMENT)
     each = max(1, (_CPU_BLOCK if device.type == "cpu" else _OTHER_BLOCK) // max(size, 1))
@@ -280,7 +282,7 @@ def _mixed(z: Tensor) -> Tensor:
 
 
 class _InKernel(torch.autograd.Function):
-    """Dropout in one kernel, which draws the mask again in the backward, so that nothing is kept."""
+    """Dropout in one kernel. The backward draws the mask again, so nothing is kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor, seed: int, first: int, count: int, p: float) -> Tensor:
@@ -296,7 +298,7 @@ class _InKernel(torch.autograd.Function):
 
 @cache
 def _kernel_works(device: torch.device) -> bool:
-    """Return whether Triton can build the kernel, and it drops the right elements."""
+    """Return whether Triton can build the kernel, and the kernel drops the right elements."""
 
     def check() -> None:
         ones = torch.ones(4, 5003, device=device)

@@ -17,32 +17,32 @@ from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, become
 from models.chain import Chain, LayerSpec, check_parameters, dtype_of, keep_tensors, shared_parameters, without_weights
 from models.losses import loss_of
 
-# torch's layers update their running statistics with every micro-batch, and differently in each replica.
+# torch's layers update their running statistics at every micro-batch, and each replica updates them differently.
 _OURS = {nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d}
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_CHANGES = ("_modules", "training")  # attributes that are not the same in every nn.Sequential
+_CHANGES = ("_modules", "training")  # attributes that differ between instances of nn.Sequential
 
 
-MODULE = "module"  # the name of a module that is the only layer
+MODULE = "module"  # the layer's name if a module is the only layer
 
 
 def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
-    """Make a chain that starts from the weights of ``net``; ``net`` itself is not changed by training.
+    """Make a chain that starts from the weights of ``net``. Training does not change ``net`` itself.
 
-    The children of an ``nn.Sequential`` are the layers. A module with a forward of its own is one layer, ``module``,
-    which is computed as a whole: strategies with stages cannot run it. So is an ``nn.Sequential`` that has hooks,
-    parameters or buffers of its own.
+    The children of an ``nn.Sequential`` are the layers. A module with its own forward is one layer, ``module``, which
+    is computed as a whole: strategies with stages cannot run it. An ``nn.Sequential`` with its own hooks, parameters or
+    buffers is also one layer.
 
-    Every process of a run holds all these weights once, in addition to those of its layers. Parameters that layers
-    share are tied, frozen parameters stay frozen, and torch's BatchNorm becomes that of ``models.batchnorm``. Modules
-    in eval mode stay in eval mode in training, unless all are. Buffers keep their dtype if it is not that of the
-    parameters, which is train.precision's in the run.
+    Every process of a run holds all these weights once, in addition to the weights of its layers. Parameters that
+    layers share are tied, frozen parameters stay frozen, and torch's BatchNorm is replaced by ``models.batchnorm``.
+    Modules in eval mode stay in eval mode in training, unless all modules are in eval mode. Buffers keep their dtype if
+    it is not the parameters' dtype, which the run replaces by train.precision.
 
         chain = chain_of(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), ClassCrossEntropy())
 
     Args:
-        net: An ``nn.Sequential``, whose children have the names "0", "1", ... unless they have others; or any module.
-        loss: See ``models.losses``; or a loss of torch, such as ``nn.CrossEntropyLoss()``.
+        net: An ``nn.Sequential``, with children named "0", "1", ... unless they have other names; or any module.
+        loss: A loss as in ``models.losses``, or a torch loss, such as ``nn.CrossEntropyLoss()``.
         **fields: Further fields of ``Chain``, such as ``limits={"vocabulary": 50257}``.
 
     Raises:
@@ -79,7 +79,7 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
 
 
 def chain_of_module(build: Callable[[], nn.Module], loss: Any) -> Chain:
-    """Make a chain of one layer, ``module``, that is constructed by ``build`` from the run's seed."""
+    """Make a chain of one layer, ``module``. ``build`` constructs it from the run's seed."""
     return Chain([LayerSpec(MODULE, partial(_whole, build))], loss)
 
 
@@ -88,15 +88,15 @@ def names_of_module(weights: dict[str, Tensor], tied: dict[str, str], layers: Se
 
     Args:
         weights: The weights, by the chain's names.
-        tied: {alias: canonical} names; the aliases are added.
-        layers: The chain's layers.
+        tied: {alias: canonical} names. The aliases are added to the weights.
+        layers: The names of the chain's layers.
     """
     whole = {**weights, **{alias: weights[name] for alias, name in tied.items() if name in weights}}
     return {name.removeprefix(prefix_of(layers)): tensor for name, tensor in whole.items()}
 
 
 def prefix_of(layers: Sequence[str]) -> str:
-    """Return the prefix of a chain's names that the module's own names do not have."""
+    """Return the prefix of a chain's names that is missing in the module's own names."""
     return f"{MODULE}." if list(layers) == [MODULE] else ""
 
 
@@ -105,7 +105,7 @@ def _whole(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
-    """Return ``net`` if it computes its children in their order, otherwise a module with ``net`` as its only child."""
+    """Return ``net`` if it computes its children in order, otherwise a module with ``net`` as its only child."""
     if not isinstance(net, nn.Module) or isinstance(net, _WRAPPERS) or hasattr(net, "_orig_mod"):
         kind = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
         raise ModelError(
@@ -120,7 +120,7 @@ def _as_sequential(net: Any, whole: bool = False) -> nn.Module:
 
 
 def _is_plain_sequential(net: nn.Module) -> bool:
-    """Return whether ``net`` only computes its children in order, without hooks and parameters beside them."""
+    """Return whether ``net`` only computes its children in order, without its own hooks and parameters."""
     own = vars(net)
     if isinstance(net, torch.jit.ScriptModule):
         return False
@@ -158,5 +158,5 @@ def _fingerprint(net: nn.Module) -> str:
 def _copy_weights(source: nn.Module, name: str, module: nn.Module) -> None:
     given = source.get_submodule(name)
     for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        # In its own dtype, which may be wider than that in which weights are drawn.
+        # In the weight's own dtype, which may be wider than the dtype in which weights are drawn.
         tensor.data = getattr(given, key).detach().clone(memory_format=torch.contiguous_format)

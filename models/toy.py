@@ -9,9 +9,9 @@ from models.losses import SquaredError
 
 
 def toy(in_features: int = 10, hidden: int = 10, out_features: int = 5) -> Chain:
-    """Build a chain of three layers, [b, in_features] -> [b, out_features], under squared error.
+    """Build a chain of three layers, [b, in_features] -> [b, out_features], with squared error.
 
-    The middle layer has no parameters, so one of three stages has nothing to optimize, which is allowed.
+    The middle layer has no parameters, so with three stages, one stage has nothing to optimize. This is allowed.
     Source: the ToyModel of PyTorch's DDP tutorial.
     """
     return Chain(

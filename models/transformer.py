@@ -1,9 +1,9 @@
 """The language model of PyTorch's "DDP and pipeline parallelism" tutorial.
 
 Post-norm Transformer encoder layers (Vaswani et al. 2017), with sinusoidal positions and ReLU. The tutorial uses no
-mask, so each word sees the next one, which it should predict, and the printed perplexity of 1.39 is that of copying.
-Here attention is causal. Source: "Training Transformer models using Distributed Data Parallel and Pipeline Parallelism"
-(PyTorch tutorials up to 2.3).
+mask, so each word sees the next word, which it should predict, and the printed perplexity of 1.39 is the result of
+copying. Here attention is causal. Source: "Training Transformer models using Distributed Data Parallel and Pipeline
+Parallelism" (PyTorch tutorials up to 2.3).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.cut import Columns, Rows, Vocabulary
 from models.fused_cross_entropy import FusedHead
 from models.losses import TokenCrossEntropy
 
-INITIAL_RANGE = 0.1  # of the embedding and of the projection onto the vocabulary, as published
+INITIAL_RANGE = 0.1  # for the embedding and the projection onto the vocabulary, as published
 
 
 class Positions(UsesCache, nn.Module):
@@ -31,7 +31,7 @@ class Positions(UsesCache, nn.Module):
 
     def __init__(self, max_len: int, d_model: int) -> None:
         super().__init__()
-        # It follows from the configuration, so checkpoints do not contain it.
+        # The buffer follows from the configuration, so checkpoints do not contain it.
         self.register_buffer("pe", torch.empty(max_len, d_model), persistent=False)
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class SelfAttention(CausalAttention):
 class TransformerLayer(nn.Module):
     """``nn.TransformerEncoderLayer(batch_first=True)`` under a causal mask: [b, t, d_model] -> same.
 
-    It has the same parameter names and numbers. torch's own layer needs the mask as a tensor in each call.
+    The parameter names and numbers are the same. torch's own layer needs the mask as a tensor in each call.
     """
 
     def __init__(self, d_model: int, n_head: int, d_hid: int, dropout: float) -> None:
@@ -111,9 +111,9 @@ class Decoder(FusedHead):
 
 
 def initialise(name: str, module: nn.Module) -> None:
-    """Set a module's initial weights: those of ``nn.TransformerEncoderLayer``.
+    """Set a module's initial weights as ``nn.TransformerEncoderLayer`` does.
 
-    Uniform in +-0.1 for embedding and projection, the latter's bias 0, as published.
+    Embedding and projection are uniform in +-0.1, and the projection's bias is 0, as published.
     """
     if isinstance(module, nn.Embedding) or name == "decoder.projection":
         module.get_parameter("weight").uniform_(-INITIAL_RANGE, INITIAL_RANGE)
@@ -134,8 +134,8 @@ def transformer(
 ) -> Chain:
     """Build the tutorial's model as a chain: ``encoder``, ``layers.0`` … ``layers.N-1``, ``decoder``.
 
-    Token ids [b, t] -> logits [b, t, vocab_size]; ``d_hid`` is the width between the two linear maps of a layer,
-    ``max_len`` the longest sequence. Raises ValueError for sizes that do not fit together.
+    Token ids [b, t] -> logits [b, t, vocab_size]. ``d_hid`` is the width between the two linear maps of a layer.
+    ``max_len`` is the length of the longest sequence. Raises ValueError for sizes that do not fit together.
     """
     if vocab_size is None:
         raise ValueError("model.vocab_size is not set and the data has no vocabulary to take it from; set it")
