@@ -69,7 +69,7 @@ def trace(
             return made_up(tensors, device_type)
 
     def traced(layer: LayerSpec, tensors: tuple[Tensor, ...]) -> tuple[LayerTrace, tuple[Tensor, ...]]:
-        blank, error = layer.made(), None  # outside of the mode, where an initialiser finds that there are no numbers
+        blank, error = layer.made(), None  # outside of the mode, where an initializer finds that there are no numbers
         for real, watching in ((False, watch), (True, watch), (True, None)):
             try:
                 with seeded(0) if real else fakes, autocast(precision, "cpu" if real else device_type):

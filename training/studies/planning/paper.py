@@ -209,7 +209,7 @@ def batchnorm_of(candidate: Candidate, setup: Setup) -> list[str]:
 
 
 def best_of_each(found: Found) -> dict[str, Candidate]:
-    """Return the fastest layout of each strategy, sorted by speed."""
+    """Return the fastest layout of each strategy, the fastest first."""
     best = {}
     for candidate in found.best:
         best.setdefault(candidate.layout.strategy, candidate)
