@@ -1,6 +1,6 @@
 """Any causal language model of transformers as a chain. The layers are computed by the model's own code.
 
-This module describes no single architecture. ``Decoder`` builds the model once on the meta device.
+No architecture is hard-coded here. ``Decoder`` builds the model once on the meta device.
 ``models.causal_lm_layers`` finds the layers, and computes each by a part of the model's ``forward``. The model's tensor
 plan determines how the layers can be cut, and ``prove`` checks that the chain computes the same as the whole model.
 """

@@ -136,7 +136,7 @@ def _has_kernel(logits: Tensor) -> bool:
 
 @cache
 def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether Triton can build the kernel, which takes a C compiler, and the kernel's results equal torch's."""
+    """Return whether Triton can build the kernel, which needs a C compiler, and the kernel's results equal torch's."""
     if dtype == torch.float64:
         return False
 

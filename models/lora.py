@@ -83,7 +83,7 @@ def adapt(chain: Chain, rank: int, alpha: float, dropout: float, targets: Sequen
         alpha: The scale of the adapter's output, which is multiplied by alpha / rank.
         dropout: The dropout probability for the adapter's input, in [0, 1). It drops by sample, as all dropout in a
             chain.
-        targets: Names of linear layers, or suffixes of names after a dot: ``c_attn`` selects a layer in every block,
+        targets: Names of linear layers, or suffixes of names after a dot: ``c_attn`` selects the layer in every block,
             ``h.0.attn.c_attn`` only the layer in the first block. None: all layers that can have an adapter.
 
     Raises:

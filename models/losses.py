@@ -115,7 +115,7 @@ class Loss(Protocol):
 
 
 def copy_to_try(loss: Any) -> Any:
-    """Return a copy of a loss for a check to call: the loss may count its calls. If that fails, return the loss."""
+    """Return a copy of a loss, which may count its calls, for a check to call; the loss itself if copying fails."""
     try:
         return copy.deepcopy(loss)
     except Exception:  # a user's code

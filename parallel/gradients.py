@@ -115,9 +115,9 @@ class Gradients:
 def _norms(gradients: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Compute the norms of gradients, or of the rows into which a gradient is cut, on ``device``.
 
-    A float32 sum depends on how the elements are divided among ranks: with 40 million elements the third digit differs.
-    A float64 sum takes four times as long on a CPU, because the elements must be copied to float64. On a CPU the rows
-    of a large gradient are therefore summed in float32: rows are short, and their errors cancel.
+    A float32 sum depends on how the elements are divided among ranks: with 40 million elements, sums differ from the
+    third digit on. A float64 sum takes four times as long on a CPU, because the elements must be copied to float64. On
+    a CPU the rows of a large gradient are therefore summed in float32: rows are short, and their errors cancel.
     """
 
     def is_cut(gradient: Tensor) -> bool:

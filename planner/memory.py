@@ -50,7 +50,7 @@ class Allocation:
         """Return the allocation of a run on a device type: cpu, cuda or mps."""
         number = parameter_dtype(precision).itemsize
         kept = (_HEAP, _COPIES) if device_type == "cpu" else (0.0, (0, 0, 0))
-        return cls(number, number, process, BYTES.get(precision, number), *kept)  # the auto of a job is unknown
+        return cls(number, number, process, BYTES.get(precision, number), *kept)  # a job's auto cannot be known here
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Rank:
 
 
 def check_gpus(plan: Plan, ranks: Sequence[Memory], memory: Callable[[int], int]) -> None:
-    """Check that the GPUs have enough memory for the certain needs of the ranks. Ranks are assigned to GPUs in turn.
+    """Check that the GPUs, to which ranks are assigned in turn, have the memory that the ranks certainly need.
 
     Args:
         plan: The plan of a run that is started here.

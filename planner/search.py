@@ -20,7 +20,7 @@ from planner.memory import Allocation, Memory, Rank, fullest
 from planner.step import Seconds, seconds_of, seconds_of_layer
 from planner.work import Works
 
-FREE = (*Layout.DEGREES, "chunks", "schedule", "stages_per_rank")  # keys that may be typed, which then fixes them
+FREE = (*Layout.DEGREES, "chunks", "schedule", "stages_per_rank")  # keys that are fixed if the user types them
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 _SHORT = 4  # the longest pipeline that may be fast with fewer micro-batches than ranks
 _PER_RANK = (2, 4)  # stages per rank to try, for schedules with several stages per rank

@@ -132,8 +132,8 @@ class Axis:
         """Return the replica axes over which the gradient of a parameter is summed; None for all replica axes.
 
         The sum is divided by the number of replicas. If the result is ``()``, no rank sends the gradient, and this
-        axis's ``finish_gradients`` may complete it. ``name`` is the parameter's canonical name. It must be None for
-        sharded parameters.
+        axis's ``finish_gradients`` may complete it. The result must be None for sharded parameters. ``name`` is the
+        parameter's canonical name.
         """
         return None
 

@@ -79,7 +79,10 @@ class Shards(Axis):
             self._shard(layer)
 
     def wrap(self, stage: nn.Module, apart: Apart) -> nn.Module:
-        """Shard the tied parameters, which ``prepare`` skips. Raises PlanError if not all replicas average one."""
+        """Shard the tied parameters, which ``prepare`` skips.
+
+        Raises PlanError if one of them is not averaged over all replicas.
+        """
         if apart:
             raise PlanError(
                 f"parallel={self.plan.strategy} shards all parameters among all replicas, but an axis averages some of "

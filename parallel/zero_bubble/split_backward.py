@@ -4,8 +4,7 @@ Zero-bubble schedules (Qi et al. 2023) send the gradients of inputs at once and 
 torch has the same in ``torch.distributed.pipelining._backward``, which is private and differs between releases. In
 torch 2.13 and 2.15, a layer that a stage uses several times raises an error ("backward through the graph a second
 time"), a weight of an output that depends on no input silently gets no gradient, and the fused head's product is
-computed twice. In torch 2.11 it fails for every custom autograd function. This module uses only the public autograd
-graph.
+computed twice. torch 2.11 fails for every custom autograd function. This module uses only the public autograd graph.
 
 A *boundary* node lies on a path from the outputs to the inputs and has an edge that leads to weights only. The first
 part runs backward to the inputs and records the gradients that enter each boundary node. The second part starts at the
