@@ -22,7 +22,8 @@ def load_torchvision() -> ModuleType:
 
     The wheel on the package index is built against CUDA torch. With a CPU torch the extension cannot be loaded, and
     ``import torchvision`` fails with ``operator torchvision::nms does not exist``, although models, datasets and
-    transforms are pure Python. It works after the two operators that its Python code refers to are declared.
+    transforms are pure Python. In this case, the function declares the two operators that the Python code refers to,
+    imports torchvision again and logs a warning. Compiled operators are not available then.
     """
     try:
         return importlib.import_module("torchvision")

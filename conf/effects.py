@@ -37,15 +37,15 @@ _REFERRED = ("model.vocabulary.", "model.tokenizer.", "recipes.")
 
 
 def check_effects(cfg: DictConfig, typed: Sequence[str], of_sweep: bool) -> None:
-    """Check the typed words of a composed configuration. Its references are not resolved.
+    """Check that every key on the command line has an effect.
 
     Args:
-        cfg: The configuration.
-        typed: The words.
-        of_sweep: Whether the configuration is that of a job of a sweep.
+        cfg: The composed configuration, with interpolations that are not resolved yet.
+        typed: The words of the command line.
+        of_sweep: Whether the configuration belongs to a job of a sweep.
 
     Raises:
-        HydraException: A key has no effect. The message names the key and what it needs.
+        HydraException: A key has no effect, and its value is not null or false. The message names what it needs.
     """
     rows = [*_NEEDS.items(), *([] if of_sweep else _NEEDS_OF_RUN.items())]
     debugs = any(word.startswith("debug=") for word in typed)  # a command may get it in addition

@@ -159,7 +159,7 @@ def to_config(tree: dict) -> Any:
 
 
 def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of ``cfg`` with other values by key: ``{"parallel.dp": 2}``."""
+    """Return a copy of ``cfg`` with some values replaced. ``values`` has the new ones, as in ``{"parallel.dp": 2}``."""
     tree = to_dict(cfg)
     for key, value in values.items():
         *sections, name = key.split(".")

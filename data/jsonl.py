@@ -251,7 +251,7 @@ class TokenRows(Source):
 
 
 class BucketedRows(TokenRows, VariableLength):
-    """TokenRows in batches that can be narrower than seq_len. ``counts`` has the number of tokens of every cut row."""
+    """TokenRows in batches that can be narrower than seq_len. ``counts`` has the tokens of each cut row."""
 
     def __init__(self, counts: MappedFile, rows: RowFiles, selection: RowSelection, *more: Any):
         super().__init__(rows, selection, *more)

@@ -55,16 +55,16 @@ class LanguageData(DataSet):
         Args:
             seq_len: Tokens per sample.
             vocabulary: GPT-2's tokens, or the words of the training split.
-            min_frequency: Rarer words become <unk>; null: 5 (wikitext2: 1, as published).
-            max_vocabulary: The largest number of words, including <unk>; null: all.
+            min_frequency: Words that occur less often become <unk>. None for 5 (wikitext2: 1, as published).
+            max_vocabulary: The largest number of words, including <unk>. None for no limit.
             batchify: Train on the text in order, in columns that are read side by side.
-            columns: The number of columns with batchify: the global batch size.
+            columns: The number of columns, which is the global batch size. Needed with ``batchify``.
             extra_tokens: Tokens after GPT-2's own (``model.extra_tokens``).
             tokenizer: A folder with a tokenizer.json, or that file, in place of GPT-2's tokens.
             options: See DataSet.
 
         Raises:
-            DataError: If a number is out of range, or an option belongs to the other vocabulary.
+            DataError: If a number is out of range, ``columns`` is missing, or an option is for the other vocabulary.
         """
         super().__init__(**options)
         check_at_least(1, seq_len=seq_len)

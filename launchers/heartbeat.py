@@ -197,7 +197,11 @@ class Meeting:
         )
 
     def _find_silent(self) -> dict[int, Note]:
-        """Return the notes of the ranks that neither leave nor give up, after all ranks had time to do so."""
+        """Return a note for each other rank that has neither left nor given up.
+
+        Other waiting ranks get some seconds to say that they give up. The result is empty if none does, or if no rank
+        is silent. The note of a rank in an earlier step is this rank's own.
+        """
         mine, begin, notes = here(), time.monotonic(), {}
         while True:
             self._put()

@@ -70,7 +70,7 @@ class Effects(Watch):
         self._ranges = ranges or {}
 
     def wrote(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the storages of those given tensors that were changed in place."""
+        """Return the ids of the storages of the tensors that were changed in place."""
         return [storage for tensor in tensors if (storage := _storage_of(tensor)) in self._written]
 
     def wrote_others(self) -> bool:

@@ -114,7 +114,7 @@ def duration(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule:
 
 
 def makespan(seconds: Sequence[StageSeconds], ranks: int, chunks: int, schedule: str) -> float:
-    """Approximate the duration of ``simulate``, in a computing time that does not depend on ``chunks``.
+    """Estimate the seconds of the step that ``simulate`` replays, at a cost that does not depend on ``chunks``.
 
     The result is exact for gpipe and looped_bfs, and for interleaved_1f1b with equal stages. In 4,100 random cases (2
     to 8 ranks, 1 to 3 stages per rank that differ by a factor of two) the error was at most 3 % for 1f1b. For the other

@@ -151,6 +151,7 @@ def write_private(path: Path, text: str) -> None:
     """Write a file that only this user can read: it may contain secrets. Its folder is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
+    path.chmod(0o600)  # also a file that exists
     path.write_text(text, encoding="utf-8")
 
 

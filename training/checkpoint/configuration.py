@@ -67,7 +67,7 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
 
 
 class SavedConfig:
-    """The configuration of a checkpoint that a command names."""
+    """The configuration in a checkpoint, for a command with ``checkpoint=`` or ``train.resume=``."""
 
     def __init__(self, path: str, config: Mapping[str, Any], own: Path | None = None) -> None:
         """Store the configuration and its source.

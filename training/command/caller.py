@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def left_as_it_was() -> Iterator[None]:
-    """After the block, restore the state that a run changes: settings of torch, random numbers, logging, variables."""
+    """After the block, restore what a run changes: torch's settings and generators, logging, environment variables."""
     import torch
 
     backends: Any = torch.backends

@@ -71,7 +71,7 @@ def prepare_here(cfg: Root):
 
 
 def queue(runs: list[CheckedRun], folder: Path, name: str) -> list[Job]:
-    """Submit ``runs`` of the same shape; several are one array.
+    """Submit runs of the same ``shape`` to SLURM: one as a job, several as a job array.
 
     Raises:
         LaunchError: The queue refuses the runs.

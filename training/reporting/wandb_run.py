@@ -158,7 +158,7 @@ def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContext
 
 @contextlib.contextmanager
 def _service_ended_on_error() -> Iterator[None]:
-    """End wandb's service after an error: at exit, wandb would print a traceback about a service that has died."""
+    """End wandb's service if the block raises. Otherwise wandb prints a traceback at exit if its service has died."""
     try:
         yield
     except Exception:

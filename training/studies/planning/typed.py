@@ -1,4 +1,7 @@
-"""The keys that the user types with ``parallel=auto``. They are checked before measuring, and kept."""
+"""Lists the layouts that ``parallel=auto`` may choose, and checks the keys that the user types beside it.
+
+Typed keys are checked before anything is measured, and the search keeps their values.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from training.studies.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT
 
 
 def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) -> str:
-    """Run the first differing step again and record every layer. Return a sentence about the first difference."""
+    """Record each layer in the first differing step, or else the last. Return a sentence about the first difference."""
     tolerance, names = runs.limits["gradients"], runs.chain.names
     for step in range(1, runs.steps + 1):
         both = ({"loss": runs.results(one, "loss")[f"at step {step}"], **runs.gradients(one, step)}
