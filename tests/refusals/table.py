@@ -199,6 +199,7 @@ VALUES = {
     ],
     "train.monitor=val_acc": [
         Refusal("model=convnet train.monitor=val_acc", "did you mean train.monitor=val_accuracy? There are: "),
+        Refusal("mode=compare model=convnet train.monitor=val_acc", "did you mean train.monitor=val_accuracy?"),
         Refusal("-m model=convnet train.monitor=val_acc seed=1,2 hydra.sweep.dir=s", "did you mean", "=val_accuracy?"),
     ],
     "train.test=best": [

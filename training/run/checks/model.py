@@ -74,7 +74,7 @@ def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
     if (objective := cfg.sweep.objective) is not None:
         check_name("sweep.objective", objective, [*numbers(("val", "test")), *SUMMARISED])
         Monitor.of(train, objective, cfg.sweep.direction, ("sweep.objective", "sweep.direction"))
-    if cfg.mode in ("train", "plan"):
+    if cfg.mode in ("train", "plan", "compare"):
         check_name("train.monitor", train.monitor or LOSS, numbers())
         Monitor.of(train)
         for name, stop in build_callbacks(cfg.callbacks, EarlyStop).items():
