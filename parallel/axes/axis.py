@@ -166,5 +166,10 @@ def all_reduce_sum(gradients: Sequence[Tensor], group: dist.ProcessGroup | None)
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
         flat = torch.cat([gradient.flatten() for gradient in alike])
         dist.all_reduce(flat, group=group)
-        for gradient, total in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        copy_back(flat, alike)
+
+
+def copy_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Copy the parts of a flat tensor into the gradients that were concatenated in it."""
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import PlanError
 from models.chain import Chain
-from parallel.axes.axis import Apart, Axis, all_reduce_sum
+from parallel.axes.axis import Apart, Axis, all_reduce_sum, copy_back
 from parallel.layout import Layout
 from parallel.mesh import COPIES, PEERS, Mesh, reduce_scatter
 from parallel.plan import Plan
@@ -115,8 +115,7 @@ class Replicas(Axis):
         """See ``Axis.finish_gradients``."""
         for future, flat, gradients in self._pending:
             future.wait()
-            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(mean.view(gradient.shape))
+            copy_back(flat, gradients)
         self._pending.clear()
         for over in dict.fromkeys(map(tuple, self._apart.values())):
             gradients = [p.grad for p, axes in self._apart.items() if tuple(axes) == over and p.grad is not None]
