@@ -1,7 +1,8 @@
 """Batches as a function of (seed, step), and the data sets from which they are made.
 
     dataset.py      DataSet: the interface of every `data=` option. Source: samples by index. Batch: the data of a step
-    loader.py       train and evaluation batches: which samples, in buckets of similar length, read ahead
+    loader.py       the samples of training and evaluation batches, in buckets of similar length
+    read_ahead.py   reads batches before a step needs them, by a thread or by processes
 
     Data sets, each in the file of its name: torch_docs, stdlib, text, wikitext2, jsonl, parquet and tokens (language),
     random_images, digits, mnist, cifar10 and image_folder (images), random_regression and arrays (numbers)

@@ -5,6 +5,7 @@
     axes/                            how ranks divide the work along each axis: replicas, shards, pipeline, tensor
     strategies.py                    the registry of strategies
     strategy.py                      Strategy, the base class, and LocalStrategy: single, ddp, fsdp, hsdp and tensor
+    step_result.py                   the numbers of a step, and the scale of the loss in float16
     several_devices.py               model_parallel and data_parallel, several devices in one process
     pipeline.py, pipe_stage.py       the pipelined strategies, on torch.distributed.pipelining
     schedules.py, actions.py         the schedules of pipelines; the pieces of work that they put in order

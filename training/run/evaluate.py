@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from data.dataset import Source
-from data.loader import EvalBatches, read_ahead
+from data.loader import EvalBatches
+from data.read_ahead import read_ahead
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
 from parallel.strategy import Strategy

@@ -19,7 +19,8 @@ from data.dataset import Batch
 from data.loader import train_loader
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
-from parallel.strategy import StepResult, Strategy
+from parallel.step_result import StepResult
+from parallel.strategy import Strategy
 from training.callbacks import Callbacks, TrainingRun
 from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load_chosen

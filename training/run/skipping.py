@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.errors import TrainingError
-from parallel.strategy import StepResult
+from parallel.step_result import StepResult
 from training.reporting.summary import Outcome
 from training.run.evaluate import IGNORED_TARGETS
 
