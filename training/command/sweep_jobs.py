@@ -117,7 +117,7 @@ def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
 
 
 def _check_metrics(cfg: DictConfig, folder: Path) -> None:
-    if all(one is None for one in (cfg.train.monitor, cfg.sweep.objective, cfg.callbacks)):
+    if cfg.train.monitor is None and cfg.sweep.objective is None and cfg.callbacks is None:
         return
     from training.run.checks.model import check_names
     from training.run.prepare import model_and_data

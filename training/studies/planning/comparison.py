@@ -107,8 +107,8 @@ def compare(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] 
 def to_try(found: Found) -> list[Candidate]:
     """Return the best layout of each strategy, and the default layout: single with chunks=1."""
     best = [*best_of_each(found).values()]
-    untyped = [one for one in found.best if one.layout.strategy == "single" and one.layout.chunks == 1]
-    return [*best, *(one for one in untyped[:1] if one not in best)]
+    default = [each for each in found.best if (each.layout.strategy, each.layout.chunks) == ("single", 1)][:1]
+    return [*best, *(candidate for candidate in default if candidate not in best)]
 
 
 def table(rows: Sequence[Row]) -> str:

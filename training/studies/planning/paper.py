@@ -169,11 +169,11 @@ def tables(found: Found, setup: Setup, words: Sequence[str], cluster: Cluster | 
     named = [*enumerate(found.best[:_SHOWN], 1), *(("best", candidate) for candidate in best.values())]
     batch, tokens, rows = setup.cfg.train.global_batch_size, setup.data.seq_len, []
     flops = 3 * batch * sum(work.flops + work.attention - work.masked for work in setup.work[0])
-    for name, one in named:
-        total, processes = one.seconds.total, one.layout.processes
-        row = {"": str(name), "layout": one.name, "idle": str(one.devices.count - processes), "total": f"{total:.3g}"}
-        row |= {part: f"{getattr(one.seconds, part):.3g}" for part in parts}
-        row |= {"GiB": f"{one.memory.total / 2**30:.3g}", "of": f"{one.devices.memory / 2**30:.3g}"}
+    for name, candidate in named:
+        total, processes, devices = candidate.seconds.total, candidate.layout.processes, candidate.devices
+        row = {"": str(name), "layout": candidate.name, "idle": str(devices.count - processes), "total": f"{total:.3g}"}
+        row |= {part: f"{getattr(candidate.seconds, part):.3g}" for part in parts}
+        row |= {"GiB": f"{candidate.memory.total / 2**30:.3g}", "of": f"{devices.memory / 2**30:.3g}"}
         row["tokens/s" if tokens else "samples/s"] = f"{batch * (tokens or 1) / total:,.0f}"
         if peak is not None:
             row["MFU"] = f"{flops / total / (processes * peak):.0%}"
@@ -228,8 +228,8 @@ def command(words: Sequence[str], candidate: Candidate, more: Sequence[str] = ()
 
 def _draw(found: Found, cfg: Root, run_dir: Path) -> Iterator[str]:
     """Draw the timeline of the best pipeline, if it is small enough to be readable."""
-    short = [one for one in found.best if one.layout.chunks * one.layout.per_rank <= _DRAWN_CHUNKS]
-    for candidate in [one for one in short if 1 < one.layout.pp <= _DRAWN_RANKS][:1]:
+    short = (each for each in found.best if each.layout.chunks * each.layout.per_rank <= _DRAWN_CHUNKS)
+    if (candidate := next((each for each in short if 1 < each.layout.pp <= _DRAWN_RANKS), None)) is not None:
         from training.reporting.timeline import draw
 
         figure = draw(timeline_of(candidate), f"{cfg.model.name}, predicted for {cfg.cluster.name}", candidate.name)
