@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from benchmarks.command_line import run_directory
 from benchmarks.table import Benchmark, Table
 from conf import options
+from parallel.axes import AXES
 from training.studies.verification.layouts import layouts
 from training.studies.verification.report import JSON
 
@@ -39,7 +40,8 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         yield Table("parity", (row for model in (["toy"] if chosen.quick else words) for row in rows(model)), words)
     if "tensor" in parts and not chosen.quick:
         shared = {model: f"{words[model]} verify.processes={PROCESSES}" for model in CUT}
-        divided = [layout for layout in layouts(PROCESSES, MICROBATCHES, divided=True) if layout.ranks_per_stage > 1]
+        divided = [keys for axis in AXES for keys in axis.variants]
+        divided = [layout for layout in layouts(PROCESSES, MICROBATCHES, divided) if layout.ranks_per_stage > 1]
         typed = [[*x.words(), *[f"parallel.shard={x.shard}"] * (x.shard is not None)] for x in divided]
         found = (row for model in CUT for layout in typed for row in [*rows(model, *layout)][1:])
         yield Table("parity_tensor", found, shared)

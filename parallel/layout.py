@@ -42,8 +42,10 @@ class Layout:
             ranks.
     """
 
-    DEGREES: ClassVar = ("dp", "tp", "pp")  # the keys that hold the degrees
-    OPTIONS: ClassVar = ("sequence",)  # other keys of an axis
+    DEGREES: ClassVar = ("dp", "tp", "pp")  # the keys whose product is the number of processes
+    # The keys of the axes that divide the work of a stage: its degree, the axis of the mesh, and its other keys.
+    OF_STAGE: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {"tp": (TENSOR, ("sequence",))}
+    OPTIONS: ClassVar = tuple(option for _, options in OF_STAGE.values() for option in options)
 
     strategy: str = "single"
     dp: int = 1
@@ -79,7 +81,7 @@ class Layout:
         return cls(
             strategy=saved["parallel"],
             **{axis: saved.get(axis, 1) for axis in cls.DEGREES},
-            sequence=saved.get("sequence", False),
+            **{option: saved[option] for option in cls.OPTIONS if option in saved},
             chunks=saved["chunks"],
             schedule=schedule,
             stages_per_rank=len(stages) // saved["pp"] if schedule else None,
@@ -96,7 +98,7 @@ class Layout:
     def keys(self) -> dict[str, Any]:
         """Return the keys of the section ``parallel`` that a planner chooses. It leaves the other keys as they are."""
         keys = {"name": self.strategy, "dp": self.dp, "pp": self.pp, "chunks": self.chunks}
-        keys |= {"tp": self.tp, "sequence": self.sequence} if self.tp > 1 else {}
+        keys |= self.of_stage
         if self.pipelined and self.schedule is not None:
             keys |= {"schedule": self.schedule, "stages_per_rank": self.per_rank if self.looped else None}
         return keys
@@ -105,8 +107,7 @@ class Layout:
         """Return the words of a command line that set ``keys``."""
         words = [f"parallel={self.strategy}"]
         words += [f"parallel.dp={self.dp}"] if self.info.replicas else []
-        words += [f"parallel.tp={self.tp}"] if self.tp > 1 else []
-        words += ["parallel.sequence=true"] if self.sequence else []
+        words += [f"parallel.{key}={str(value).lower()}" for key, value in self.of_stage.items() if value is not False]
         words += [f"parallel.axes.{name}.ranks={ranks}" for name, _, ranks in self.axes]
         if self.pipelined:
             words += [f"parallel.pp={self.pp}"]
@@ -121,8 +122,16 @@ class Layout:
         words = [self.strategy, *(f"{axis}={n}" for axis, n in degrees if n > 1)]
         words += [self.schedule] if self.pipelined and self.schedule is not None else []
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
-        words += ["sequence"] if self.sequence else []
+        words += [
+            key if value is True else value for key, value in self.of_stage.items() if key in self.OPTIONS and value
+        ]
         return " ".join([*words, f"chunks={self.chunks}"])
+
+    @property
+    def of_stage(self) -> dict[str, Any]:
+        """The keys of the axes along which several ranks divide the work of a stage, with their values."""
+        several = {key: options for key, (_, options) in self.OF_STAGE.items() if getattr(self, key) > 1}
+        return {key: getattr(self, key) for degree, options in several.items() for key in (degree, *options)}
 
     @cached_property
     def info(self) -> StrategyInfo:
@@ -144,13 +153,14 @@ class Layout:
         """The number of ranks along each axis of the mesh, by the axis's name, slowest axis first."""
         group = SHARDS if self.info.sharded else PEERS
         stages = self.pp if self.pipelined else 1
-        sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: stages, TENSOR: self.tp}
+        sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: stages}
+        sizes |= {name: getattr(self, degree) for degree, (name, _) in self.OF_STAGE.items()}
         return {name: sizes.get(name, 1) for name in ORDERS[self.order]} | {name: n for name, _, n in self.axes}
 
     @property
     def ranks_per_stage(self) -> int:
         """The number of ranks that compute the same samples with the same layers, all or a part of each."""
-        return self.tp * math.prod(ranks for *_, ranks in self.axes)
+        return math.prod([*map(self.__getattribute__, self.OF_STAGE), *(ranks for *_, ranks in self.axes)])
 
     @property
     def ranks_per_replica(self) -> int:

@@ -52,7 +52,7 @@ class Pipeline(Strategy):
         self._info = SCHEDULES[plan.schedule]
         self._stage_class, self._schedule_class = map(resolve_name, (self._info.stage_class, self._info.class_name))
         self._by_shape: dict[tuple[torch.Size, ...], Any] = {}
-        self.prepared(sample)
+        self.prepared(self.part_of(sample))
 
     def prepared(self, microbatch: Batch) -> Any:
         """Return torch's schedule for micro-batches of the shape of ``microbatch``."""

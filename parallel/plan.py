@@ -98,7 +98,7 @@ class Plan(Layout):
             "parallel": self.strategy,
             **{axis: getattr(self, axis) for axis in Layout.DEGREES},
             **{name: ranks for name, _, ranks in self.axes},
-            "sequence": self.sequence,
+            **{option: getattr(self, option) for option in Layout.OPTIONS},
             "shards": self.shards,
             "chunks": self.chunks,
             "schedule": self.schedule,

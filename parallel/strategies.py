@@ -32,7 +32,8 @@ class StrategyInfo:
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
             or, without stages, one copy of the model per device.
         gpu_only: Whether the devices must be GPUs.
-        tensor: Whether ranks can split each layer (tensor parallelism).
+        tensor: Whether several ranks can divide the work of a stage (``parallel.tp``).
+        degree: The key of the degree that must be above 1, if the strategy is for one of these axes alone.
         shards: The replicas that shard parameters, gradients and optimizer state if ``parallel.shard`` is not set:
             "all", or the replicas of one "node". Empty if each replica has a whole copy.
     """
@@ -44,17 +45,13 @@ class StrategyInfo:
     several_devices: bool = False
     gpu_only: bool = False
     tensor: bool = False
+    degree: str = ""
     shards: str = ""
 
     @property
     def sharded(self) -> bool:
         """Whether replicas shard parameters, gradients and optimizer state."""
         return self.shards != ""
-
-    @property
-    def only_tensor(self) -> bool:
-        """Whether tensor parallelism is the only parallelism."""
-        return self.tensor and not (self.replicas or self.stages)
 
 
 _LOCAL, _PIPELINE = "parallel.strategy:LocalStrategy", "parallel.pipeline:Pipeline"
@@ -67,7 +64,7 @@ STRATEGIES = {
     "fsdp": StrategyInfo(_LOCAL, replicas=True, tensor=True, shards="all"),
     "hsdp": StrategyInfo(_LOCAL, replicas=True, tensor=True, shards="node"),
     "pipe_fsdp": StrategyInfo(_PIPELINE, replicas=True, stages=True, stage_per_rank=True, tensor=True, shards="all"),
-    "tensor": StrategyInfo(_LOCAL, tensor=True),
+    "tensor": StrategyInfo(_LOCAL, tensor=True, degree="tp"),
     "data_parallel": StrategyInfo("parallel.several_devices:DataParallel", several_devices=True, gpu_only=True),
 }
 

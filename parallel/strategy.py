@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from pkgutil import resolve_name
 
 import torch
@@ -90,11 +91,12 @@ class Strategy(ABC):
         self.loss_scale = LossScale(enabled=plan.precision == "fp16")
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
         self._first = 0  # the index of the first sample: in the global batch, or in the split in an evaluation
-        self._counts_samples = mesh.owns(REPLICAS)  # samples are divided along these axes
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
         each = max(1, sample.targets.numel()) / len(sample) if sample is not None else 1.0
         self._usual_terms = self._terms = plan.global_batch_size // plan.dp * each
-        self.axes = [axis(name, plan, chain, mesh) for name, axis in axes_of(plan)]
+        along = axes_of(plan)
+        self.axes = [axis(name, plan, chain, mesh) for name, axis in along]
+        self._counts_terms = mesh.owns({*REPLICAS, *(name for name, axis in along if axis.divides_batch)})
         # One context spans a whole step, so that weights are cast once per step and not once per micro-batch. The
         # gradient of a kept cast is computed last, perhaps after FSDP has reduced the sharded gradients of its layer.
         keep_casts = plan.shards == 1 or plan.pipelined
@@ -151,10 +153,11 @@ class Strategy(ABC):
         # ``terms`` is about the number of a replica's targets, padding included, and the same on all replicas.
         # ``averaged`` is 1; in float16 it is dp, so that every number is as large as in one process.
         with self._step(step, self.loss_scale.factor / (self._averaged * self._terms)):
-            self.forward_backward(self._placed(batch))
+            placed = self._placed(batch)
+            self.forward_backward(placed)
         self.gradients.finish()
         self.statistics.take()
-        result = self._agree(batch.targets.numel(), stop, loss_limit)
+        result = self._agree(placed.targets.numel(), stop, loss_limit)
         if result.usable:
             self.statistics.update()
         return result
@@ -192,7 +195,9 @@ class Strategy(ABC):
             stage.begin(training, step or 0, loss_scale)
         try:
             gathers = gathering(self.plan, self.mesh.axis(*REPLICAS), self.options.compile)
-            with torch.set_grad_enabled(training), self._autocast, gathers:
+            with torch.set_grad_enabled(training), self._autocast, gathers, ExitStack() as of_axes:
+                for axis in self.axes:
+                    of_axes.enter_context(axis.step())
                 yield
         except Exception as error:
             self._add_location(error, step)
@@ -224,7 +229,11 @@ class Strategy(ABC):
             return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
         weights = None if batch.weights is None else batch.weights.to(self._dtype)  # a stage counts them on the host
-        return replace(batch.map(placed), weights=weights)
+        return self.part_of(replace(batch.map(placed), weights=weights))
+
+    def part_of(self, batch: Batch) -> Batch:
+        """Return this rank's part of the batch of its replica."""
+        return reduce(lambda part, axis: axis.part_of_batch(part), self.axes, batch)
 
     def _agree(self, targets: int, stop: bool, loss_limit: float) -> StepResult:
         """Agree on the step's numbers by one small all-reduce: loss, count, metrics, squared norm and the stop flag.
@@ -233,7 +242,7 @@ class Strategy(ABC):
         decision.
         """
         loss, count, *metrics = self.take_sums()
-        if not self._counts_samples or not any(stage.ends_chain for stage in self.stages):
+        if not self._counts_terms or not any(stage.ends_chain for stage in self.stages):
             targets = 0  # other ranks count them
         squares = self.gradients.squared_norm().to(loss)
         mine = [loss, count, loss.new_full((), targets), squares, loss.new_full((), stop), *metrics]
@@ -372,7 +381,7 @@ class Strategy(ABC):
         """Return the stages' [loss sum, count, metric sums...] since the last call; zeros if other ranks count them."""
         total = torch.zeros(2 + len(self.chain.loss.metrics), dtype=sum_dtype(self.device), device=self.device)
         for stage in self.stages:
-            if (sums := stage.take_sums()) is not None and self._counts_samples:
+            if (sums := stage.take_sums()) is not None and self._counts_terms:
                 total += sums.to(self.device)
         return total
 

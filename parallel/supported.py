@@ -48,7 +48,7 @@ def check_supported(
         axis.check_stages(layout, chain, skeleton, stages)
 
 
-def check_facts(found: Examination, layout: Layout, recompute: bool, trains: bool = True) -> None:
+def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: bool, trains: bool = True) -> None:
     """Check that layers and loss compute the same numbers in a layout as in one process.
 
     A layer that changes its state in training must do so once per step, for the whole batch. ``single`` does this by
@@ -56,6 +56,7 @@ def check_facts(found: Examination, layout: Layout, recompute: bool, trains: boo
 
     Args:
         found: The result of the examination.
+        chain: The model.
         layout: The layout.
         recompute: Whether activations are recomputed in the backward.
         trains: Whether the model is trained, not evaluated.
@@ -68,6 +69,8 @@ def check_facts(found: Examination, layout: Layout, recompute: bool, trains: boo
         refuse_to_gather(layout)
     for facts in found.layers:
         _check_layer(facts, layout, recompute, trains)
+    for axis in known_axes(layout):
+        axis.check_facts(layout, chain, found)
 
 
 def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) -> None:

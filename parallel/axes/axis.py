@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.dataset import DataSet
+from common.errors import PlanError
+from data.dataset import Batch, DataSet
 from models.chain import Chain, Layers
+from parallel.examination import Examination
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.placement import Split
 from parallel.plan import Plan
-from parallel.strategies import StrategyInfo
+from parallel.strategies import StrategyInfo, names_where
 
 Apart = Mapping[nn.Parameter, Sequence[str]]  # parameters not averaged over all replicas -> their axes of averaging
 
@@ -34,6 +37,7 @@ class Axis:
         keys: The attributes of a layout that ``check`` reads.
         variants: The values of ``keys``, with two ranks, that ``mode=verify`` compares if the model has a table of
             cuts. Not used for an axis from ``parallel.axes``.
+        divides_batch: Whether the ranks along the axis compute different terms of the loss.
         hint: A possible cause, as a sentence, for the error that ranks hold different weights; empty if there is none.
         ranks: The ranks along the axis, including this rank.
     """
@@ -41,6 +45,7 @@ class Axis:
     mesh_axes: ClassVar[tuple[str, ...]] = ()
     keys: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[tuple[dict[str, Any], ...]] = ()
+    divides_batch: ClassVar[bool] = False
     hint: ClassVar[str] = ""
 
     # -- before a run ------------------------------------------------------------------------------------------------
@@ -56,6 +61,10 @@ class Axis:
     @classmethod
     def check_stages(cls, layout: Layout, chain: Chain, skeleton: Layers, stages: Iterable[Sequence[str]]) -> None:
         """Check that the axis can divide stages, each given by the names of its layers. Raises PlanError."""
+
+    @classmethod
+    def check_facts(cls, layout: Layout, chain: Chain, found: Examination) -> None:
+        """Check that the axis can divide the layers and the loss that an examination has observed. Raises PlanError."""
 
     @classmethod
     def check_data(cls, layout: Layout, data: DataSet) -> None:
@@ -115,6 +124,14 @@ class Axis:
         """Describe the ranks along the axis ``name`` of a connected mesh."""
         self.ranks, self.plan, self.chain, self.mesh = mesh.axis(name), plan, chain, mesh
 
+    def part_of_batch(self, batch: Batch) -> Batch:
+        """Return this rank's part of the batch of its replica, or of one of its micro-batches."""
+        return batch
+
+    def step(self) -> AbstractContextManager:
+        """Return a context for the forwards and backwards of a step of training or evaluation."""
+        return nullcontext()
+
     def prepare(self, name: str, layer: nn.Module, tied_in_stage: Sequence[str]) -> None:
         """Replace a layer's parameters by this rank's part, in place.
 
@@ -158,6 +175,39 @@ class Axis:
 
     def end_step(self, stages: Iterable[nn.Module], training: bool) -> None:
         """End a step of training or evaluation. Called also if an error ended the step."""
+
+
+class AxisOfStage(Axis):
+    """An axis of this project whose ranks divide the work of a stage (``Layout.OF_STAGE``).
+
+    Attributes:
+        degree: The key of the number of ranks.
+        divides: What the ranks divide, for error messages.
+    """
+
+    degree: ClassVar[str]
+    divides: ClassVar[str]
+
+    @classmethod
+    def check_keys(cls, section: Any, info: StrategyInfo) -> None:
+        """See ``Axis.check_keys``."""
+        name, ranks = section.name, getattr(section, cls.degree)
+        if not info.tensor and ranks != 1:
+            own, *_ = names_where(degree=cls.degree)
+            raise PlanError(
+                f"parallel={name} leaves {cls.divides} whole, and parallel.{cls.degree}={ranks} cuts them; use "
+                f"parallel={own}, or with replicas or stages parallel={', '.join(names_where(tensor=True, degree=''))}"
+            )
+        if info.degree == cls.degree and ranks == 1:
+            raise PlanError(
+                f"parallel={name} cuts {cls.divides} among processes, and parallel.{cls.degree}=1 is one; set "
+                f"parallel.{cls.degree}=2"
+            )
+
+    @classmethod
+    def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """See ``Axis.allows``."""
+        return info.tensor if getattr(layout, cls.degree) > 1 else info.degree != cls.degree
 
 
 def all_reduce_sum(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -42,7 +42,7 @@ from models.cut import Columns, CutOf, GatherInput, Rows, check_cuts, cut_of, is
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
-from parallel.axes.axis import Axis, all_reduce_sum
+from parallel.axes.axis import AxisOfStage, all_reduce_sum
 from parallel.dtensor import local
 from parallel.examination import backward_nodes
 from parallel.layout import Layout
@@ -50,10 +50,10 @@ from parallel.mesh import TENSOR, Mesh, Ranks, reduce_scatter
 from parallel.partition import even_split
 from parallel.placement import Split
 from parallel.plan import Plan
-from parallel.strategies import StrategyInfo, names_where
+from parallel.strategies import StrategyInfo
 
 
-class TensorParallel(Axis):
+class TensorParallel(AxisOfStage):
     """Splits every layer among the ranks along ``tensor``.
 
     Attributes:
@@ -63,6 +63,7 @@ class TensorParallel(Axis):
     """
 
     mesh_axes = (TENSOR,)
+    degree, divides = "tp", "layers"
     keys = ("tp", "sequence")
     variants = ({"tp": 2}, {"tp": 2, "sequence": True})
     hint = "The table of Columns() and Rows() may be wrong, which mode=verify shows"
@@ -72,22 +73,9 @@ class TensorParallel(Axis):
     @classmethod
     def check_keys(cls, section: Any, info: StrategyInfo) -> None:
         """See ``Axis.check_keys``."""
-        name = section.name
-        if not info.tensor and section.tp != 1:
-            raise PlanError(
-                f"parallel={name} leaves layers whole, and parallel.tp={section.tp} cuts them; use parallel=tensor, or "
-                "with replicas or stages "
-                f"parallel={', '.join(n for n in names_where(tensor=True) if n != 'tensor')}"
-            )
-        if info.only_tensor and section.tp == 1:
-            raise PlanError(f"parallel={name} cuts layers among processes, and parallel.tp=1 is one; set parallel.tp=2")
+        super().check_keys(section, info)
         if section.sequence and section.tp == 1:
             raise PlanError("parallel.sequence=true divides the sequence among parallel.tp ranks; set parallel.tp=2")
-
-    @classmethod
-    def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
-        """See ``Axis.allows``."""
-        return info.tensor if layout.tp > 1 else not info.only_tensor
 
     @classmethod
     def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:

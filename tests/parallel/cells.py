@@ -101,7 +101,7 @@ def small_layout(name: str, info: StrategyInfo) -> Layout:
 
 # Strategies of any model; those of models whose layers can be cut have cells of their own.
 COMPARED = [
-    (name, info) for name, info in STRATEGIES.items() if not (info.gpu_only or info.only_tensor) and name != "single"
+    (name, info) for name, info in STRATEGIES.items() if not (info.gpu_only or info.degree) and name != "single"
 ]
 
 

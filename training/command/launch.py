@@ -135,7 +135,7 @@ def _has_workers(cfg: Root) -> bool:
     from parallel.strategies import strategy_info
 
     info = strategy_info(cfg.parallel.name)
-    return bool(info.replicas or info.stage_per_rank or info.only_tensor or cfg.parallel.axes or _restarts(cfg))
+    return bool(info.replicas or info.stage_per_rank or info.degree or cfg.parallel.axes or _restarts(cfg))
 
 
 def to_text(composed: Composed) -> str:

@@ -72,7 +72,7 @@ def check_apart(config: Mapping[str, Any], strategy: str) -> None:
     Raises:
         PlanError: An optimizer may depend on all parameters at once.
     """
-    whole = names_where(stages=False, shards="", gpu_only=False, only_tensor=False)
+    whole = names_where(stages=False, shards="", gpu_only=False, degree="")
     ways_out = " or ".join(f"parallel={name}" for name in whole)
     for section in filter(None, (config, config.get("others"))):
         if update_of(section) not in (ELEMENTWISE, PER_PARAMETER):

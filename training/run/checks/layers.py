@@ -25,7 +25,7 @@ def check_examined(setup: Setup) -> None:
     needs_shapes = plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
         found = setup.examination
-        check_facts(found, plan, plan.recompute, setup.cfg.mode != "eval")
+        check_facts(found, setup.chain, plan, plan.recompute, setup.cfg.mode != "eval")
         for facts in found.layers:
             at, known = f"layer {facts.name!r} ({facts.kind}): ", known and not facts.reads_numbers
             if needs_shapes and not known:

@@ -139,7 +139,7 @@ def _problems(setup: Setup) -> Callable[[PlannedLayout], str]:
                 mesh = replace(layout, shard=None).mesh()
                 section = SimpleNamespace(**parallel | layout.keys())
                 check_groups(section, strategy_info(layout.strategy), mesh, layout.nodes)
-            check_facts(found, layout, layout.recompute == "full")
+            check_facts(found, chain, layout, layout.recompute == "full")
         except UserError as error:
             return str(error)
         return ""

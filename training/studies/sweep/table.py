@@ -192,7 +192,7 @@ class Table:
     @cached_property
     def references(self) -> dict[Row, Row]:
         """The job with which each job's losses are compared: ``single`` among equal trainings, otherwise the first."""
-        alone = names_where(stages=False, replicas=False, gpu_only=False, only_tensor=False)
+        alone = names_where(stages=False, replicas=False, gpu_only=False, degree="")
         groups: dict[tuple, list[Row]] = {}
         for row in self.rows:
             if row.finished and row.curve:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import ModelError, PlanError, UserError
 from conf.schema import Root
 from launchers import World, call_in_workers
 from models.chain import Chain
@@ -27,6 +27,7 @@ from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import CheckpointTensors
 from training.reporting.metrics import METRICS, read_records
 from training.run.prepare import PlannedRun, prepare
+from training.run.setup import Setup
 from training.studies.short_run import run_on_rank, short_run
 from training.studies.verification.probes import largest_difference
 from training.studies.verification.recording import recorded
@@ -90,10 +91,13 @@ class Compared:
         return text + f"\n      {self.reason}" * bool(self.reason)
 
 
-def layouts(processes: int, microbatches: int, order: str = "dp_pp", divided: bool = False) -> Iterator[Layout]:
+def layouts(
+    processes: int, microbatches: int, order: str = "dp_pp", divided: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[Layout]:
     """Yield every strategy with every schedule, in layouts of about ``processes`` processes.
 
-    With ``divided``, also yield every strategy that can divide layers among ranks, with one variant of these axes.
+    Also yield every strategy that can divide the work of a stage: with one of ``divided``, the variants of these axes
+    that the model supports, or with all variants of the strategy's own axis.
     """
 
     def layout(name: str, dp: int, pp: int, **keys: Any) -> Layout:
@@ -104,18 +108,32 @@ def layouts(processes: int, microbatches: int, order: str = "dp_pp", divided: bo
         replicas = [1] if not info.replicas else [2] if info.stages else sorted({2, most})
         replicas, half = [most] if info.shards == "node" else replicas, max(2, most // 2)
         stages = [1] if not info.stages else [half] if info.replicas else sorted({2, most})
-        for dp, pp in ((dp, pp) for dp in replicas for pp in stages if name != "single" and not info.only_tensor):
+        for dp, pp in ((dp, pp) for dp in replicas for pp in stages if name != "single" and not info.degree):
             schedules = ["gpipe"] if not info.stage_per_rank else SCHEDULES if pp == stages[0] else ["1f1b"]
             shard = max(1, dp // 2) if info.shards == "node" else None
             yield from (layout(name, dp, pp, schedule=schedule, shard=shard) for schedule in schedules)
-    variants = [keys for axis in AXES for keys in axis.variants]
     for i, (name, info) in enumerate((name, info) for name, info in STRATEGIES.items() if info.tensor and divided):
         dp, shard = (4, 2) if info.shards == "node" else (1 + info.replicas, None)
         schedule = "1f1b" if info.stages else "gpipe"
-        for keys in variants if info.only_tensor else [variants[i % len(variants)]]:
+        own = [keys for keys in divided if info.degree in keys]
+        for keys in own if info.degree else [divided[i % len(divided)]]:
             found = layout(name, dp, 1 + info.stages, schedule=schedule, shard=shard, **keys)
             if found.processes <= processes:
                 yield found
+
+
+def variants(setup: Setup) -> list[dict[str, Any]]:
+    """Return the variants of the axes of a stage that the model and its data support."""
+    chain, skeleton, found = setup.chain, setup.chain.skeleton(), []
+    for axis in AXES:
+        for layout, keys in ((Layout(**keys), keys) for keys in axis.variants):
+            with suppress(PlanError, ModelError):
+                axis.check(layout, chain, skeleton)
+                axis.check_stages(layout, chain, skeleton, [chain.names])
+                axis.check_data(layout, setup.data)
+                axis.check_facts(layout, chain, setup.examination)
+                found.append(keys)
+    return found
 
 
 def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
@@ -124,7 +142,8 @@ def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
     keys = (*Layout.DEGREES, "shard")
     words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
     words += [f"{name}={ranks}" for name, _, ranks in layout.axes]
-    words += [f"{key}=true" for key in layout.OPTIONS if getattr(layout, key)]
+    options = {key: value for key, value in layout.of_stage.items() if key in layout.OPTIONS and value}
+    words += [f"{key}={str(value).lower()}" for key, value in options.items()]
     words += [f"chunks={layout.chunks}"] if layout.strategy == "single" else []
     words += [f"{key}={str(value).lower()}" for key, value in (changed or {}).items()]
     return " ".join([*words, *[f"schedule={layout.schedule}"] * layout.pipelined])

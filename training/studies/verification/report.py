@@ -33,7 +33,7 @@ from training.reporting.progress import progress
 from training.run.prepare import prepare
 from training.run.setup import Setup
 from training.studies.verification.difference import first_difference
-from training.studies.verification.layouts import COMPARED, Compared, Runs, in_layout, layouts
+from training.studies.verification.layouts import COMPARED, Compared, Runs, in_layout, layouts, variants
 from training.studies.verification.probes import Finding, probe
 
 _SAMPLES = 8  # per step, unless a batch was typed
@@ -218,7 +218,7 @@ def _layouts(
         cfg = with_values(cfg, {"verify.processes": plan.processes})
     else:
         count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
-        wanted = [*layouts(cfg.verify.processes or 1, count, cfg.parallel.order, divided=bool(setup.chain.cut))]
+        wanted = [*layouts(cfg.verify.processes or 1, count, cfg.parallel.order, variants(setup))]
     one, again = _single(cfg, count), not cfg.train.activation_checkpointing
     # Each layout, with the keys of ``train`` that differ from the run.
     planned: list[tuple[Layout, dict[str, Any]]] = [(one, {})]

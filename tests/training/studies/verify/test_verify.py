@@ -19,6 +19,7 @@ from launchers import Interrupted
 from models.chain import Chain, LayerSpec
 from models.given import set_given
 from models.losses import ClassCrossEntropy, Sums, gather
+from parallel.axes.tensor import TensorParallel
 from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
@@ -172,10 +173,12 @@ def test_a_verification_that_is_stopped_says_how_far_it_is_and_leaves_what_it_ha
 def test_every_strategy_and_every_schedule_is_a_layout():
     some = list(layouts(processes=4, microbatches=4))
     assert {layout.strategy for layout in some} == set(STRATEGIES) - {"single", "tensor"}
-    shared = [layout for layout in layouts(processes=8, microbatches=4, divided=True) if layout.ranks_per_stage > 1]
+    every = layouts(processes=8, microbatches=4, divided=TensorParallel.variants)
+    shared = [layout for layout in every if layout.ranks_per_stage > 1]
     assert {layout.strategy for layout in shared} == {name for name, info in STRATEGIES.items() if info.tensor}
     assert {layout.sequence for layout in shared} == {False, True} and all(layout.processes <= 8 for layout in shared)
-    assert all(layout.processes <= 4 for layout in layouts(processes=4, microbatches=4, divided=True))
+    fewer = layouts(processes=4, microbatches=4, divided=TensorParallel.variants)
+    assert all(layout.processes <= 4 for layout in fewer)
     assert {layout.schedule for layout in some if layout.strategy == "pipelined"} == set(SCHEDULES)
     names = [typed_name(layout) for layout in some]
     assert "parallel=hsdp dp=4 shard=2" in names and "parallel=pipe_fsdp dp=2 pp=2 schedule=1f1b" in names
