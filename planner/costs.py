@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from math import ceil
 
+from parallel.axes.axis import Collective
 from parallel.schedules import SCHEDULES
 from planner.cluster import BYTES, Cluster
 from planner.here import Here, Line
@@ -90,6 +91,18 @@ class PaperCosts:
         """Seconds of an all-reduce of ``size`` bytes. See ``gather`` for the arguments."""
         return 2 * self.gather(size, ranks, per_node)
 
+    def collective(self, kind: str, size: float, ranks: int, per_node: int) -> float:
+        """Seconds of a collective of ``parallel.axes.axis.Collective``, of ``size`` bytes. See also ``gather``."""
+        if kind == "all_reduce":
+            return self.reduce(size, ranks, per_node)
+        if kind == "ring":  # an all-gather is ranks - 1 such exchanges
+            return self.gather(ranks * size, ranks, per_node) / (ranks - 1)
+        if kind == "all_to_all":  # each pair of ranks exchanges a part; a rank has its own share of the network
+            near, far = min(ranks, per_node) - 1, max(0, ranks - per_node)
+            links = (near, self.cluster.inside), (far, self.cluster.between)
+            return sum(peers * (size / ranks / link.bandwidth + link.latency) for peers, link in links)
+        return self.gather(size, ranks, per_node)
+
     def fixed(self, dp: int, reduced: int) -> float:
         """Seconds per step that no other part accounts for, if the gradients of ``reduced`` stages are reduced."""
         return self.cluster.step
@@ -161,6 +174,11 @@ class MeasuredCosts:
     def reduce(self, size: float, ranks: int, per_node: int) -> float:
         """See PaperCosts. The part that does not depend on the size is ``fixed``."""
         return self.here.replicas.each * self._of_ring(size, ranks)
+
+    def collective(self, kind: str, size: float, ranks: int, per_node: int) -> float:
+        """See PaperCosts. A byte that is sent takes as long as in an all-reduce."""
+        like = Collective(kind, 1, size, 1).sent(ranks) * ranks / (2 * (ranks - 1))
+        return self.reduce(like, ranks, per_node)
 
     def fixed(self, dp: int, reduced: int) -> float:
         """See PaperCosts."""

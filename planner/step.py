@@ -51,7 +51,7 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     held = [work for stage in own for work in stage]
     parameters, trained = (sum(some) for some in zip(*map(parameters_of, own), strict=True))
     whole_layers = (work for stage in cut(layers, layout)[slowest :: layout.pp] for work in stage)
-    tensor = sum(_sums(work, layout, costs) for work in whole_layers)
+    tensor = sum(sum(_collectives(work, layout, costs)) for work in whole_layers)
     passed = sum(borders(layout.pp * layout.per_rank)[slowest :: layout.pp]) * _message(layers, parts, layout, costs)
     compute = each[slowest] - tensor - passed
     gradients, shards = _replicas(held, parameters, trained, compute, layout, costs)
@@ -91,15 +91,15 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
         key: (
             costs.forward(part, layout.samples),
             _computed(part, layout, costs, work is not layers[-1]),
-            _sums(work, layout, costs),
+            *_collectives(work, layout, costs),
         )
         for key, (work, part) in alike.items()
     }
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
-        forward, both, tensor = (sum(parts[id(work)][part] for work in stage) for part in range(3))
+        forward, both, *sent = (sum(parts[id(work)][part] for work in stage) for part in range(4))
         passed = beside / 2 * message  # the sender has half of a message, the receiver the other half
-        ahead = forward + tensor / (3 if layout.recompute == "full" else 2) + passed
-        behind = both + tensor + 2 * passed - ahead
+        ahead = forward + sent[0] + passed
+        behind = both + sum(sent) + 2 * passed - ahead
         seconds.append(StageSeconds(ahead, behind, behind / 2, behind / 2 * (UNMEASURED.weights / UNMEASURED.inputs)))
     return seconds
 
@@ -107,7 +107,7 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
 def seconds_of_layer(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     """Predict the seconds of a layer's forward and backward per micro-batch."""
     (part,) = shares([work], layout)
-    return _computed(part, layout, costs, True) + _sums(work, layout, costs)
+    return _computed(part, layout, costs, True) + sum(_collectives(work, layout, costs))
 
 
 def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
@@ -120,18 +120,19 @@ def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool)
     return forward + backward + again * more[layout.recompute]
 
 
-def _sums(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
-    """Return the seconds of a layer's all-reduces: in its forward, as many in its backward, and if recomputed."""
-    total = 0.0
+def _collectives(work: LayerWork, layout: PlannedLayout, costs: Costs) -> tuple[float, float]:
+    """Return the seconds of a layer's collectives in its forward, and in its backward with a recomputation."""
+    ahead = behind = 0.0
     for name, axis in layout.divided_along:
-        times, numbers = axis.all_reduces(layout, work)
         ranks = layout.sizes[name]
         # If these ranks do not divide a node, some of them are on two nodes.
         together = ranks if layout.processes <= costs.devices else gcd(ranks, costs.devices)
-        passes = 3 if layout.recompute == "full" else 2
-        if times:
-            total += passes * times * costs.reduce(costs.itemsize * numbers * layout.samples, ranks, together)
-    return total
+        (part,) = shares([work], layout, whole_along=name)
+        for kind, times, numbers, backward in axis.collectives(layout, part):
+            each = costs.collective(kind, costs.itemsize * numbers * layout.samples, ranks, together)
+            ahead += times * each
+            behind += (backward + times * (layout.recompute == "full")) * each
+    return ahead, behind
 
 
 def _message(layers: Works, parts: Works, layout: PlannedLayout, costs: Costs) -> float:

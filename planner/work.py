@@ -124,12 +124,15 @@ class LayerWork:
 Works = Sequence[LayerWork]
 
 
-def shares(layers: Works, layout: PlannedLayout) -> Works:
-    """Return one rank's part of each layer's work. If two layers are the same object, so are their parts."""
+def shares(layers: Works, layout: PlannedLayout, whole_along: str | None = None) -> Works:
+    """Return one rank's part of each layer's work. If two layers are the same object, so are their parts.
+
+    The work is not divided along the axis ``whole_along``.
+    """
     if not layout.divided_along:
         return layers
     parts = {id(work): work for work in layers}
-    for _, axis in layout.divided_along:
+    for axis in (axis for name, axis in layout.divided_along if name != whole_along):
         parts = {key: axis.work_of_rank(layout, work) for key, work in parts.items()}
     return [parts[id(work)] for work in layers]
 

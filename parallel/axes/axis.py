@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,30 @@ from parallel.plan import Plan
 from parallel.strategies import StrategyInfo, names_where
 
 Apart = Mapping[nn.Parameter, Sequence[str]]  # parameters not averaged over all replicas -> their axes of averaging
+
+
+class Collective(NamedTuple):
+    """A collective that a layer calls for each micro-batch.
+
+    Attributes:
+        kind: "all_reduce"; "all_gather"; "reduce_scatter"; "all_to_all"; "ring", in which each rank sends a tensor to
+            the next rank.
+        times: The number of calls in a forward.
+        numbers: The number of elements per sample: of the gathered tensor for an all-gather, otherwise of the tensor
+            that a rank gives.
+        backward: The number of calls in a backward.
+    """
+
+    kind: str
+    times: int
+    numbers: float
+    backward: int
+
+    def sent(self, ranks: int) -> float:
+        """Return the number of elements per sample that each of ``ranks`` ranks sends in one call."""
+        if self.kind == "ring":
+            return self.numbers
+        return self.numbers * (ranks - 1) / ranks * (2 if self.kind == "all_reduce" else 1)
 
 
 class Axis:
@@ -96,9 +120,9 @@ class Axis:
         return work
 
     @classmethod
-    def all_reduces(cls, layout: Layout, work: Any) -> tuple[int, float]:
-        """Return the number of all-reduces in a layer's forward, and the number of elements of each per sample."""
-        return 0, 0.0
+    def collectives(cls, layout: Layout, work: Any) -> Sequence[Collective]:
+        """Return the collectives of a layer along the axis. ``work`` is divided along all other axes."""
+        return ()
 
     @classmethod
     def boundary(cls, layout: Layout, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from models.cut import Columns, CutOf, GatherInput, Rows, check_cuts, cut_of, is
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
-from parallel.axes.axis import AxisOfStage, all_reduce_sum
+from parallel.axes.axis import AxisOfStage, Collective, all_reduce_sum
 from parallel.dtensor import local
 from parallel.examination import backward_nodes
 from parallel.layout import Layout
@@ -138,9 +138,9 @@ class TensorParallel(AxisOfStage):
         return work.divided(layout.tp, layout.sequence)
 
     @classmethod
-    def all_reduces(cls, layout: Layout, work: Any) -> tuple[int, float]:
-        """See ``Axis.all_reduces``. A block has two regions, and the output of each region is all-reduced."""
-        return (2, work.hidden) if work.attention else (0, 0.0)
+    def collectives(cls, layout: Layout, work: Any) -> Sequence[Collective]:
+        """See ``Axis.collectives``. A block has two regions: the output and the gradient of each are all-reduced."""
+        return [Collective("all_reduce", 2, work.hidden, 2)] if work.attention else []
 
     @classmethod
     def boundary(cls, layout: Layout, x: Tensor) -> Tensor:

@@ -137,6 +137,12 @@ def test_replicas_add_what_was_measured_and_hide_nothing_on_a_cpu():
     assert hidden.gradients < one.gradients
 
 
+def test_a_byte_of_any_collective_takes_as_long_as_that_of_gradients():
+    costs = MeasuredCosts(made_up(2, 1.5), "fp32", on_gpus=False)
+    seconds = {kind: costs.collective(kind, 6.0, 2, 2) for kind in ("all_reduce", "all_gather", "all_to_all", "ring")}
+    assert seconds == pytest.approx({"all_reduce": 0.6, "all_gather": 0.3, "all_to_all": 0.3, "ring": 0.6})
+
+
 def test_a_process_that_waits_slows_nobody_down_and_more_than_the_cores_take_turns():
     costs = MeasuredCosts(made_up(4, 1.5), "fp32", on_gpus=False)
     busy = {0.5: 0.5, 1: 0.5, 1.5: 0.75, 2: 1.0, 3: 1.5, 4: 2.0}

@@ -23,6 +23,7 @@ from conf.instantiate import to_dict
 from conf.keys import read_options
 from data.dataset import Batch
 from models.sequential import chain_of
+from parallel.axes.axis import Axis, Collective
 from parallel.strategies import STRATEGIES
 from planner import search as planning
 from planner.balance import equal_stages
@@ -302,6 +303,53 @@ def test_a_thousand_devices_take_seconds():
 def test_ranks_that_share_layers_and_do_not_divide_a_node_wait_for_the_network():
     alone, beside = (seconds_of(WORKS, PlannedLayout("ddp", dp=dp, tp=3), COSTS).tensor for dp in (1, 2))
     assert beside == pytest.approx(10 * alone), "of two groups of three, one is on both nodes of four"
+
+
+class Sending(Axis):
+    """An axis of which each rank has half of a layer and sends something to the others."""
+
+    @classmethod
+    def work_of_rank(cls, layout, work):
+        return replace(work, hidden=work.hidden / 2)
+
+    @classmethod
+    def collectives(cls, layout, work):
+        return [Collective(kind, 3, work.hidden, 5) for kind in sent] if work.hidden else []
+
+
+# Seconds of 8 ranks in two nodes of four, and of 2 in one, of 1e4 bytes (samples x hidden in bf16). A ring of 8 crosses
+# to the other node with all four links (4e9 bytes a second), and a rank of an all-to-all with its own (1e9).
+INSIDE, BETWEEN = Link(1e10, 1e-3), Link(1e9, 1e-2)
+EACH = {
+    "all_reduce": (2 * (7 / 8 * 1e4 / 4e9 + 6e-3 + 1e-2), 2 * (1 / 2 * 1e4 / 1e10 + 1e-3)),
+    "all_gather": (7 / 8 * 1e4 / 4e9 + 6e-3 + 1e-2, 1 / 2 * 1e4 / 1e10 + 1e-3),
+    "reduce_scatter": (7 / 8 * 1e4 / 4e9 + 6e-3 + 1e-2, 1 / 2 * 1e4 / 1e10 + 1e-3),
+    "all_to_all": (3 * (1e4 / 8 / 1e10 + 1e-3) + 4 * (1e4 / 8 / 1e9 + 1e-2), 1e4 / 2 / 1e10 + 1e-3),
+    "ring": (1e4 / 4e9 + (6e-3 + 1e-2) / 7, 1e4 / 1e10 + 1e-3),
+}
+sent: list[str] = []
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_a_collective_takes_the_seconds_of_its_bytes_forward_backward_and_if_recomputed(kind, monkeypatch):
+    costs = PaperCosts(replace(PLAIN, inside=INSIDE, between=BETWEEN), "bf16")
+    monkeypatch.setattr(__name__ + ".sent", [kind])
+    for ranks, each in zip((8, 2), EACH[kind], strict=True):
+        layout = PlannedLayout("ddp", axes=(("mine", f"{__name__}:Sending", ranks),))
+        for recompute, times in (("none", 3 + 5), ("full", 3 + 3 + 5)):
+            parts = seconds_of(WORKS, replace(layout, recompute=recompute), costs)
+            assert parts.tensor == pytest.approx(8 * times * each), (ranks, recompute)
+    monkeypatch.setattr(__name__ + ".sent", [kind, kind])
+    assert seconds_of(WORKS, layout, costs).tensor == pytest.approx(2 * 8 * 8 * each)
+
+
+def test_each_axis_sends_parts_of_what_the_others_divide(monkeypatch):
+    monkeypatch.setattr(__name__ + ".sent", ["all_reduce"])
+    one, mine = PlannedLayout("ddp", tp=2), (("mine", f"{__name__}:Sending", 2),)
+    alone, both = (seconds_of(WORKS, layout, COSTS).tensor for layout in (one, replace(one, axes=mine)))
+    assert alone == pytest.approx(8 * 4 * 2 * 5e3 / 1e10)
+    # tensor parallelism halves the hidden states of the other axis, and the other those of tensor parallelism
+    assert both == pytest.approx(alone / 2 + 8 * 8 * 5e3 / 2 * 2 / 1e10)
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------
