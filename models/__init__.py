@@ -9,6 +9,7 @@ causal_lm.py, causal_lm_layers.py    any causal language model of transformers; 
 causal_lm_config.py, causal_lm_files.py     its configuration and its files
 given.py, sequential.py, lora.py    a model from Python; a chain from an nn.Module; adapters
 attention.py, batchnorm.py          parts that several models use
+sequence.py                         the part of each sequence that a process computes
 generate.py                         a text continued token by token
 huggingface.py                      names, shapes and sizes in Hugging Face's files
 resolvers.py                        values that a model computes from its configuration

@@ -1,19 +1,126 @@
 """Causal self-attention, with a cache of keys and values for generating a text token by token.
 
-All layers of a model with ``Chain.continues`` must use the cache: attention layers store their keys and values in it,
-and layers that add positions read the positions of the tokens from it.
+All attention goes through ``attend``, so that processes can share a sequence (``models.sequence``). All layers of a
+model with ``Chain.continues`` must use the cache: attention layers store their keys and values in it, and layers that
+add positions read the positions of the tokens from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.seeds import CausalAttentionDropout
+from models import sequence
+from models.seeds import Dropout, default_generator, derive_seed, samples_of
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    documents: Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Compute causal attention. If this process computes a part of each sequence, the part determines how.
+
+    Args:
+        q: Queries [b, heads, t, width].
+        k: Keys [b, kv_heads, t, width]. Several query heads use the same head if there are fewer.
+        v: Values [b, kv_heads, t, width of values].
+        scale: The factor of the products of queries and keys. None for 1 / sqrt(width).
+        window: The number of keys that a query sees: the key of its own position, and those just before it. None for
+            all keys up to its own position.
+        softcap: If given, scores are softcap * tanh(scores / softcap).
+        documents: Numbers [b, t]. A query sees only keys with its own number. None for one document.
+        dropout: Dropout of the probabilities.
+
+    Returns:
+        [b, heads, t, width of values].
+    """
+    if (part := sequence.part()) is not None:
+        return part.attend(q, k, v, scale=scale, window=window, softcap=softcap, documents=documents, dropout=dropout)
+    mask = None
+    if window is not None or documents is not None:
+        here = torch.arange(q.shape[2], device=q.device)
+        mask = visible(here, here, window, documents, documents)
+    grouped = q.shape[1] != k.shape[1]
+    p = dropout.p if dropout is not None and dropout.training else 0.0
+    by_sample = p > 0.0 and samples_of(q) is not None
+    if softcap is None and not by_sample:
+        return F.scaled_dot_product_attention(q, k, v, mask, p, mask is None, scale=scale, enable_gqa=grouped)
+    if softcap is None and q.device.type == "cuda":
+        assert dropout is not None  # by_sample
+        return _sample_by_sample(q, k, v, mask, scale, dropout)
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if mask is None:
+        here = torch.arange(q.shape[2], device=q.device)
+        mask = visible(here, here)
+    unseen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+    added = unseen if softcap is None else unseen.new_zeros(())
+    if added.dim() == 4:
+        added = added.expand(*q.shape[:2], -1, -1).flatten(0, 1)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scores = torch.baddbmm(added, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    scores = scores.unflatten(0, q.shape[:2])
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh() + unseen
+    probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    return (probabilities if dropout is None else dropout(probabilities)) @ v
+
+
+def visible(
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    documents_of_keys: Tensor | None = None,
+) -> Tensor:
+    """Return which keys each query sees, from their positions: [queries, keys], or [b, 1, queries, keys].
+
+    ``documents`` are the numbers [b, queries] of the queries' documents. See ``attend``.
+    """
+    distance = queries[:, None] - keys
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    if documents is None or documents_of_keys is None:
+        return mask
+    return mask & (documents[:, None, :, None] == documents_of_keys[:, None, None])
+
+
+def _sample_by_sample(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, dropout: Dropout
+) -> Tensor:
+    """Attend with torch's kernel, which draws its own numbers, and is therefore seeded and called for each sample."""
+    samples = samples_of(q)
+    assert samples is not None  # as the caller has checked
+    call = partial(
+        F.scaled_dot_product_attention, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    if samples.notes is not None:
+        samples.notes.append((dropout.full_name, tuple(q.shape)))
+        return call(q, k, v, mask)
+    seed = samples.seed_of_call(dropout.full_name)
+    part = None if dropout.part is None else dropout.part(q.shape, samples.count)
+    if part is not None:  # each rank has different heads
+        seed = derive_seed(seed, part.start)
+    generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
+    masks = [mask] * samples.count if mask is None or mask.dim() == 2 else mask.split(each)
+    for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), masks, strict=True)):
+        generator.manual_seed(derive_seed(seed, samples.first + i))
+        outputs.append(call(*sample, dropout_p=dropout.p))
+    return torch.cat(outputs)
 
 
 class KeyValueCache:
@@ -65,17 +172,19 @@ class KeyValueCache:
 
 
 class UsesCache:
-    """A layer that uses a ``KeyValueCache`` inside of ``caching``; otherwise it computes whole texts."""
+    """A layer that uses a ``KeyValueCache`` inside of ``caching``; otherwise it computes texts, or parts of them."""
 
     cache: KeyValueCache | None = None
 
     def position_rows(self, table: Tensor, length: int) -> Tensor:
         """Return the rows of a position table [positions, c] for the next tokens: [length, c] or [b, 1, c]."""
-        return table[:length] if self.cache is None else table[self.cache.positions(length, table.device)]
+        if self.cache is None and sequence.part() is None:
+            return table[:length]
+        return table[self.positions(length, table.device)]
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of the next tokens: [length] for all rows, or [b, 1]."""
-        return torch.arange(length, device=device) if self.cache is None else self.cache.positions(length, device)
+        return sequence.positions(length, device) if self.cache is None else self.cache.positions(length, device)
 
 
 @contextmanager
@@ -97,7 +206,7 @@ class CausalAttention(UsesCache, nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         """``width`` is the width of each head."""
         super().__init__()
-        self.width, self.attention = width, CausalAttentionDropout(dropout)
+        self.width, self.attention = width, Dropout(dropout)
 
     def attend(self, projected: Tensor) -> Tensor:
         """Attend with queries, keys and values side by side, [b, t, 3 c] -> [b, t, c].
@@ -109,5 +218,5 @@ class CausalAttention(UsesCache, nn.Module):
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
         else:
-            y = self.attention(q, k, v)
+            y = attend(q, k, v, dropout=self.attention)
         return y.transpose(1, 2).reshape(b, t, c)

@@ -40,7 +40,7 @@ class Embedding(UsesCache, nn.Module):
 
 
 class Attention(CausalAttention):
-    """Causal multi-head self-attention [b, t, n_embd] -> same, through ``scaled_dot_product_attention``."""
+    """Causal multi-head self-attention [b, t, n_embd] -> same."""
 
     def __init__(self, size: Size, dropout: float) -> None:
         super().__init__(size.n_embd // size.n_head, dropout)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ModelError
-from models.attention import UsesCache
+from models.attention import UsesCache, attend
 from models.chain import Chain, LayerSpec, check_sizes, draw_normal
 from models.cut import Columns, Rows, Vocabulary
 from models.fused_cross_entropy import Head
@@ -84,7 +84,7 @@ class Attention(UsesCache, nn.Module):
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            y = attend(q, k, v)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 

@@ -18,7 +18,6 @@ this takes no longer than torch's generator, and it gives the same mask on every
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # The constants of a dropout mask, as int64: the distances of samples and of elements before hashing (the latter as in
@@ -207,38 +205,6 @@ class Dropout2d(BySample, nn.Dropout2d):
 
 class Dropout3d(BySample, nn.Dropout3d):
     """``nn.Dropout3d`` by sample: [b, c, d, h, w], whole channels."""
-
-
-class CausalAttentionDropout(Dropout):
-    """Causal attention with dropout of the probabilities, by sample."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[b, heads, t, width] each -> same."""
-        if not self.training or self.p == 0.0:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        samples = samples_of(q)
-        if samples is None:
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p, is_causal=True)
-        if q.device.type == "cuda":  # torch's kernel draws, so it is called for each sample
-            if samples.notes is not None:
-                samples.notes.append((self.full_name, tuple(q.shape)))
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
-            seed = samples.seed_of_call(self.full_name)
-            part = None if self.part is None else self.part(q.shape, samples.count)
-            if part is not None:  # each rank has different heads
-                seed = derive_seed(seed, part.start)
-            for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
-                generator.manual_seed(derive_seed(seed, samples.first + i))
-                outputs.append(F.scaled_dot_product_attention(*sample, dropout_p=self.p, is_causal=True))
-            return torch.cat(outputs)
-        unseen = torch.full((q.shape[2], k.shape[2]), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-        scores = torch.baddbmm(
-            unseen, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=1 / math.sqrt(q.shape[3])
-        )
-        exact = torch.promote_types(scores.dtype, torch.float32)
-        probabilities = scores.softmax(dim=-1, dtype=exact).to(v.dtype).view(*q.shape[:3], -1)
-        return super().forward(probabilities) @ v
 
 
 _OURS = {nn.Dropout: Dropout, nn.Dropout1d: Dropout1d, nn.Dropout2d: Dropout2d, nn.Dropout3d: Dropout3d}

@@ -1,6 +1,7 @@
 """Dropout by sample: the mask of a sample is its own, whatever it is computed with."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import seeds
+from models.attention import attend
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from models.seeds import CausalAttentionDropout, Samples, by_sample, computing
+from models.seeds import Samples, by_sample, computing
 from parallel.stage import Stage
 
 CPU = torch.device("cpu")
@@ -125,22 +127,13 @@ def test_what_torch_s_dropout_drops_out_is_dropped_out_by_sample_and_nothing_els
     assert net[0].full_name == "h.0.0"
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    unseen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    scores = (q @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(unseen, float("-inf"))
-    return (scores.softmax(dim=-1) * mask) @ v
-
-
 def test_attention_drops_out_its_probabilities_by_sample():
-    module = by_sample("h.0", CausalAttentionDropout(0.25))
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(4, 2, 7, 8, generator=generator) for _ in range(3))
-    whole = dropped(module, q, k, v)
-    assert torch.equal(dropped(module, q[2:], k[2:], v[2:], first=2), whole[2:])
-    mask = dropped(by_sample("h.0", nn.Dropout(0.25)), ones(4, 2, 7, 7))
-    torch.testing.assert_close(whole, attended(q, k, v, mask))
-    plain = dropped(module.eval(), q, k, v)
-    torch.testing.assert_close(plain, attended(q, k, v, ones(4, 2, 7, 7)))
+    module = by_sample("h.0", nn.Dropout(0.25))
+    q, k, v = torch.randn(3, 4, 2, 7, 8, generator=torch.Generator().manual_seed(1))
+    attended = partial(attend, dropout=module)
+    whole = dropped(attended, q, k, v)
+    assert torch.equal(dropped(attended, q[2:], k[2:], v[2:], first=2), whole[2:])
+    assert not torch.equal(dropped(attended, q, k, v, step=2), whole)
 
 
 @pytest.fixture(scope="module")
