@@ -172,6 +172,7 @@ def decoder(
     block = LayerWork(
         "block", flops, attention, 6, moved, weights, 2 * s * h, kept, cast=2 * weights, hidden=s * h, whole=whole,
         kept_whole=kept_whole, masked=attention / 2 if scores == "fused" and kernels.skips else 0,
+        queries=s * h, keys=2 * s * keys,
     )  # fmt: skip
     words = vocabulary * h
     embedding = LayerWork("embedding", 0, 0, 0, 4 * s * h, words, 2 * s * h, 0, cast=2 * words, whole=4 * s * h)

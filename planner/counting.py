@@ -46,8 +46,8 @@ class Measure(Watch):
 
     Attributes:
         kept: Bytes of the storages that autograd saves, each storage once.
-        flops, attention, masked, products, moved: See ``planner.work.LayerWork``; here the values are for the
-            micro-batch.
+        flops, attention, masked, products, moved, queries, keys: See ``planner.work.LayerWork``; here the values are
+            for the micro-batch.
         moved_by_width: The bytes of ``moved`` by the last dimension of an operator's largest tensor.
         uncounted: The operators that have no formula for their FLOPs.
     """
@@ -62,7 +62,7 @@ class Measure(Watch):
 
         super().__init__()
         self.kept = self.products = 0
-        self.flops = self.attention = self.masked = self.moved = 0.0
+        self.flops = self.attention = self.masked = self.moved = self.queries = self.keys = 0.0
         self.moved_by_width: dict[int, float] = defaultdict(float)
         self.uncounted: set[str] = set()
         self._known, self._formulas = known, flop_registry | _FORMULAS
@@ -105,11 +105,16 @@ class Measure(Watch):
             query, keys = args[0].shape, args[1].shape
             flops = 4 * prod(query) * keys[2]
             self.attention += flops
+            self.queries += args[0].numel()
+            self.keys += args[1].numel() + args[2].numel()
             self.masked += flops / 2 if (args[4] if len(args) > 4 else kwargs.get("is_causal")) else 0.0
             self.products += 2
         elif packet in self._formulas:
             self.flops += self._formulas[packet](*args, **kwargs, out_val=output)
             self.products += 1
+            if packet is _aten.baddbmm:  # scores without a kernel (models.attention)
+                self.queries += args[1].numel()
+                self.keys += 2 * args[2].numel()
         elif operator.namespace != "prim" and not operator.is_view:
             if operator.namespace not in _KNOWN or _LARGE.search(packet.__name__):
                 self.uncounted.add(f"{operator.namespace}.{packet.__name__}")

@@ -56,6 +56,8 @@ class LayerWork:
             they are not counted.
         gathered: The number of elements, besides ``kept``, that a rank gathers from other ranks and keeps until the
             backward.
+        queries: The number of elements of the queries of attention.
+        keys: The number of elements of the keys and values of attention.
         uncounted: The operators that have no formula for their FLOPs.
     """
 
@@ -76,6 +78,8 @@ class LayerWork:
     masked: float = 0
     kept_whole: float | None = None
     gathered: float = 0
+    queries: float = 0
+    keys: float = 0
     uncounted: frozenset[str] = frozenset()
 
     @property
@@ -107,9 +111,9 @@ class LayerWork:
             kept = part(self.kept, self.kept_whole)
         elif not between:
             kept = part(self.kept, _WHOLE * self.kept)
-        elif self.attention:  # in this project the sequence that a block's two regions gather is kept
+        elif self.queries:  # in this project the sequence that a block's two regions gather is kept
             gathered = 2 * self.hidden * (1 - 1 / ranks)
-        divided = ("flops", "attention", "parameters", "frozen", "cast", "hidden", "masked")
+        divided = ("flops", "attention", "parameters", "frozen", "cast", "hidden", "masked", "queries", "keys")
         return replace(
             self,
             **{key: getattr(self, key) / ranks for key in divided},
@@ -120,7 +124,17 @@ class LayerWork:
             gathered=gathered,
         )
 
+    def of_tokens(self, ranks: int) -> LayerWork:
+        """Return the work of one of ``ranks`` ranks that divide the tokens of each sequence, and not the parameters.
 
+        The ranks have equal work: with causal attention, each has early and late tokens.
+        """
+        divided = {key: getattr(self, key) / ranks for key in (*_COUNTED, "output", "hidden", "whole", "gathered")}
+        return replace(self, **divided, kept_whole=None if self.kept_whole is None else self.kept_whole / ranks)
+
+
+# The numbers that ``Measure`` counts and that are proportional to the tokens.
+_COUNTED = ("flops", "attention", "masked", "moved", "kept", "queries", "keys")
 Works = Sequence[LayerWork]
 
 
@@ -191,7 +205,7 @@ def _for_a_sample(work: LayerWork, outputs: Sequence[Tensor], measured: Sequence
     uncounted = second.uncounted if measured else {f"layer {work.name!r}"}
     return replace(
         work,
-        **{key: getattr(second, key) / samples for key in ("flops", "attention", "masked", "moved", "kept")},
+        **{key: getattr(second, key) / samples for key in _COUNTED},
         products=second.products,
         output=sum(x.nbytes for x in outputs) / samples,
         cast=max(0, first.kept - second.kept),

@@ -140,7 +140,7 @@ class TensorParallel(AxisOfStage):
     @classmethod
     def collectives(cls, layout: Layout, work: Any) -> Sequence[Collective]:
         """See ``Axis.collectives``. A block has two regions: the output and the gradient of each are all-reduced."""
-        return [Collective("all_reduce", 2, work.hidden, 2)] if work.attention else []
+        return [Collective("all_reduce", 2, work.hidden, 2)] if work.queries else []
 
     @classmethod
     def boundary(cls, layout: Layout, x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ PLAIN = Cluster(
     step=0.0, reserved=0.0, source="this test",
 )  # fmt: skip
 ENDS = LayerWork("embedding", 0, 0, 0, 0, 0, 1e4, 0), LayerWork("head", 0, 0, 0, 0, 0, 4, 0)
-BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6, cast=2_000_000, hidden=5e3)
+BLOCK = LayerWork("block", 1e9, 1e8, 2, 0, 1_000_000, 1e4, 1e6, cast=2_000_000, hidden=5e3, queries=5e3, keys=2e3)
 WORKS = [ENDS[0], *[BLOCK] * 8, ENDS[1]]
 pipelined = partial(PlannedLayout, "pipelined", schedule="1f1b")
 COSTS = PaperCosts(PLAIN, "bf16")
@@ -124,6 +124,38 @@ def test_the_flops_of_operators_are_those_of_arithmetic_or_the_operator_is_named
     (work, last), _ = work_of(chain, Batch(torch.randn(4, 16, 32), torch.zeros(4, dtype=torch.long)), "fp32")
     assert work.flops + work.attention == pytest.approx(flops or 0, rel=0.05)
     assert work.uncounted == (frozenset() if flops is not None else {name}) and last.flops == 2 * 2 * 2
+
+
+WIDE = "model.n_embd=32", "model.n_head=4", "model.vocab_size=300"
+ATTENDING = {  # elements of queries, and of keys and values, of a sample of 16 tokens
+    "gpt2": (["model=gpt2", "model.size=tiny", *WIDE], 16 * 32, 2 * 16 * 32),
+    "with dropout": (["model=gpt2", "model.size=tiny", "model.dropout=0.1", *WIDE], 16 * 32, 2 * 16 * 32),
+    "grouped": (["model=llama", "model.kv_heads=2", "model.head_dim=6", *WIDE], 16 * 24, 2 * 16 * 12),
+}
+
+
+def works_of(length, *words):
+    """The work of the layers of a model for a sample of ``length`` tokens."""
+    _, chain, _ = model_and_data(plain(compose(*words)))
+    tokens = torch.zeros(2, length, dtype=torch.long)
+    return work_of(chain, Batch(tokens, tokens), "fp32")[0]
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+def test_a_part_of_the_tokens_has_their_part_of_the_work_and_all_keys(name):
+    words, queries, keys = ATTENDING[name]
+    whole, half = works_of(16, *words), works_of(8, *words)
+    assert [(work.queries, work.keys) for work in whole[1:-1]] == [(queries, keys)] * (len(whole) - 2)
+    assert not any(work.queries or work.keys for work in (whole[0], whole[-1]))
+    for work, short in zip((work.of_tokens(2) for work in whole), half, strict=True):
+        # a quarter of the pairs of tokens is in a sequence of half the length, and a half in a rank's part
+        assert (work.attention, work.masked) == (2 * short.attention, 2 * short.masked)
+        if "model.dropout=0.1" not in words:  # no kernel, so pairs are in most numbers
+            for key in ("output", "hidden", "flops", "kept", "queries", "keys"):
+                assert getattr(work, key) == getattr(short, key), key
+            # the weights of norms and biases are read for a sequence of any length
+            assert (work.moved, work.whole) == pytest.approx((short.moved, short.whole), rel=0.03)
+        assert (work.parameters, work.cast, work.ties) == (short.parameters, short.cast, short.ties)
 
 
 # -- what is predicted -------------------------------------------------------------------------------------------------
