@@ -17,6 +17,7 @@ from benchmarks.command_line import run_directory
 from benchmarks.table import Benchmark, Table
 from conf import options
 from parallel.axes import AXES
+from parallel.axes.axis import AxisOfStage
 from training.studies.verification.layouts import layouts
 from training.studies.verification.report import JSON
 
@@ -40,7 +41,7 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         yield Table("parity", (row for model in (["toy"] if chosen.quick else words) for row in rows(model)), words)
     if "tensor" in parts and not chosen.quick:
         shared = {model: f"{words[model]} verify.processes={PROCESSES}" for model in CUT}
-        divided = [keys for axis in AXES for keys in axis.variants]
+        divided = [keys for axis in AXES if issubclass(axis, AxisOfStage) for keys in axis.variants]
         divided = [layout for layout in layouts(PROCESSES, MICROBATCHES, divided) if layout.ranks_per_stage > 1]
         typed = [[*x.words(), *[f"parallel.shard={x.shard}"] * (x.shard is not None)] for x in divided]
         found = (row for model in CUT for layout in typed for row in [*rows(model, *layout)][1:])

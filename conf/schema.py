@@ -167,6 +167,7 @@ class Parallel(Section):
     name: str = "single"  # the strategy; parallel=NAME sets it
     dp: int | None = 1  # replicas; null: as many as the devices allow (on a CPU: 2)
     tp: int = 1  # processes that share every layer, each with a part of its matrices (tensor parallelism)
+    ep: int = 1  # replicas that share the experts of a mixture of experts, in groups of so many; it divides dp
     sequence: bool = False  # with tp: each of its processes has a part of the sequence between the matrices
     pp: int = 1  # processes of a pipeline, which run stages_per_rank stages each; model_parallel: stages in one process
     chunks: Any = 1  # micro-batches per replica and step (gradient accumulation without a pipeline); auto: the fastest

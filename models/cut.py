@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import signature
 
 from torch import nn
 
@@ -62,6 +63,21 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Divides the experts of a module among replicas (``parallel.ep``), not among the ranks of ``parallel.tp``.
+
+    Every parameter of the module is a stack with one row per expert, [experts, ...]. The module has no buffers and no
+    dropout. ``forward(x, chosen, weights)`` takes tokens [n, c], the numbers of each token's experts [n, k] and their
+    weights [n, k]. It returns the sum over a token's experts of weight x output, [n, c]. It may get any number of
+    tokens, also none. It reads the number of experts from its parameters or its attribute ``num_experts``.
+    """
+
+    def count(self, module: nn.Module) -> int:
+        """Return the number of experts of a module."""
+        return next(module.parameters()).shape[0]
+
+
+@dataclass(frozen=True)
 class Refused:
     """A module that cannot be divided.
 
@@ -80,12 +96,64 @@ class GatherInput:
     """
 
 
-CutOf = Columns | Rows | Vocabulary | GatherInput | Refused
+CutOf = Columns | Rows | Vocabulary | GatherInput | Experts | Refused
 
 
 def cut_of(table: Mapping[str, CutOf], module: str) -> CutOf | None:
     """Return the cut of a module, by its name in the chain; None if it is not cut."""
     return next((cut for pattern, cut in table.items() if fnmatchcase(module, pattern)), None)
+
+
+def experts_of(table: Mapping[str, CutOf], layers: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the modules inside ``layers``, by name, whose experts can be divided. Names start with ``prefix``."""
+    named = layers.named_modules(prefix=prefix)
+    return {name: module for name, module in named if isinstance(cut_of(table, name), Experts)}
+
+
+def check_experts(table: Mapping[str, CutOf], layers: nn.Module, ep: int) -> None:
+    """Check that ``ep`` ranks can divide the experts of layers.
+
+    Raises:
+        PlanError: If the number of ranks does not fit the model.
+        ModelError: If the table does not fit the model.
+    """
+    modules = dict(layers.named_modules())
+    for pattern in (pattern for pattern, cut in table.items() if isinstance(cut, Experts)):
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ModelError(f"cut: {pattern!r} names no module of this model")
+    if not (found := experts_of(table, layers)):
+        raise PlanError(
+            f"parallel.ep={ep} divides experts, and this model does not say where it has any: give its chain "
+            'cut={"layers.*.experts": Experts(), …} of models.cut (docs/own_model.md), or set parallel.ep=1'
+        )
+    for name, module in found.items():
+        sizes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
+        if not sizes or len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
+            raise ModelError(
+                f"cut: {name} has Experts(), so each of its parameters must be a stack with one row per expert, and "
+                f"they are {', '.join(f'{key} {list(shape)}' for key, shape in sizes.items()) or 'none'}"
+            )
+        if own := next((key for key, _ in module.named_buffers()), None):
+            raise ModelError(f"cut: {name} has Experts() and a buffer, {own}, which cannot be divided; keep it outside")
+        if any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in module.modules()):
+            raise ModelError(
+                f"cut: {name} has Experts() and a dropout, which would not know the samples of the tokens that other "
+                "ranks send; apply dropout to the result of the experts"
+            )
+        try:
+            signature(module.forward).bind(None, None, None)
+        except TypeError:
+            raise ModelError(
+                f"cut: {name} has Experts(), so its forward takes (x, chosen, weights), and it is "
+                f"{type(module).__name__}.forward{signature(module.forward)}"
+            ) from None
+    counts = {name: Experts().count(module) for name, module in found.items()}
+    if uneven := next((name for name, count in counts.items() if count % ep), None):
+        fits = [str(n) for n in range(2, min(counts.values()) + 1) if not any(count % n for count in counts.values())]
+        raise PlanError(
+            f"parallel.ep={ep} does not divide the {counts[uneven]} experts of {uneven}; parallel.ep can be "
+            f"{', '.join(fits) or 1}"
+        )
 
 
 def is_divided(table: Mapping[str, CutOf], names: Sequence[str], name: str, layer: nn.Module) -> bool:
@@ -111,7 +179,7 @@ def check_cuts(
         PlanError: If the number of ranks does not fit the model.
         ModelError: If the table does not fit the model.
     """
-    if not table:
+    if all(isinstance(cut, Experts) for cut in table.values()):
         lines = ", ".join(f'"{name}": Columns() or Rows()' for name in _linear(layers)[:4]) or '"NAME": Columns()'
         raise PlanError(
             f"parallel.tp={tp} cuts layers, and this model does not say where: give its chain a table of the products "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-from parallel.mesh import COPIES, ORDERS, PEERS, PIPELINE, SHARDS, TENSOR, Mesh
+from parallel.mesh import COPIES, EXPERTS, ORDERS, PEERS, PIPELINE, SHARDS, TENSOR, Mesh
 from parallel.schedules import SCHEDULES
 from parallel.strategies import StrategyInfo, strategy_info
 
@@ -37,6 +37,7 @@ class Layout:
             copy.
         reshard: Whether sharded parameters are gathered one layer at a time. None means yes, except in pipelines.
         devices: The devices of the stages or copies that one process runs; empty to let the plan choose them.
+        ep: The number of neighboring replicas that share the experts of the model.
         sequence: Whether the ranks that split layers also split the sequence between the products.
         axes: The further axes of the mesh: for each axis its name, the module and name of its class, and its number of
             ranks.
@@ -45,7 +46,7 @@ class Layout:
     DEGREES: ClassVar = ("dp", "tp", "pp")  # the keys whose product is the number of processes
     # The keys of the axes that divide the work of a stage: its degree, the axis of the mesh, and its other keys.
     OF_STAGE: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {"tp": (TENSOR, ("sequence",))}
-    OPTIONS: ClassVar = tuple(option for _, options in OF_STAGE.values() for option in options)
+    OPTIONS: ClassVar = (*(option for _, options in OF_STAGE.values() for option in options), "ep")
 
     strategy: str = "single"
     dp: int = 1
@@ -60,6 +61,7 @@ class Layout:
     devices: tuple[str, ...] = ()
     tp: int = 1
     sequence: bool = False
+    ep: int = 1
     axes: tuple[tuple[str, str, int], ...] = ()
 
     @classmethod
@@ -98,7 +100,7 @@ class Layout:
     def keys(self) -> dict[str, Any]:
         """Return the keys of the section ``parallel`` that a planner chooses. It leaves the other keys as they are."""
         keys = {"name": self.strategy, "dp": self.dp, "pp": self.pp, "chunks": self.chunks}
-        keys |= self.of_stage
+        keys |= self.of_stage | self.of_replicas
         if self.pipelined and self.schedule is not None:
             keys |= {"schedule": self.schedule, "stages_per_rank": self.per_rank if self.looped else None}
         return keys
@@ -107,7 +109,8 @@ class Layout:
         """Return the words of a command line that set ``keys``."""
         words = [f"parallel={self.strategy}"]
         words += [f"parallel.dp={self.dp}"] if self.info.replicas else []
-        words += [f"parallel.{key}={str(value).lower()}" for key, value in self.of_stage.items() if value is not False]
+        divided = self.of_replicas | self.of_stage
+        words += [f"parallel.{key}={str(value).lower()}" for key, value in divided.items() if value is not False]
         words += [f"parallel.axes.{name}.ranks={ranks}" for name, _, ranks in self.axes]
         if self.pipelined:
             words += [f"parallel.pp={self.pp}"]
@@ -118,7 +121,8 @@ class Layout:
     @property
     def name(self) -> str:
         """The layout's name, such as ``pipe_ddp dp=2 pp=2 gpipe chunks=4``."""
-        degrees = [(axis, getattr(self, axis)) for axis in self.DEGREES] + [(name, n) for name, _, n in self.axes]
+        degrees = [(axis, getattr(self, axis)) for axis in (*self.DEGREES, "ep")]
+        degrees += [(name, n) for name, _, n in self.axes]
         words = [self.strategy, *(f"{axis}={n}" for axis, n in degrees if n > 1)]
         words += [self.schedule] if self.pipelined and self.schedule is not None else []
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
@@ -132,6 +136,11 @@ class Layout:
         """The keys of the axes along which several ranks divide the work of a stage, with their values."""
         several = {key: options for key, (_, options) in self.OF_STAGE.items() if getattr(self, key) > 1}
         return {key: getattr(self, key) for degree, options in several.items() for key in (degree, *options)}
+
+    @property
+    def of_replicas(self) -> dict[str, Any]:
+        """The keys of the axes along which replicas divide the model. Empty if there is one rank along each."""
+        return {"ep": self.ep} if self.ep > 1 else {}
 
     @cached_property
     def info(self) -> StrategyInfo:
@@ -153,7 +162,8 @@ class Layout:
         """The number of ranks along each axis of the mesh, by the axis's name, slowest axis first."""
         group = SHARDS if self.info.sharded else PEERS
         stages = self.pp if self.pipelined else 1
-        sizes = {COPIES: self.dp // self.group, group: self.group, PIPELINE: stages}
+        each = max(1, self.group // self.ep)
+        sizes = {COPIES: self.dp // (each * self.ep), group: each, EXPERTS: self.ep, PIPELINE: stages}
         sizes |= {name: getattr(self, degree) for degree, (name, _) in self.OF_STAGE.items()}
         return {name: sizes.get(name, 1) for name in ORDERS[self.order]} | {name: n for name, _, n in self.axes}
 
@@ -170,7 +180,7 @@ class Layout:
     @property
     def divides_model(self) -> bool:
         """Whether no rank has the whole model."""
-        return self.pipelined or self.tp > 1 or self.shards > 1
+        return self.pipelined or self.tp > 1 or self.ep > 1 or self.shards > 1
 
     @property
     def processes(self) -> int:

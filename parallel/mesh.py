@@ -23,6 +23,9 @@ With parallel.comm_hook=hierarchical each replica has its own copy, and the colu
 gradients within the row first. Peers and shards are different axes, so no flag has to say whether a group shards its
 parameters.
 
+Along experts, neighboring replicas share the experts of a model (``parallel.axes.experts``), within one group of shards
+or peers.
+
 Along tensor, the innermost built-in axis in both orders, ranks compute the same samples, each rank with a part of every
 layer (``parallel.axes.tensor``).
 """
@@ -44,8 +47,9 @@ from common.errors import LaunchError
 # torch 2.13 renamed it and warns at the old name.
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
-COPIES, PEERS, SHARDS, PIPELINE, TENSOR = "copies", "peers", "shards", "pipeline", "tensor"
-REPLICAS = (COPIES, PEERS, SHARDS)  # the axes along which ranks compute different samples
+COPIES, PEERS, SHARDS, EXPERTS = "copies", "peers", "shards", "experts"
+PIPELINE, TENSOR = "pipeline", "tensor"
+REPLICAS = (COPIES, PEERS, SHARDS, EXPERTS)  # the axes along which ranks compute different samples
 ORDERS = {"dp_pp": (*REPLICAS, PIPELINE, TENSOR), "pp_dp": (PIPELINE, *REPLICAS, TENSOR)}  # all axes, slowest first
 
 
@@ -152,7 +156,7 @@ class Mesh:
 
     def connect(self, timeout_s: float) -> Mesh:
         """Make the process groups along each axis, and along all axes of replicas together. Every rank calls this."""
-        for names in (*((name,) for name in self.sizes), REPLICAS):
+        for names in (*((name,) for name in self.sizes), (PEERS, EXPERTS), (SHARDS, EXPERTS), REPLICAS):
             axis = self.axis(*names)
             if axis.group is None:
                 axis.group = self.new_group(self.groups(*names), timeout_s)

@@ -29,17 +29,22 @@ class Split:
     """The division of a tensor's dimension among the ranks along an axis of the mesh.
 
     Attributes:
-        axis: The name of the axis.
+        axis: The name of the axis, or the names of several axes together.
         dim: The dimension.
         sizes: The number of indices of each rank in each group, by the rank's index along the axis.
         groups: The number of equal tensors that lie side by side in the dimension. Each of these tensors is divided
             separately.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     dim: int
     sizes: tuple[int, ...]
     groups: int = 1
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     @property
     def size(self) -> int:
@@ -92,20 +97,20 @@ class Placement:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which ranks have different parts; empty if each rank has the whole tensor."""
-        return tuple(split.axis for split in self.splits)
+        return tuple(axis for split in self.splits for axis in split.axes)
 
     def ranges(self, mesh: Mesh) -> tuple[tuple[slice, ...], ...]:
         """Return this rank's indices in the whole tensor, in each dimension."""
         ranges: list[tuple[slice, ...]] = [(slice(0, size),) for size in self.shape]
         for split in self.splits:
-            within, held = ranges[split.dim], split.ranges(mesh.axis(split.axis).index)
+            within, held = ranges[split.dim], split.ranges(mesh.axis(*split.axes).index)
             ranges[split.dim] = tuple(found for part in held for found in _within(within, part))
         return tuple(ranges)
 
     def whole(self, part: Tensor, mesh: Mesh) -> Tensor:
         """Return the whole tensor, or ``part`` if it is whole already. The ranks along ``axes`` call this together."""
         for split in reversed(self.splits):
-            part = split.gather(part, mesh.axis(split.axis))
+            part = split.gather(part, mesh.axis(*split.axes))
         return part
 
 

@@ -69,6 +69,7 @@ def make_plan(
     if (dp := parallel.dp) is None:
         available = hardware.count if world_size is None else world_size
         dp = 2 if available is None else max(1, available // wanted.ranks_per_replica)
+        dp = max(1, dp // wanted.ep) * wanted.ep
     wanted = replace(wanted, dp=dp)
     _check_world(wanted, hardware, world_size)
     chunks = parallel.chunks
@@ -126,7 +127,7 @@ def check_numbers(parallel) -> None:
     chunks = parallel.chunks
     if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
         raise PlanError(f"parallel.chunks={chunks} must be a whole number of at least 1, or auto")
-    for key in (*Layout.DEGREES, "stages_per_rank", "threads", "timeout_s", "bucket_mb"):
+    for key in (*Layout.DEGREES, "ep", "stages_per_rank", "threads", "timeout_s", "bucket_mb"):
         value = getattr(parallel, key)
         if value is not None and not value > 0:
             least = "at least 1" if isinstance(value, int) else "above 0"
@@ -239,6 +240,11 @@ def check_groups(parallel, info: StrategyInfo, mesh: Mesh, nodes: int) -> tuple[
         raise PlanError(
             f"parallel.shard={group} does not divide parallel.dp={dp} replicas into equal groups; possible sizes are "
             f"{sizes}"
+        )
+    if group % parallel.ep:
+        raise PlanError(
+            f"parallel.ep={parallel.ep} does not divide the {group} replicas of a group; set parallel.shard to a "
+            f"multiple of {parallel.ep}, or leave it out"
         )
     if not info.sharded:
         return group, None

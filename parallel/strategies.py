@@ -64,6 +64,7 @@ STRATEGIES = {
     "fsdp": StrategyInfo(_LOCAL, replicas=True, tensor=True, shards="all"),
     "hsdp": StrategyInfo(_LOCAL, replicas=True, tensor=True, shards="node"),
     "pipe_fsdp": StrategyInfo(_PIPELINE, replicas=True, stages=True, stage_per_rank=True, tensor=True, shards="all"),
+    "expert": StrategyInfo(_LOCAL, replicas=True, tensor=True, degree="ep"),
     "tensor": StrategyInfo(_LOCAL, tensor=True, degree="tp"),
     "data_parallel": StrategyInfo("parallel.several_devices:DataParallel", several_devices=True, gpu_only=True),
 }

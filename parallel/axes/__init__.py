@@ -10,6 +10,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 
 from parallel.axes.axis import Axis
+from parallel.axes.experts import ExpertParallel
 from parallel.axes.pipeline import PipelineStages
 from parallel.axes.replicas import Replicas
 from parallel.axes.shards import Shards
@@ -17,7 +18,7 @@ from parallel.axes.tensor import TensorParallel
 from parallel.layout import Layout
 
 # In the order of the mesh axes with parallel.order=dp_pp.
-AXES: tuple[type[Axis], ...] = (Replicas, Shards, PipelineStages, TensorParallel)
+AXES: tuple[type[Axis], ...] = (Replicas, Shards, ExpertParallel, PipelineStages, TensorParallel)
 
 
 def known_axes(layout: Layout) -> list[type[Axis]]:
@@ -27,5 +28,5 @@ def known_axes(layout: Layout) -> list[type[Axis]]:
 
 def axes_of(layout: Layout) -> list[tuple[str, type[Axis]]]:
     """Return the name in the mesh and the class of each axis along which a layout has several ranks."""
-    found = [(axis.mesh_axes[0], axis) for axis in AXES if any(layout.sizes[name] > 1 for name in axis.mesh_axes)]
+    found = [(axis.mesh_axes[0], axis) for axis in AXES if axis.is_used(layout)]
     return found + [(name, resolve_name(path)) for name, path, ranks in layout.axes if ranks > 1]

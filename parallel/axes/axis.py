@@ -79,6 +79,11 @@ class Axis:
         """Check the axis's keys of the section ``parallel`` against the strategy's properties. Raises PlanError."""
 
     @classmethod
+    def is_used(cls, layout: Layout) -> bool:
+        """Return whether a layout has several ranks along the axes of this class."""
+        return any(layout.sizes[name] > 1 for name in cls.mesh_axes)
+
+    @classmethod
     def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:
         """Check that the axis can divide a model. Raises PlanError or ModelError."""
 

@@ -18,7 +18,7 @@ from common.errors import PlanError
 from models.chain import Chain
 from parallel.axes.axis import Apart, Axis, all_reduce_sum, copy_back
 from parallel.layout import Layout
-from parallel.mesh import COPIES, PEERS, Mesh, reduce_scatter
+from parallel.mesh import COPIES, EXPERTS, PEERS, Mesh, reduce_scatter
 from parallel.plan import Plan
 from parallel.strategies import StrategyInfo, suggest
 
@@ -37,7 +37,7 @@ HIERARCHICAL = ("hierarchical", "hierarchical_bf16")  # values of parallel.comm_
 class Replicas(Axis):
     """Splits the batch. Ranks that hold the same parameters average their gradients."""
 
-    mesh_axes = (COPIES, PEERS)
+    mesh_axes = (COPIES, PEERS, EXPERTS)
 
     @classmethod
     def check_keys(cls, section: Any, info: StrategyInfo) -> None:
@@ -56,7 +56,7 @@ class Replicas(Axis):
         super().__init__(name, plan, chain, mesh)
         # bf16 and fp16 send all gradients in that dtype; hierarchical_bf16 sends gradients in bf16 only between groups.
         dtype = _COMPRESSED.get(plan.comm_hook)
-        in_groups = plan.comm_hook in HIERARCHICAL and mesh.axis(PEERS).size > 1
+        in_groups = plan.comm_hook in HIERARCHICAL and mesh.axis(PEERS, EXPERTS).size > 1
         average = self._average_in_groups if in_groups else partial(_average, mesh.dp_group)
         self._average: Average = partial(average, dtype)
         self._stream: torch.cuda.Stream | None = None
@@ -133,7 +133,7 @@ class Replicas(Axis):
         collectives of a process group in the same order. On a GPU the collectives run on a separate stream, so that the
         backward does not wait for them.
         """
-        peers, copies, stream = self.mesh.axis(PEERS), self.mesh.axis(COPIES), nullcontext()
+        peers, copies, stream = self.mesh.axis(PEERS, EXPERTS), self.mesh.axis(COPIES), nullcontext()
         if gradients.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(gradients.device)
             self._stream.wait_stream(torch.cuda.current_stream(gradients.device))

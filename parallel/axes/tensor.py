@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from common.errors import PlanError
 from data.dataset import Batch, DataSet
 from models.chain import Chain, Layers, is_within
-from models.cut import Columns, CutOf, GatherInput, Rows, check_cuts, cut_of, is_divided
+from models.cut import Columns, CutOf, Experts, GatherInput, Rows, check_cuts, cut_of, is_divided
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
 from models.seeds import BySample, Part
@@ -233,7 +233,7 @@ class TensorParallel(AxisOfStage):
         within: dict[nn.Module, CutOf] = {}
         for name, module in list(layer.named_modules(prefix=layer_name)):
             how = cut_of(self.chain.cut, name)
-            if how is not None:
+            if how is not None and not isinstance(how, Experts):
                 within[module] = how
                 self._cut_module(name, module, how, layer, sequence_parallel)
         # An adapter applies dropout to its input. If the module is cut by columns, every rank has the whole input.

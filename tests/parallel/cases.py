@@ -36,6 +36,7 @@ class Layout(layout.Layout):
 
     def __str__(self) -> str:
         words = [self.strategy, f"dp={self.dp}", *[f"tp={self.tp}"] * (self.tp > 1), f"pp={self.pp}"]
+        words += [f"ep={self.ep}"] * (self.ep > 1)
         words += [f"chunks={self.chunks}", *["sequence"] * self.sequence]
         words += [self.schedule] * self.pipelined + [self.order] * (self.order != "dp_pp")
         words += [] if self.balance == "uniform" else [str(self.balance)]

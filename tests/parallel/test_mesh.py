@@ -13,7 +13,7 @@ from small_models import chain_and_batches
 
 from common.errors import LaunchError
 from parallel import mesh as mesh_module
-from parallel.mesh import COPIES, PEERS, PIPELINE, REPLICAS, SHARDS, TENSOR, Mesh
+from parallel.mesh import COPIES, EXPERTS, PEERS, PIPELINE, REPLICAS, SHARDS, TENSOR, Mesh
 from parallel.strategy import build_strategy
 
 
@@ -46,7 +46,7 @@ def test_groups_of_replicas_are_neighbours(order, together, between, sharded, ax
     mesh = Layout(strategy, dp=4, pp=2, order=order, shard=2).mesh(between[1])
     assert mesh.replica == 3 and mesh.position == 0
     assert mesh.axis(axis).ranks == together and mesh.axis(COPIES).ranks == between
-    assert mesh.index == {COPIES: 1, axis: 1, other: 0, PIPELINE: 0, TENSOR: 0} and mesh.dp == 4
+    assert mesh.index == {COPIES: 1, axis: 1, other: 0, EXPERTS: 0, PIPELINE: 0, TENSOR: 0} and mesh.dp == 4
     assert mesh.axis(SHARDS).size == (2 if sharded else 1)
 
 

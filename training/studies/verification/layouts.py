@@ -115,8 +115,9 @@ def layouts(
     for i, (name, info) in enumerate((name, info) for name, info in STRATEGIES.items() if info.tensor and divided):
         dp, shard = (4, 2) if info.shards == "node" else (1 + info.replicas, None)
         schedule = "1f1b" if info.stages else "gpipe"
-        own = [keys for keys in divided if info.degree in keys]
-        for keys in own if info.degree else [divided[i % len(divided)]]:
+        possible = [keys for keys in divided if dp % keys.get("ep", 1) == 0]
+        own = [keys for keys in possible if info.degree in keys]
+        for keys in own if info.degree else possible[i % max(1, len(possible)) :][:1]:
             found = layout(name, dp, 1 + info.stages, schedule=schedule, shard=shard, **keys)
             if found.processes <= processes:
                 yield found

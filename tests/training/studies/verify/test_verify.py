@@ -19,6 +19,7 @@ from launchers import Interrupted
 from models.chain import Chain, LayerSpec
 from models.given import set_given
 from models.losses import ClassCrossEntropy, Sums, gather
+from parallel.axes.experts import ExpertParallel
 from parallel.axes.tensor import TensorParallel
 from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
@@ -172,11 +173,14 @@ def test_a_verification_that_is_stopped_says_how_far_it_is_and_leaves_what_it_ha
 
 def test_every_strategy_and_every_schedule_is_a_layout():
     some = list(layouts(processes=4, microbatches=4))
-    assert {layout.strategy for layout in some} == set(STRATEGIES) - {"single", "tensor"}
+    assert {layout.strategy for layout in some} == set(STRATEGIES) - {"single", "tensor", "expert"}
     every = layouts(processes=8, microbatches=4, divided=TensorParallel.variants)
     shared = [layout for layout in every if layout.ranks_per_stage > 1]
-    assert {layout.strategy for layout in shared} == {name for name, info in STRATEGIES.items() if info.tensor}
+    assert {layout.strategy for layout in shared} == {n for n, info in STRATEGIES.items() if info.tensor} - {"expert"}
     assert {layout.sequence for layout in shared} == {False, True} and all(layout.processes <= 8 for layout in shared)
+    shared = [layout for layout in layouts(8, 4, divided=ExpertParallel.variants) if layout.ep > 1]
+    some_replicas = {name for name, info in STRATEGIES.items() if info.tensor and info.replicas}
+    assert {layout.strategy for layout in shared} == some_replicas
     fewer = layouts(processes=4, microbatches=4, divided=TensorParallel.variants)
     assert all(layout.processes <= 4 for layout in fewer)
     assert {layout.schedule for layout in some if layout.strategy == "pipelined"} == set(SCHEDULES)

@@ -1,0 +1,227 @@
+"""Expert parallelism: replicas share the experts of a mixture, and send each token to the ranks of its experts.
+
+    x, chosen --send--> rows of this rank's experts --> the module's own forward --return--> weights, sum over k
+
+Every replica routes its own tokens. For each of a token's ``k`` experts, a copy of the token is one row. Rows are sent
+in the order of their experts, so results do not depend on timing. The weights stay at home, and so does the router's
+gradient. Parameters outside of experts, and their gradients, are those of ``parallel.axes.replicas`` or ``shards``.
+
+Known pitfalls of expert parallelism, and how this module handles them:
+* A rank may get no rows, or one of its experts may get none. The module's own forward may then return a tensor without
+  history, and the backward would leave out this rank's collectives, for which the other ranks wait. ``_Return``
+  therefore also depends on the received rows, whose gradient is zero then.
+* A recomputation stops at the last tensor that the forward saved, which may depend on the number of rows. ``_Send`` and
+  ``_Return`` save a tensor each, so all ranks stop after the same collective.
+* An expert's gradient adds up over the tokens of all replicas along ``experts``, so only its copies along the other
+  axes of replicas are summed. It is divided by the number of all replicas, as other gradients are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from common.errors import PlanError
+from models.chain import Chain, Layers
+from models.cut import Experts, check_experts, experts_of
+from parallel.axes.axis import Axis
+from parallel.examination import Examination
+from parallel.layout import Layout
+from parallel.mesh import EXPERTS, REPLICAS, SHARDS, Mesh, Ranks
+from parallel.placement import Split
+from parallel.plan import Plan
+from parallel.strategies import StrategyInfo, names_where
+
+
+class ExpertParallel(Axis):
+    """Divides the experts of ``Chain.cut`` among replicas.
+
+    Attributes:
+        splits: The division of each parameter of experts, by the parameter's canonical name.
+    """
+
+    mesh_axes = (EXPERTS,)
+    keys = ("ep",)
+    variants = ({"ep": 2},)
+
+    # -- before a run ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_keys(cls, section: Any, info: StrategyInfo) -> None:
+        """See ``Axis.check_keys``."""
+        name, ep = section.name, section.ep
+        if info.degree == "ep" and ep == 1:
+            raise PlanError(
+                f"parallel={name} shares experts among replicas, and parallel.ep=1 is one; set parallel.ep=2"
+            )
+        if ep > 1 and not info.replicas:
+            raise PlanError(
+                f"parallel={name} has one replica, and parallel.ep={ep} shares experts among replicas; use "
+                f"parallel={', '.join(names_where(replicas=True))}"
+            )
+        if section.dp is not None and section.dp % ep:
+            fits = ", ".join(str(n) for n in range(2, section.dp + 1) if section.dp % n == 0)
+            raise PlanError(
+                f"parallel.ep={ep} does not divide the parallel.dp={section.dp} replicas, which share the experts; "
+                + (f"parallel.ep can be {fits}, or set parallel.dp={ep}" if fits else f"set parallel.dp={ep}")
+            )
+
+    @classmethod
+    def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
+        """See ``Axis.allows``."""
+        return info.replicas and layout.dp % layout.ep == 0 if layout.ep > 1 else info.degree != "ep"
+
+    @classmethod
+    def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:
+        """See ``Axis.check``."""
+        if layout.ep > 1:
+            check_experts(chain.cut, skeleton, layout.ep)
+
+    @classmethod
+    def check_facts(cls, layout: Layout, chain: Chain, found: Examination) -> None:
+        """Raise PlanError if a backward is split and recomputes activations."""
+        # A weight's backward recomputes its layer again. How many weights have a gradient depends on the rank.
+        if layout.ep > 1 and layout.splits_backward and getattr(layout, "recompute", False) not in (False, "none"):
+            raise PlanError(
+                f"parallel.schedule={layout.schedule} recomputes a layer for each of its weights, and ranks with other "
+                f"experts (parallel.ep={layout.ep}) would wait for each other; use parallel.schedule=interleaved_1f1b, "
+                "or train.activation_checkpointing=false"
+            )
+
+    @classmethod
+    def describe(cls, layout: Layout) -> str:
+        """See ``Axis.describe``."""
+        return f"{layout.ep} replicas share the experts"
+
+    # -- in a rank ---------------------------------------------------------------------------------------------------
+
+    def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
+        """See ``Axis``."""
+        super().__init__(name, plan, chain, mesh)
+        self.splits: dict[str, Split] = {}
+
+    def prepare(self, name: str, layer: nn.Module, tied_in_stage: Sequence[str]) -> None:
+        """See ``Axis.prepare``."""
+        for path, module in experts_of(self.chain.cut, layer, name).items():
+            count, ep = Experts().count(module), self.ranks.size
+            split = Split(EXPERTS, 0, (count // ep,) * ep)
+            for key, parameter in [*module.named_parameters()]:
+                part = nn.Parameter(split.part(parameter.detach(), self.ranks.index), parameter.requires_grad)
+                owner, _, own = key.rpartition(".")
+                setattr(module.get_submodule(owner), own, part)
+                self.splits[self.chain.canonical(f"{path}.{key}")] = split
+            if hasattr(module, "num_experts"):
+                module.num_experts = count // ep  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
+            # The sizes of messages depend on the numbers in ``chosen``, which a compiler does not know.
+            forward = torch.compiler.disable(partial(self._compute, module, module.forward))
+            module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+
+    def averaged_over(self, name: str) -> Sequence[str] | None:
+        """See ``Axis.averaged_over``."""
+        sharded = self.mesh.axis(SHARDS).size > 1  # FSDP sums their gradients
+        return None if name not in self.splits or sharded else [axis for axis in REPLICAS if axis != EXPERTS]
+
+    def split(self, name: str, tensor: Tensor) -> Split | None:
+        """See ``Axis.split``."""
+        return self.splits.get(name)
+
+    def _compute(self, module: nn.Module, forward: Callable, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Compute experts of all ranks: x [n, c], chosen [n, k], weights [n, k] -> [n, c]."""
+        route = Route.of(chosen, Experts().count(module), self.ranks)
+        rows = _Send.apply(x, route)
+        ones = weights.new_ones(len(rows), 1)
+        computed = forward(rows, route.experts[:, None], ones)
+        trained = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
+        reached = rows if rows.requires_grad or not trained else trained[0]
+        results = _Return.apply(computed, reached, route)
+        return (results * weights[..., None]).sum(1).to(computed.dtype)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ranks to which this rank's rows go, and the rows that it receives. A row is a token's copy for one expert.
+
+    Attributes:
+        order: [rows] int64. ``order[i]`` is the number of the i-th row to send, among the rows (token, k).
+        k: The number of experts of each token.
+        sent: The number of rows for each rank.
+        received: The number of rows from each rank.
+        experts: [received rows] int64. Each row's expert, counted among this rank's experts.
+        ranks: The ranks that share the experts.
+    """
+
+    order: Tensor
+    k: int
+    sent: list[int]
+    received: list[int]
+    experts: Tensor
+    ranks: Ranks
+
+    @property
+    def tokens(self) -> int:
+        """The number of this rank's tokens."""
+        return len(self.order) // self.k
+
+    @classmethod
+    def of(cls, chosen: Tensor, here: int, ranks: Ranks) -> Route:
+        """Make the route of tokens with the experts ``chosen`` [n, k]. Each rank has ``here`` experts."""
+        counts = chosen.flatten().bincount(minlength=here * ranks.size)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=ranks.group)
+        sent, received = torch.stack((counts, arriving)).view(2, ranks.size, here).sum(2).tolist()
+        numbers = torch.arange(here, device=chosen.device).repeat(ranks.size).repeat_interleave(arriving)
+        return cls(chosen.flatten().argsort(stable=True), chosen.shape[1], sent, received, numbers, ranks)
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Send rows [rows, c] to the ranks of their experts. Return the received rows."""
+        return _exchange(rows[self.order], self.sent, self.received, self.ranks)
+
+    def give_back(self, received: Tensor) -> Tensor:
+        """Return received rows to their ranks. Return this rank's own rows, [rows, c]."""
+        rows = _exchange(received, self.received, self.sent, self.ranks)
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=ranks.group)
+    return arrived
+
+
+class _Send(torch.autograd.Function):
+    """Tokens [n, c] -> the rows of this rank's experts."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        ctx.save_for_backward(route.order)
+        return route.send(x.repeat_interleave(route.k, 0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        assert ctx.saved_tensors  # a recomputation comes before the collective
+        return ctx.route.give_back(gradient).unflatten(0, (ctx.route.tokens, ctx.route.k)).sum(1), None
+
+
+class _Return(torch.autograd.Function):
+    """Results of this rank's experts -> results for this rank's tokens [n, k, c]. ``reached`` is reached backward."""
+
+    @staticmethod
+    def forward(ctx, computed: Tensor, reached: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        ctx.save_for_backward(route.order)
+        return route.give_back(computed).unflatten(0, (route.tokens, route.k))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        assert ctx.saved_tensors  # a recomputation comes before the collective
+        return ctx.route.send(gradient.flatten(0, 1)), None, None
