@@ -112,9 +112,9 @@ def _sample_by_sample(
         samples.notes.append((dropout.full_name, tuple(q.shape)))
         return call(q, k, v, mask)
     seed = samples.seed_of_call(dropout.full_name)
-    part = None if dropout.part is None else dropout.part(q.shape, samples.count)
-    if part is not None:  # each rank has different heads
-        seed = derive_seed(seed, part.start)
+    parts = {} if dropout.part is None else dropout.part(q.shape, samples.count)
+    for dim, part in parts.items():  # each rank has different heads
+        seed = derive_seed(seed, int(part.indices[0]) * math.prod(q.shape[dim + 1 :]))
     generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
     masks = [mask] * samples.count if mask is None or mask.dim() == 2 else mask.split(each)
     for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), masks, strict=True)):

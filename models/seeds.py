@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +28,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from common.errors import ModelError
+from models import sequence
 
 # The constants of a dropout mask, as int64: the distances of samples and of elements before hashing (the latter as in
 # SplitMix64), and the factors of the hash.
@@ -144,15 +147,46 @@ def samples_of(x: Tensor) -> Samples | None:
 
 
 class Part(NamedTuple):
-    """The elements of a sample on one of several ranks that divide a layer (``parallel.axes.tensor``).
+    """A part of a mask along one dimension: ``indices``, int64 or a range, of the ``size`` indices of the whole."""
 
-    Of every ``period`` consecutive elements of the whole sample, the rank has ``length`` elements, starting at
-    ``start``.
+    indices: Tensor | range
+    size: int
+
+    def at(self, places: Tensor) -> Tensor:
+        """Return the indices in the whole at some places of the part."""
+        if isinstance(self.indices, range):
+            return places + self.indices.start
+        return self.indices.to(places.device)[places]
+
+
+Parts = Mapping[int, Part]  # by the dimension of the mask of a sample; dimension 0 is the rows of a sample
+
+
+class Drawn(NamedTuple):
+    """The mask of one call of a dropout module. Any block of it can be made, in any order and repeatedly.
+
+    Attributes:
+        seed: The seed of the call.
+        first: The index of the first sample.
+        count: The number of samples.
+        p: The probability with which an element is dropped.
+        parts: The part of this rank, if ranks divide the layer.
     """
 
-    length: int
-    period: int
-    start: int
+    seed: int
+    first: int
+    count: int
+    p: float
+    parts: Parts
+
+    def mask(self, like: Tensor, parts: Parts) -> Tensor:
+        """Return a block of the mask, [b, ...]: 0 for dropped elements and 1 / (1 - p) for kept elements.
+
+        Args:
+            like: The mask is like this tensor, whose values do not matter.
+            parts: The block within this rank's part. It is whole along dimensions that are not given.
+        """
+        return _mask(torch.empty_like(like, memory_format=torch.contiguous_format), *self[:4], (parts, self.parts))
 
 
 class BySample(nn.modules.dropout._DropoutNd):
@@ -161,12 +195,11 @@ class BySample(nn.modules.dropout._DropoutNd):
     Attributes:
         full_name: The module's name in the whole chain.
         spread: The first dimension along which all elements have the same random number; None if each has its own.
-        part: (shape of a mask, number of samples) -> the part of a whole sample's mask, None for the whole mask. If the
-            attribute is None, masks are always whole.
+        part: (shape of a mask, number of samples) -> this rank's part of the whole mask. None if no layer is divided.
     """
 
     full_name = ""
-    part: Callable[[Sequence[int], int], Part | None] | None = None
+    part: Callable[[Sequence[int], int], Parts] | None = None
     spread: int | None = 2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,18 +214,63 @@ class BySample(nn.modules.dropout._DropoutNd):
         if samples.notes is not None:
             samples.notes.append((self.full_name, tuple(x.shape)))
             return x * (1.0 if in_kernel else x.new_empty(shape))  # keeps as much for the backward as a mask does
-        seed = samples.seed_of_call(self.full_name)
-        part = None if self.part is None else self.part(shape, samples.count)
-        if in_kernel and part is None and _kernel_works(x.device):
-            return _InKernel.apply(x, seed, samples.first, samples.count, self.p)
-        mask = _mask(x.new_empty(shape), seed, samples.first, samples.count, self.p, part)
+        drawn = self._drawn(samples, shape)
+        levels = drawn.parts, self._part_of_sequence(x.shape, drawn)
+        if in_kernel and not any(levels) and _kernel_works(x.device):
+            return _InKernel.apply(x, *drawn[:4])
+        mask = _mask(x.new_empty(shape), *drawn[:4], levels)
         return x.mul_(mask) if self.inplace else x * mask
+
+    def _drawn(self, samples: Samples, shape: Sequence[int]) -> Drawn:
+        parts = {} if self.part is None else self.part(shape, samples.count)
+        return Drawn(samples.seed_of_call(self.full_name), samples.first, samples.count, self.p, parts)
+
+    def _part_of_sequence(self, shape: Sequence[int], drawn: Drawn) -> Parts:
+        """Return the positions of this process's tokens in the mask of the whole sequence; empty if they are all.
+
+        Tokens are the rows of a sample, [b t, ...], or dimension 1, [b, t, ...], or dimension 2 of heads [b, h, t, c].
+        """
+        here = sequence.part()
+        if here is None:
+            return {}
+        sizes = {dim: n for dim, n in enumerate((shape[0] // drawn.count, *shape[1:]))}
+        sizes |= {dim: part.size for dim, part in drawn.parts.items()}
+        dims = [dim for dim in (0, *((2, 1) if len(shape) == 4 else (1,))) if sizes.get(dim) == len(here.positions)]
+        if not dims:
+            raise ModelError(
+                f"the dropout {self.full_name} gets {tuple(shape)}, and no dimension of this is the "
+                f"{len(here.positions)} positions that this process computes of each sequence of {here.length}"
+            )
+        if self.spread is not None and dims[0] >= self.spread:  # one number is for all positions
+            return {}
+        return {dims[0]: Part(here.positions, here.length)}
 
 
 class Dropout(BySample, nn.Dropout):
     """``nn.Dropout`` by sample."""
 
     spread = None
+
+    def draw(self, x: Tensor) -> Drawn | None:
+        """Return the mask of this call for blocks of probabilities; None if nothing is dropped.
+
+        The mask itself is made block by block. Call this once per forward, not again in the backward.
+
+        Args:
+            x: [b, ...]. Its first dimension are the samples, and its second dimension, if it has four, are the heads.
+
+        Raises:
+            ModelError: If the samples are unknown, because ``x`` is none of a step or has other rows.
+        """
+        if not self.training or self.p == 0.0:
+            return None
+        samples = samples_of(x)
+        if samples is None:
+            raise ModelError(f"the dropout {self.full_name} gets {tuple(x.shape)}, whose rows are no samples of a step")
+        if samples.notes is not None:
+            samples.notes.append((self.full_name, tuple(x.shape)))
+            return None
+        return self._drawn(samples, x.shape)
 
 
 class Dropout1d(BySample, nn.Dropout1d):
@@ -224,19 +302,31 @@ def _threshold(p: float) -> int:
     return min(int((p - 0.5) * 2**64), 2**63 - 1)
 
 
-def _mask(mask: Tensor, seed: int, first: int, count: int, p: float, part: Part | None = None) -> Tensor:
-    """Fill a contiguous ``mask`` [count r, ...] with 0 for dropped elements and 1 / (1 - p) for kept elements."""
+def _mask(mask: Tensor, seed: int, first: int, count: int, p: float, levels: Sequence[Parts] = ()) -> Tensor:
+    """Fill a contiguous ``mask`` [count r, ...] with 0 for dropped elements and 1 / (1 - p) for kept elements.
+
+    The mask is a part of a part ... of the whole mask. ``levels`` has these parts from the smallest to the largest.
+    """
     rows = mask.view(count, -1)
     size, device = rows.shape[1], mask.device
     starts = torch.arange(first, first + count, device=device).mul_(SAMPLE).add_(seed)[:, None]
-    steps = torch.arange(size, device=device)
-    if part is not None:  # the positions of the part in the whole sample
-        steps = steps // part.length * part.period + part.start + steps % part.length
-    steps.mul_(ELEMENT)
+    steps = _places((len(mask) // count, *mask.shape[1:]), levels, device) if any(levels) else None
+    steps = (torch.arange(size, device=device) if steps is None else steps).mul_(ELEMENT)
     each = max(1, (_CPU_BLOCK if device.type == "cpu" else _OTHER_BLOCK) // max(size, 1))
     for i in range(0, count, each):
         rows[i : i + each] = _mixed(starts[i : i + each] + steps) >= _threshold(p)
     return mask.mul_(1.0 / (1.0 - p)) if p < 1.0 else mask.zero_()
+
+
+def _places(shape: Sequence[int], levels: Sequence[Parts], device: torch.device) -> Tensor:
+    """Return the place of each element of a part in the whole mask of a sample, [elements] int64."""
+    places = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim, size in enumerate(shape):
+        along = torch.arange(size, device=device)
+        for part in (parts[dim] for parts in levels if dim in parts):
+            along, size = part.at(along), part.size
+        places = (places[:, None] * size + along).flatten()
+    return places
 
 
 def _mixed(z: Tensor) -> Tensor:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from common.errors import ModelError
-
-if TYPE_CHECKING:
-    from models.seeds import Dropout
 
 
 class SequencePart(Protocol):
@@ -40,7 +37,7 @@ class SequencePart(Protocol):
         window: int | None,
         softcap: float | None,
         documents: Tensor | None,
-        dropout: Dropout | None,
+        dropout: Any,  # models.seeds.Dropout, or None
     ) -> Tensor:
         """Attend to the keys of the whole sequence. See ``models.attention.attend``."""
         ...

@@ -23,7 +23,6 @@ Known pitfalls of tensor parallelism, and how this module handles them:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,7 +40,7 @@ from models.chain import Chain, Layers, is_within
 from models.cut import Columns, CutOf, Experts, GatherInput, Rows, check_cuts, cut_of, is_divided
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
-from models.seeds import BySample, Part
+from models.seeds import BySample, Part, Parts
 from parallel.axes.axis import AxisOfStage, Collective, all_reduce_sum
 from parallel.dtensor import local
 from parallel.examination import backward_nodes
@@ -363,19 +362,19 @@ class TensorParallel(AxisOfStage):
 
     def _part_of(
         self, module: BySample, whole: bool, sequence_parallel: bool, shape: Sequence[int], samples: int
-    ) -> Part | None:
-        """Return this rank's part of a whole mask (heads, columns or positions); None for the whole mask."""
+    ) -> Parts:
+        """Return this rank's part of a whole mask: its heads, columns or positions; empty for the whole mask."""
         spread = module.spread
         if self._gets_part(module):
             dim = 1 if len(shape) == 4 else len(shape) - 1
             if whole or (spread is not None and spread <= dim):  # one number of the mask is for all columns
-                return None
-            inner = math.prod(shape[dim:])
+                return {}
+            size = shape[dim]
         elif sequence_parallel:
-            inner = math.prod(shape) // samples  # positions are the outermost dimension of a sample
+            dim, size = (1, shape[1]) if len(shape) > 1 and shape[0] == samples else (0, shape[0] // samples)
         else:
-            return None
-        return Part(inner, inner * self.ranks.size, inner * self.ranks.index)
+            return {}
+        return {dim: Part(range(size * self.ranks.index, size * (self.ranks.index + 1)), size * self.ranks.size)}
 
 
 def _uneven(one: str, other: str) -> PlanError:

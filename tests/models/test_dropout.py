@@ -11,11 +11,12 @@ from interpreted import interpreted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import seeds
+from common.errors import ModelError
+from models import seeds, sequence
 from models.attention import attend
 from models.chain import Chain, LayerSpec
 from models.losses import SquaredError
-from models.seeds import Samples, by_sample, computing
+from models.seeds import Part, Samples, by_sample, computing
 from parallel.stage import Stage
 
 CPU = torch.device("cpu")
@@ -134,6 +135,29 @@ def test_attention_drops_out_its_probabilities_by_sample():
     whole = dropped(attended, q, k, v)
     assert torch.equal(dropped(attended, q[2:], k[2:], v[2:], first=2), whole[2:])
     assert not torch.equal(dropped(attended, q, k, v, step=2), whole)
+
+
+@pytest.mark.parametrize("heads", [None, range(2, 4)], ids=["all heads", "some heads"])
+def test_the_mask_of_probabilities_can_be_made_in_blocks(heads):
+    module = by_sample("h.0", nn.Dropout(0.25))
+    whole = dropped(module, ones(4, 6, 8, 8))
+    drawn = dropped(module.draw, ones(4, 6, 4, 5))
+    rows, columns = torch.tensor([3, 2, 7]), torch.tensor([0, 6])
+    parts = {2: Part(rows, 8), 3: Part(columns, 8)} | ({} if heads is None else {1: Part(heads, 6)})
+    wanted = whole[:, slice(None) if heads is None else list(heads)][:, :, rows][..., columns]
+    for _ in range(2):
+        assert torch.equal(drawn.mask(torch.zeros_like(wanted), parts), wanted)
+    assert dropped(module.eval().draw, whole) is None
+    with pytest.raises(ModelError, match=r"h.0 gets \(4, 6, 4, 5\), whose rows are no samples of a step"):
+        module.train().draw(ones(4, 6, 4, 5))
+
+
+def test_dropout_under_a_part_of_a_sequence_needs_positions():
+    part = SimpleNamespace(positions=torch.arange(4), length=8)
+    with sequence.computing_part(part), pytest.raises(ModelError, match=r"h.0 gets \(2, 5, 6\).* 4 positions .* of 8"):
+        dropped(by_sample("h.0", nn.Dropout(0.5)), ones(2, 5, 6))
+    with sequence.computing_part(part):  # one number for all positions
+        dropped(by_sample("h.0", nn.Dropout2d(0.5)), ones(2, 3, 4, 6))
 
 
 @pytest.fixture(scope="module")

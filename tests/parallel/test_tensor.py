@@ -1,5 +1,6 @@
 """Tensor parallelism beside the cells of parity: layers of other shapes, the vocabulary, and what is refused."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import nn
 
 from common.errors import ModelError, PlanError
 from data.tensors import TensorData
-from models import fused_cross_entropy
+from models import fused_cross_entropy, sequence
 from models.chain import Chain, LayerSpec
 from models.cut import Columns, Rows, Vocabulary, check_table
 from models.gpt2 import gpt2
@@ -296,18 +297,37 @@ DROPOUTS = {
 @pytest.mark.parametrize("case", DROPOUTS)
 def test_the_masks_of_the_ranks_are_parts_of_the_whole_one(case):
     module, shape, dim, divided, part = DROPOUTS[case]
-    layer = by_sample("layer", nn.Sequential(module))
-    with computing(Samples(2, seed=1, step=1)):
-        whole = layer(torch.ones(shape))
-    parts = []
-    for index in range(2):
-        layers = cutting(SimpleNamespace(axis=lambda name, i=index: Ranks([0, 1], i)), sequence=True)
-        layers._entered_input = None if divided else torch.ones(())
-        layer[0].part = partial(layers._part_of, layer[0], False, divided)
-        with computing(Samples(2, seed=1, step=1)):
-            parts.append(layer(torch.ones(part)))
+    whole, *_ = masks(module, shape)
+    parts = masks(module, part, ranks=2, divided=divided)
     joined = [p.unflatten(0, (2, -1)) for p in parts] if dim == 0 else parts  # rows of each sample
     assert torch.equal(torch.cat(joined, 1 if dim == 0 else dim).reshape(shape), whole)
+
+
+@pytest.mark.parametrize("case", DROPOUTS)
+def test_so_they_are_of_the_positions_that_a_rank_computes_of_a_longer_sequence(case):
+    module, shape, dim, divided, part = DROPOUTS[case]
+    longer, positions = (
+        [16 if n == 8 else 32 if n == 16 else n for n in shape],
+        torch.tensor([2, 3, 0, 1, 15, 14, 12, 13]),
+    )
+    whole, *_ = masks(module, longer)
+    whole = whole.unflatten(0, (2, -1)) if dim == 0 else whole
+    with sequence.computing_part(SimpleNamespace(positions=positions, length=16)):
+        parts = masks(module, part, ranks=2, divided=divided)
+    joined = torch.cat([p.unflatten(0, (2, -1)) for p in parts] if dim == 0 else parts, 1 if dim == 0 else dim)
+    assert torch.equal(joined, whole[:, :, positions] if len(shape) == 4 else whole[:, positions])
+
+
+def masks(module: nn.Module, shape: Sequence[int], ranks: int = 1, divided: bool = False) -> list[torch.Tensor]:
+    """The masks of the ranks that divide two samples by positions, or by heads or columns."""
+    layer, found = by_sample("layer", nn.Sequential(module)), []
+    for index in range(ranks):
+        layers = cutting(SimpleNamespace(axis=lambda name, i=index: Ranks([*range(ranks)], i)), sequence=True)
+        layers._entered_input = None if divided else torch.ones(())
+        layer[0].part = partial(layers._part_of, layer[0], False, divided) if ranks > 1 else None
+        with computing(Samples(2, seed=1, step=1)):
+            found.append(layer(torch.ones(shape)))
+    return found
 
 
 def test_of_keys_and_values_side_by_side_a_rank_uses_its_head_of_both():
