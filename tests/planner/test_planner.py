@@ -151,8 +151,8 @@ def test_a_part_of_the_tokens_has_their_part_of_the_work_and_all_keys(name):
         # a quarter of the pairs of tokens is in a sequence of half the length, and a half in a rank's part
         assert (work.attention, work.masked) == (2 * short.attention, 2 * short.masked)
         if "model.dropout=0.1" not in words:  # no kernel, so pairs are in most numbers
-            for key in ("output", "hidden", "flops", "kept", "queries", "keys"):
-                assert getattr(work, key) == getattr(short, key), key
+            for key in ("flops", "kept", "queries", "keys", *(["output", "hidden"] if work.name != "head" else [])):
+                assert getattr(work, key) == pytest.approx(getattr(short, key), rel=0.01), (work.name, key)
             # the weights of norms and biases are read for a sequence of any length
             assert (work.moved, work.whole) == pytest.approx((short.moved, short.whole), rel=0.03)
         assert (work.parameters, work.cast, work.ties) == (short.parameters, short.cast, short.ties)
