@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from common.packages import load_transformers
 from models.causal_lm_config import Published, read_config, sizes_of
 from models.causal_lm_layers import Forward, first_of, hidden_of, refused
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
-from models.cut import Columns, CutOf, GatherInput, Refused, Rows, Vocabulary, own_computation
+from models.cut import Columns, CutOf, Experts, GatherInput, Refused, Rows, Vocabulary, own_computation
 from models.losses import TokenCrossEntropy
 
 _TEXTS, _TOKENS = 2, 12  # the size of the batch in ``prove``
@@ -97,11 +98,11 @@ class Decoder(Forward):
             setattr(around, key, own)
 
     def cut(self) -> dict[str, CutOf]:
-        """Return the cuts of the layers, from the model's tensor plan."""
-        base = self.model.base_model
+        """Return the cuts of the layers, from the model's tensor plan, and of experts, from their form."""
+        base, experts = self.model.base_model, self._experts()
         if not base.config.base_model_tp_plan:
-            return {"layers.*": Refused(f"transformers has no tensor plan for {self.kind}")}
-        table: dict[str, CutOf] = {}
+            return {**experts, "layers.*": Refused(f"transformers has no tensor plan for {self.kind}")}
+        table: dict[str, CutOf] = {**experts}
         for path, style in base.config.base_model_tp_plan.items():
             pattern = f"{self.model.base_model_prefix}.{path}"
             if not pattern.startswith(f"{self.layers}."):
@@ -128,7 +129,17 @@ class Decoder(Forward):
         }
         if self.tied and not all(can_be_cut.values()):  # cut both copies of a weight, or none
             return table
-        return table | {name: Vocabulary() for name, can in can_be_cut.items() if can} if table else {}
+        words = {name: Vocabulary() for name, can in can_be_cut.items() if can}
+        return table | words if len(table) > len(experts) else table
+
+    def _experts(self) -> dict[str, CutOf]:
+        """Return {name: Experts()} of the modules that compute experts from stacked matrices."""
+        found: dict[str, CutOf] = {}
+        for name, module in self.model.get_submodule(self.layers).named_modules(prefix="layers"):
+            sizes = {parameter.shape[:1] for parameter in module.parameters()}
+            if sizes == {(getattr(module, "num_experts", 0),)} and len(signature(module.forward).parameters) == 3:
+                found[name] = Experts()
+        return found
 
     def _gathers_input(self, attention: str) -> GatherInput | Refused:
         """Return ``GatherInput`` for an attention, or the reason why its inside cannot be computed by heads."""

@@ -1,6 +1,12 @@
 """Expert parallelism: replicas that share experts train as one process does, and it as plain arithmetic says."""
 
 
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import cases
 import pytest
 import torch
@@ -9,6 +15,7 @@ from cases import Layout, Recipe, assert_same_training, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from models.causal_lm import causal_lm
 from models.chain import Chain, LayerSpec
 from models.cut import Columns, Experts, Rows
 from models.losses import TokenCrossEntropy
@@ -83,9 +90,36 @@ def batch_at(step):
 RECIPE = Recipe("mixture", global_batch=8, lr=0.2, steps=3, clip=0.5, eval_every=2, precision="fp64")
 
 
+SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24)
+SIZES |= dict(vocab_size=WORDS, max_position_embeddings=64, num_experts_per_tok=2, pad_token_id=None)
+ROUTED = dict(n_routed_experts=4, moe_intermediate_size=12, n_shared_experts=1, first_k_dense_replace=1, topk_group=1)
+LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
+CONFIGS = {
+    "mixtral": dict(num_local_experts=4),
+    "qwen2_moe": dict(num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=12),
+    "qwen3_moe": dict(num_experts=4, moe_intermediate_size=12, head_dim=8),
+    "olmoe": dict(num_experts=4),
+    "deepseek_v2": {**ROUTED, **LATENT, "n_group": 1},
+    "deepseek_v3": {**ROUTED, **LATENT, "n_group": 2},
+    "glm4_moe": {**ROUTED, "n_group": 1, "head_dim": 8},
+    "gpt_oss": dict(num_local_experts=4, head_dim=8),
+}
+
+
+@cache
+def of_transformers(kind: str) -> Chain:
+    """A small model of one of transformers' mixtures."""
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    with TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({"model_type": kind, **SIZES, **CONFIGS[kind]}))
+        return causal_lm(str(config))
+
+
 def train_mixture(layout, recipe):
+    chain = of_transformers(recipe.model) if recipe.model in CONFIGS else mixture()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "chain_and_batches", lambda recipe: (mixture(), batch_at))
+        patch.setattr(cases, "chain_and_batches", lambda recipe: (chain, batch_at))
         return train(layout, recipe)
 
 
@@ -113,3 +147,12 @@ def test_it_is_the_training_of_one_process(ranks, layout):
     reference, *_ = ranks.run(1, train_mixture, Layout("single"), RECIPE)
     run = ranks.run(layout.processes, train_mixture, layout, RECIPE)
     assert_same_training(run, reference, EXACT)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_mixture_of_transformers_is_divided_by_the_form_of_its_experts(ranks, kind):
+    """Routers that compute in float32 round the gradient of each micro-batch: one process has the same ones."""
+    recipe = replace(RECIPE, model=kind, steps=2)
+    reference, *_ = ranks.run(1, train_mixture, TWO.same_cut, recipe)
+    assert any(".experts." in name for name in reference.state)
+    assert_same_training(ranks.run(2, train_mixture, TWO, recipe), reference, EXACT)
