@@ -50,6 +50,7 @@ from models.seeds import Part
 from models.sequence import computing_part
 from parallel.mesh import Ranks
 
+WAYS = ("gather", "ulysses", "ring")
 aten = torch.ops.aten
 _Pairs = tuple[Tensor, Tensor, Tensor]  # a block's positions of queries and of keys, and which keys each query sees
 

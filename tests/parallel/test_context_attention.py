@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import PlanError
 from models.seeds import Dropout, Samples, computing
-from parallel.axes.context_attention import ContextAttention
+from parallel.axes.context_attention import WAYS, ContextAttention
 from parallel.mesh import Ranks
 
-WAYS = ["gather", "ulysses", "ring"]
 BORDERS = [[0] * 4 + [1] * 4 + [2] * 8, [5] * 3 + [6] * 4 + [7] * 2 + [5] * 7]  # on chunks' borders, and inside
 CASES = {
     "causal": {},
