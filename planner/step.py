@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from math import gcd
 
@@ -11,7 +12,7 @@ from parallel.schedules import borders
 from planner.costs import Costs
 from planner.layout import PlannedLayout, cut
 from planner.simulation import duration
-from planner.work import LayerWork, Works, parameters_of, shares
+from planner.work import LayerWork, Works, collectives_of, parameters_of, shares
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class Seconds:
     Attributes:
         compute: Forward, backward and recomputation.
         bubble: Waiting for other stages.
-        tensor: Collectives of tensor parallelism.
+        tensor: Collectives of tensor parallelism, and of the user's own axes.
+        context: Collectives of context parallelism within layers.
+        experts: Collectives of expert parallelism within layers.
         stages: Messages between stages.
         gradients: The reduction of gradients over replicas and, for tied parameters, between stages.
         shards: The gathering of sharded parameters and the scattering of their gradients.
@@ -31,6 +34,8 @@ class Seconds:
     compute: float
     bubble: float
     tensor: float
+    context: float
+    experts: float
     stages: float
     gradients: float
     shards: float
@@ -51,9 +56,11 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     held = [work for stage in own for work in stage]
     parameters, trained = (sum(some) for some in zip(*map(parameters_of, own), strict=True))
     whole_layers = (work for stage in cut(layers, layout)[slowest :: layout.pp] for work in stage)
-    tensor = sum(sum(_collectives(work, layout, costs)) for work in whole_layers)
+    within: dict[str, float] = defaultdict(float)
+    for name, *both in (sent for work in whole_layers for sent in _collectives(work, layout, costs)):
+        within[name] += sum(both)
     passed = sum(borders(layout.pp * layout.per_rank)[slowest :: layout.pp]) * _message(layers, parts, layout, costs)
-    compute = each[slowest] - tensor - passed
+    compute = each[slowest] - sum(within.values()) - passed
     gradients, shards = _replicas(held, parameters, trained, compute, layout, costs)
     whole = duration(stages, layout.pp, m, layout.schedule) if layout.pp > 1 else m * each[slowest]
     if layout.pp > 1 and layout.resharded:  # stages wait for the gathering in turn, as for computation
@@ -61,6 +68,8 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     if layout.pp > 1:  # what the first and the last stage share
         tied = sum(work.tied_trained for work in parts)
         gradients += costs.reduce(layout.gradient * tied, 2, 2 if layout.processes <= costs.devices else 1)
+    for name in (name for name, axis in layout.divided_along if axis.divides_batch):  # summed after the last backward
+        gradients += costs.reduce(layout.gradient * trained / layout.shards, *_along(name, layout, costs))
     part = slowed(stages, whole, layout, costs)
     reduced = layout.per_rank if layout.shards == 1 else 1  # DDP reduces each stage's gradients separately
     # The first micro-batch passes through all stages in turn.
@@ -68,7 +77,9 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     return Seconds(
         compute=part * (m * compute + ours),
         bubble=part * max(0.0, whole - m * each[slowest] + first - ours),  # measured parts may be off
-        tensor=m * tensor,
+        context=m * within.pop("context", 0.0),
+        experts=m * within.pop("experts", 0.0),
+        tensor=m * sum(within.values()),
         stages=m * passed,
         gradients=gradients,
         shards=shards,
@@ -91,7 +102,8 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
         key: (
             costs.forward(part, layout.samples),
             _computed(part, layout, costs, work is not layers[-1]),
-            *_collectives(work, layout, costs),
+            sum(ahead for _, ahead, _ in _collectives(work, layout, costs)),
+            sum(behind for *_, behind in _collectives(work, layout, costs)),
         )
         for key, (work, part) in alike.items()
     }
@@ -107,7 +119,7 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
 def seconds_of_layer(work: LayerWork, layout: PlannedLayout, costs: Costs) -> float:
     """Predict the seconds of a layer's forward and backward per micro-batch."""
     (part,) = shares([work], layout)
-    return _computed(part, layout, costs, True) + sum(_collectives(work, layout, costs))
+    return _computed(part, layout, costs, True) + sum(sum(both) for _, *both in _collectives(work, layout, costs))
 
 
 def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool) -> float:
@@ -120,19 +132,21 @@ def _computed(part: LayerWork, layout: PlannedLayout, costs: Costs, again: bool)
     return forward + backward + again * more[layout.recompute]
 
 
-def _collectives(work: LayerWork, layout: PlannedLayout, costs: Costs) -> tuple[float, float]:
-    """Return the seconds of a layer's collectives in its forward, and in its backward with a recomputation."""
-    ahead = behind = 0.0
-    for name, axis in layout.divided_along:
-        ranks = layout.sizes[name]
-        # If these ranks do not divide a node, some of them are on two nodes.
-        together = ranks if layout.processes <= costs.devices else gcd(ranks, costs.devices)
-        (part,) = shares([work], layout, whole_along=name)
-        for kind, times, numbers, backward in axis.collectives(layout, part):
-            each = costs.collective(kind, costs.itemsize * numbers * layout.samples, ranks, together)
-            ahead += times * each
-            behind += (backward + times * (layout.recompute == "full")) * each
-    return ahead, behind
+def _collectives(work: LayerWork, layout: PlannedLayout, costs: Costs) -> Iterator[tuple[str, float, float]]:
+    """Yield the axis of each of a layer's collectives, and its seconds in the forward and in the backward.
+
+    The backward includes a recomputation.
+    """
+    for name, (kind, times, numbers, backward) in collectives_of(work, layout):
+        each = costs.collective(kind, costs.itemsize * numbers * layout.samples, *_along(name, layout, costs))
+        yield name, times * each, (backward + times * (layout.recompute == "full")) * each
+
+
+def _along(name: str, layout: PlannedLayout, costs: Costs) -> tuple[int, int]:
+    """Return the number of ranks along an axis of a stage, and how many of them are on the same node."""
+    ranks = layout.sizes[name]
+    # If these ranks do not divide a node, some of them are on two nodes.
+    return ranks, ranks if layout.processes <= costs.devices else gcd(ranks, costs.devices)
 
 
 def _message(layers: Works, parts: Works, layout: PlannedLayout, costs: Costs) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.dataset import Batch
 from models.chain import Chain
+from parallel.axes.axis import Collective
 from parallel.shape_inference import trace
 from planner.counting import Measure
 from planner.layout import PlannedLayout
@@ -149,6 +150,14 @@ def shares(layers: Works, layout: PlannedLayout, whole_along: str | None = None)
     for axis in (axis for name, axis in layout.divided_along if name != whole_along):
         parts = {key: axis.work_of_rank(layout, work) for key, work in parts.items()}
     return [parts[id(work)] for work in layers]
+
+
+def collectives_of(work: LayerWork, layout: PlannedLayout) -> Iterator[tuple[str, Collective]]:
+    """Yield the collectives of a layer, each with the name of the axis along which ranks call it."""
+    for name, axis in layout.divided_along:
+        (part,) = shares([work], layout, whole_along=name)
+        for collective in axis.collectives(layout, part):
+            yield name, collective
 
 
 def parameters_of(stage: Works) -> tuple[float, float]:

@@ -375,6 +375,20 @@ def test_a_collective_takes_the_seconds_of_its_bytes_forward_backward_and_if_rec
     assert seconds_of(WORKS, layout, costs).tensor == pytest.approx(2 * 8 * 8 * each)
 
 
+class Summing(Sending):
+    """An axis of which each rank has other terms of the loss, and all parameters."""
+
+    divides_batch = True
+
+
+def test_ranks_with_other_terms_of_the_loss_sum_all_gradients_after_the_backward(monkeypatch):
+    monkeypatch.setattr(__name__ + ".sent", [])
+    for layout, shards in ((PlannedLayout(), 1), (PlannedLayout("fsdp", dp=2), 2)):
+        with_axis = replace(layout, axes=(("mine", f"{__name__}:Summing", 2),))
+        one, summed = (seconds_of(WORKS, each, COSTS).gradients for each in (layout, with_axis))
+        assert summed - one == pytest.approx(4 * 8e6 / shards / 1e10)
+
+
 def test_each_axis_sends_parts_of_what_the_others_divide(monkeypatch):
     monkeypatch.setattr(__name__ + ".sent", ["all_reduce"])
     one, mine = PlannedLayout("ddp", tp=2), (("mine", f"{__name__}:Sending", 2),)

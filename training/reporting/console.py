@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # both import torch
     from parallel.plan import Plan
     from planner.memory import Memory
+    from planner.work import Works
 
 _RESULTS = ("best_val_loss", "test_loss", "test_accuracy", "test_perplexity")
 _FAR_ABOVE, _TIMES_ABOVE = 0.1, 1.5  # the bubble's reason is printed if it exceeds the ideal by both
@@ -102,6 +103,29 @@ def describe_memory(ranks: Sequence[Memory]) -> str:
         lines.append(f"{number:>4} " + " ".join(f"{size:>11,.0f}" for size in sizes))
     total = sum(rank.used for rank in ranks)
     return "\n".join([*lines, f"all ranks together: {total / 2**30:.1f} GiB (an estimate)"])
+
+
+def describe_sent(plan: Plan, layers: Works) -> list[str]:
+    """Return a line for each axis along which layers call collectives: what the layer that sends most sends."""
+    from planner.layout import PlannedLayout
+    from planner.memory import Allocation
+    from planner.work import collectives_of
+
+    layout, lines = PlannedLayout.of_plan(plan), []
+    sample = plan.microbatch_size * Allocation.here(plan.precision, plan.device_type).activation
+    for name in (name for name, _ in layout.divided_along):
+        calls = {work.name: [one for along, one in collectives_of(work, layout) if along == name] for work in layers}
+        sent = {
+            layer: sum((one.times * (1 + plan.recompute) + one.backward) * one.sent(layout.sizes[name]) for one in each)
+            for layer, each in calls.items()
+        }
+        if sent[layer := max(sent, key=sent.__getitem__)]:
+            kinds = ", ".join(f"{one.kind} {one.times} + {one.backward}" for one in calls[layer])
+            lines.append(
+                f"along {name} each rank sends {sample * sent[layer] / 2**20:,.2f} MiB for layer {layer} and a "
+                f"micro-batch (forward + backward: {kinds})"
+            )
+    return lines
 
 
 def _where(plan: Plan, stage: int) -> str:

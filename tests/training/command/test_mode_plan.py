@@ -65,6 +65,14 @@ def test_the_plan_of_gpt2_shows_the_layout_the_batch_cut_the_bubble_and_the_memo
     assert together == pytest.approx(sum(row["total"] for row in rows) / 1024, abs=0.1)
 
 
+@pytest.mark.parametrize("more, sums", [([], 4), (["train.activation_checkpointing=true"], 6)])
+def test_the_plan_shows_what_a_layer_sends_along_an_axis(plan, more, sums):
+    said = plan(*TINY, "parallel=tensor", "data.seq_len=64", "train.global_batch_size=8", "train.precision=fp32", *more)
+    size = sums * 8 * 64 * 64 * 4 / 2**20  # of two ranks, each sends as many bytes as it sums
+    assert f"along tensor each rank sends {size:.2f} MiB for layer h.0 and a micro-batch" in said
+    assert said.rstrip().endswith("(forward + backward: all_reduce 2 + 2)")
+
+
 def test_the_plan_of_a_job_counts_a_precision_that_is_not_known_as_fp32(plan):
     job = [*TINY, "launcher=slurm", "launcher.nodes=2", "launcher.gpus_per_node=1", "parallel=ddp"]
     said = plan(*job)

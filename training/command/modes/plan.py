@@ -23,9 +23,10 @@ def run(composed: Composed) -> None:
 
     from planner.memory import memory_of_ranks
     from training.optimizer.kinds import mean_states
-    from training.reporting.console import describe_memory
+    from training.reporting.console import describe_memory, describe_sent
     from training.run.prepare import describe
 
     print(describe(setup), flush=True)
-    ranks = memory_of_ranks(setup.plan, setup.work[0], mean_states(cfg.optim, setup.chain))
-    print("\n" + describe_memory(ranks))
+    layers, _ = setup.work
+    ranks = memory_of_ranks(setup.plan, layers, mean_states(cfg.optim, setup.chain))
+    print("\n".join(["", describe_memory(ranks), *describe_sent(setup.plan, layers)]))
