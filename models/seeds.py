@@ -289,11 +289,11 @@ _OURS = {nn.Dropout: Dropout, nn.Dropout1d: Dropout1d, nn.Dropout2d: Dropout2d, 
 
 
 def by_sample(name: str, layer: nn.Module) -> nn.Module:
-    """Turn the dropout of a layer into dropout by sample, in place, and set the name of each module."""
+    """Turn the dropout of a layer into dropout by sample, in place. Set ``full_name`` of the modules that have it."""
     for full_name, module in layer.named_modules(prefix=name):
         module.__class__ = _OURS.get(type(module), type(module))
-        if isinstance(module, BySample):
-            module.full_name = full_name
+        if hasattr(module, "full_name"):
+            module.full_name = full_name  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
     return layer
 
 

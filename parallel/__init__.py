@@ -18,6 +18,7 @@
     watching.py                      the torch mode through which an examination sees each operator
     gathering.py                     losses that compare the samples of all replicas
     gradients.py, batchnorm.py       the gradients of a rank's stages; BatchNorm's statistics
+    auxiliary.py                     the totals of auxiliary losses over all ranks
     placement.py, pieces.py          how a tensor is divided over the axes, and the part that a rank holds
     dtensor.py                       the placement of a DTensor
     host_group.py, devices.py        ranks that share a GPU; devices and threads

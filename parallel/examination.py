@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import PlanError
 from data.dataset import Batch
+from models.auxiliary import collecting
 from models.batchnorm import StepBatchNorm
-from models.chain import CPU, LOSS, Chain, LayerSpec, Tensors, as_tuple, checked, converted
+from models.chain import CPU, LOSS, Chain, LayerSpec, Tensors, as_tuple, checked, converted, is_within
 from models.losses import Sums, copy_to_try, is_by_sample, loss_of, replicas
 from models.seeds import Samples, computing, seeded
 from parallel.watching import Effects, Refused
@@ -64,6 +65,8 @@ class Facts:
         reentrant: Whether the layer calls ``torch.utils.checkpoint`` with ``use_reentrant=True``.
         changes: The name of a tensor in the layer's state that each forward changes; None if there is none.
         norms: The number of calls that update the statistics of each BatchNorm, by the BatchNorm's name.
+        auxiliary: Whether the layer has an auxiliary loss (``models.auxiliary``).
+        sums: The number of sums that the layer attaches, by their key.
     """
 
     name: str
@@ -85,6 +88,16 @@ class Facts:
     reentrant: bool = False
     changes: str | None = None
     norms: Mapping[str, int] = field(default_factory=dict)
+    auxiliary: bool = False
+    sums: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, name: str) -> Facts:
+        """Return the facts of a layer that differs from this one only in its name."""
+        sums = {
+            name + key.removeprefix(self.name) if is_within(key, [self.name]) else key: n
+            for key, n in self.sums.items()
+        }
+        return replace(self, name=name, sums=sums)
 
 
 @dataclass
@@ -117,10 +130,11 @@ class Examination:
         return self.layers if self.loss is None else [*self.layers, self.loss]
 
     def for_plan(self) -> dict[str, Any]:
-        """Return the fields ``facts`` and ``sample_dims`` of a plan."""
+        """Return the fields ``facts``, ``sample_dims`` and ``auxiliary`` of a plan."""
         facts = {fact: sorted(self.may(fact)) for fact in ("writes", "fills", "random")}
-        facts |= {fact: self.which(fact) for fact in ("draws", "passes")}
-        return {"facts": facts, "sample_dims": self.sample_dims}
+        facts |= {fact: self.which(fact) for fact in ("draws", "passes", "auxiliary")}
+        sums = {key: n for layer in self.layers for key, n in layer.sums.items()}
+        return {"facts": facts, "sample_dims": self.sample_dims, "auxiliary": sums}
 
     @property
     def sample_dims(self) -> list[list[int]]:
@@ -182,7 +196,7 @@ class _Examiner:
             return facts, as_tuple(facts.outputs[0]) if facts.outputs else ()
 
         for name, facts in zip(chain.names, chain.walk(given[0], observed), strict=False):
-            found.layers.append(replace(facts, name=name))
+            found.layers.append(facts.of(name))
             if not facts.outputs:
                 return found
             before, given = given, [as_tuple(output) for output in facts.outputs]
@@ -230,7 +244,10 @@ class _Examiner:
         effects = Effects(module, followed, self.ranges)
         replicas.called, notes = False, []
         try:
-            output = self._called(call, module, tensors, batch, notes, effects if watched else nullcontext())
+            with collecting() as collected:
+                output = self._called(call, module, tensors, batch, notes, effects if watched else nullcontext())
+            facts.auxiliary = bool(collected.losses)
+            facts.sums = {key: len(sums) for key, sums in collected.sums.items()}
         except Exception as error:  # a user's code
             facts.error = error
         facts.watched = watched and facts.error is None

@@ -98,7 +98,7 @@ class PipeStage(PipelineStage):
         self._microbatch = fwd_chunk_id
         with self._recorded(FORWARD, fwd_chunk_id, RECEIVE_ACTIVATION):
             output = _unwrapped(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
-            if self._stage.training:
+            if self._stage.training and torch.is_grad_enabled():
                 self._statistics.add(self._stage)
         return output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from parallel.layout import Layout
@@ -49,8 +49,9 @@ class Plan(Layout):
         sync_batchnorm: Whether BatchNorm normalizes over the micro-batches of all replicas together.
         facts: The names of layers, by fact of ``parallel.examination``. "draws" and "passes" have the layers for which
             the fact is true. "writes", "fills" and "random" also have the layers for which the fact is unknown.
-            ``LOSS`` stands for the loss.
+            "auxiliary" has those with an auxiliary loss. ``LOSS`` stands for the loss.
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model; empty if unknown.
+        auxiliary: The number of sums of each key of ``models.auxiliary``.
     """
 
     device_type: str
@@ -66,6 +67,7 @@ class Plan(Layout):
     bucket_mb: float = 25.0
     sync_batchnorm: bool = False
     sample_dims: Sequence[Sequence[int]] = ()
+    auxiliary: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Plan:

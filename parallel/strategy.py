@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from common.errors import add_note
 from data.dataset import Batch
 from models.chain import LOSS, Chain
+from parallel.auxiliary import AuxiliaryLosses
 from parallel.axes import axes_of
 from parallel.batchnorm import RunningStatistics
 from parallel.devices import autocast, between_layers, local_device, outside_autocast, parameter_dtype
@@ -96,7 +97,8 @@ class Strategy(ABC):
         self._usual_terms = self._terms = plan.global_batch_size // plan.dp * each
         along = axes_of(plan)
         self.axes = [axis(name, plan, chain, mesh) for name, axis in along]
-        self._counts_terms = mesh.owns({*REPLICAS, *(name for name, axis in along if axis.divides_batch)})
+        divides = {*REPLICAS, *(name for name, axis in along if axis.divides_batch)}
+        self._counts_terms = mesh.owns(divides)
         # One context spans a whole step, so that weights are cast once per step and not once per micro-batch. The
         # gradient of a kept cast is computed last, perhaps after FSDP has reduced the sharded gradients of its layer.
         keep_casts = plan.shards == 1 or plan.pipelined
@@ -126,6 +128,7 @@ class Strategy(ABC):
                 stage.compile(random=not names.isdisjoint(plan.facts["random"]))
         self.gradients = Gradients(plan, self.stages, mesh, options.timeout_s, self.placement, self.axes)
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, plan.sync_batchnorm)
+        self.auxiliary = AuxiliaryLosses(plan, self.stages, mesh, self.device, divides)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -152,14 +155,23 @@ class Strategy(ABC):
         #     x  averaged / loss scale  x  (dp x terms) / count                  in _agree, when count is known
         # ``terms`` is about the number of a replica's targets, padding included, and the same on all replicas.
         # ``averaged`` is 1; in float16 it is dp, so that every number is as large as in one process.
-        with self._step(step, self.loss_scale.factor / (self._averaged * self._terms)):
-            placed = self._placed(batch)
-            self.forward_backward(placed)
+        factor = self.loss_scale.factor / (self._averaged * self._terms)
+        with self.auxiliary.step(factor):
+            if self.auxiliary.in_advance:
+                with self._step(step, gradients=False):
+                    self.forward(self._placed(batch))
+                    self.auxiliary.close()
+                self.take_sums()
+                self.statistics.begin()
+            with self._step(step, factor):
+                placed = self._placed(batch)
+                self.forward_backward(placed)
         self.gradients.finish()
         self.statistics.take()
         result = self._agree(placed.targets.numel(), stop, loss_limit)
         if result.usable:
             self.statistics.update()
+            self.auxiliary.after_step()
         return result
 
     def eval_step(self, batch: Batch, number: int = 1) -> Tensor:
@@ -188,14 +200,18 @@ class Strategy(ABC):
         """Pass the micro-batches of an evaluation step forward through the stages. See ``forward_backward``."""
 
     @contextmanager
-    def _step(self, step: int | None = None, loss_scale: float = 1.0) -> Iterator[None]:
-        """Prepare the stages for a step, and end the step after the block. ``step`` is None in an evaluation."""
+    def _step(self, step: int | None = None, loss_scale: float = 1.0, gradients: bool = True) -> Iterator[None]:
+        """Prepare the stages for a step, and end the step after the block. ``step`` is None in an evaluation.
+
+        ``gradients`` is whether a pass of training has a backward.
+        """
         training = step is not None
+        gradients &= training
         for stage in self.stages:
             stage.begin(training, step or 0, loss_scale)
         try:
             gathers = gathering(self.plan, self.mesh.axis(*REPLICAS), self.options.compile)
-            with torch.set_grad_enabled(training), self._autocast, gathers, ExitStack() as of_axes:
+            with torch.set_grad_enabled(gradients), self._autocast, gathers, ExitStack() as of_axes:
                 for axis in self.axes:
                     of_axes.enter_context(axis.step())
                 yield
@@ -207,7 +223,7 @@ class Strategy(ABC):
             for stage in self.stages:
                 stage.end()
             for axis in self.axes:
-                axis.end_step(self.modules, training)
+                axis.end_step(self.modules, gradients)
 
     def _add_location(self, error: Exception, step: int | None) -> None:
         """Add a note to an error that tells at which point of the step it was raised."""
@@ -245,8 +261,16 @@ class Strategy(ABC):
         if not self._counts_terms or not any(stage.ends_chain for stage in self.stages):
             targets = 0  # other ranks count them
         squares = self.gradients.squared_norm().to(loss)
-        mine = [loss, count, loss.new_full((), targets), squares, loss.new_full((), stop), *metrics]
-        loss, count, targets_of_all, squares, stops, *metrics = self.all_sum(torch.stack(mine))
+        mine = [
+            loss,
+            count,
+            loss.new_full((), targets),
+            squares,
+            loss.new_full((), stop),
+            self.auxiliary.value,
+            *metrics,
+        ]
+        loss, count, targets_of_all, squares, stops, auxiliary, *metrics = self.all_sum(torch.stack(mine))
         factor = self.plan.dp * self._terms / count if count else 1.0
         if targets_of_all:  # by a power of two, so that no bit of a result depends on the steps before
             more = targets_of_all / self.plan.dp / self._usual_terms
@@ -254,9 +278,11 @@ class Strategy(ABC):
         factor *= self._averaged / self.loss_scale.factor
         self.gradients.multiply(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
-        mean = loss / count if count else math.nan
+        mean = loss / count + auxiliary if count else math.nan
         means = [value / count if count else math.nan for value in metrics]
         named = dict(zip(self.chain.loss.metrics, means, strict=True))
+        if self.auxiliary.exist:
+            named["auxiliary_loss"] = auxiliary
         return StepResult(mean, norm, stops > 0, count, spike=mean > loss_limit, metrics=named)
 
     def all_sum(self, vector: Tensor) -> list[float]:
@@ -411,6 +437,8 @@ class LocalStrategy(Strategy):
                 loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
                 for stage in self.stages:
                     self.statistics.add(stage)
+                if self.auxiliary.exist:
+                    self.auxiliary.close()
                 self.computing = BACKWARD, i
                 with self._backward:
                     loss.backward()

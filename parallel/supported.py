@@ -68,6 +68,11 @@ def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: boo
     if divides_samples(layout) and found.which("gathers"):
         refuse_to_gather(layout)
     for facts in found.layers:
+        if layout.sequence and facts.sums and facts.name in (found.names[0], found.names[-2]):
+            raise PlanError(
+                f"layer {facts.name!r} ({facts.kind}) has an auxiliary loss, and parallel.sequence=true divides the "
+                "sequence between the first layer and the last one; leave parallel.sequence out"
+            )
         _check_layer(facts, layout, recompute, trains)
     for axis in known_axes(layout):
         axis.check_facts(layout, chain, found)
@@ -99,6 +104,11 @@ def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) ->
             f"{at}it changes a tensor in place that its backward needs, which torch does not notice in a "
             "recomputation: compute a new one (x = x + 1 in place of x += 1). With "
             "train.activation_checkpointing=false torch's error names the operator"
+        )
+    if facts.sums and trains and layout.devices and layout.pp == 1:
+        raise PlanError(
+            f"{at}it has an auxiliary loss over the global batch (models.auxiliary), and parallel={layout.strategy} "
+            "computes copies of the model in threads; use parallel=ddp"
         )
     if facts.changes is None or not trains:
         return

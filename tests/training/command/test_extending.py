@@ -28,8 +28,9 @@ SHORT = [
     "train.checkpoint_every=null", "train.precision=fp32",
 ]  # fmt: skip
 ADDED = {
-    "model": ["gated", "lstm", "moe", "reader", "skip", "translator", "vit"], "data": ["backwards", "csv_regression"],
-    "optim": ["lion", "rmsprop"], "scheduler": ["inverse_sqrt"], "logger": ["losses"], "callbacks": ["weight_norm"],
+    "model": ["gated", "lstm", "mixture", "reader", "skip", "translator", "vit"],
+    "data": ["backwards", "csv_regression"], "optim": ["lion", "rmsprop"],
+    "scheduler": ["inverse_sqrt"], "logger": ["losses"], "callbacks": ["weight_norm"],
     "parallel": ["checked_ddp"],
 }  # fmt: skip
 MISTAKES = {  # in what was added
@@ -87,7 +88,7 @@ def runs(house):
         "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "fsdp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipelined"]),
         "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor"]),
-        "moe": (["model=moe", "model.width=16", "optim=sgd", *text], ["single in pieces", "pipelined"]),
+        "mixture": (["model=mixture", "model.width=16", "optim=sgd", *text], ["single", "pipelined"]),
     }
     runs = {
         f"{name} {layout}": [*words, *LAYOUTS[layout]]
@@ -107,7 +108,7 @@ def losses(runs):
     return json.loads((runs / "losses.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "vit", "reader", "translator", "gated", "moe"])
+@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "vit", "reader", "translator", "gated", "mixture"])
 def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
     runs = {name: values for name, values in losses.items() if name.startswith(f"{model} ")}
     assert len(runs) > 1
