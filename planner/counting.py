@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+import models.grouped  # noqa: F401  it defines operators
 from parallel.watching import Watch
 
 _aten = torch.ops.aten
@@ -30,6 +31,8 @@ _FORMULAS: dict[Any, Callable[..., float]] = {
     _aten.mkldnn_rnn_layer: lambda x, w, u, *_, **__: 2 * x.shape[:-1].numel() * (w.numel() + u.numel()),
     _aten._trilinear: lambda x, w, *_, **__: 2 * x.shape[:-1].numel() * w.numel(),  # nn.Bilinear
     _aten._grouped_mm: _of_groups,
+    torch.ops.one_word_parallel.grouped_mm: lambda x, weights, *_, **__: 2 * x.numel() * weights.shape[-1],
+    torch.ops.one_word_parallel.grouped_outer_mm: lambda x, y, *_, **__: 2 * x.numel() * y.shape[-1],
     _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
     _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
     _aten.dot: lambda x, *_, **__: 2 * x.numel(),

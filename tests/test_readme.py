@@ -155,7 +155,13 @@ def test_every_setting_that_they_name_exists():
     from omegaconf import OmegaConf
 
     kinds = [("gpt2", data) for data in ("stdlib", "jsonl", "parquet", "tokens")]
-    kinds += [("convnet", "mnist"), ("convnet", "image_folder"), ("toy", "arrays"), ("transformers", "torch_docs")]
+    kinds += [
+        ("convnet", "mnist"),
+        ("convnet", "image_folder"),
+        ("toy", "arrays"),
+        ("transformers", "torch_docs"),
+        ("moe", "text"),
+    ]
     trees = [compose(f"model={model}", f"data={data}") for model, data in (*kinds, ("transformer", "stdlib"))]
     words = [word.strip('"') for code in CODE for word in code.split()]
     named = {match[1] for word in words if (match := re.match(r"((?:train|parallel|data|model|optim)\.\w+)=", word))}

@@ -18,6 +18,8 @@ RECIPES = {
     "gpt2": Recipe("gpt2", global_batch=16, lr=0.4, steps=3, clip=0.25, eval_every=2),
     # Tied, without dropout; several query heads for one of keys.
     "llama": Recipe("llama", global_batch=16, lr=0.4, steps=3, clip=0.25, eval_every=2),
+    # In float64: a rounded score may choose another expert.
+    "moe": Recipe("moe", global_batch=16, lr=0.4, steps=3, clip=0.25, eval_every=2, precision="fp64"),
     "transformer": Recipe("transformer", global_batch=16, lr=0.2, clip=0.5, steps=3, eval_every=2, dropout=0.2),
     # One of transformers', by its own code.
     "transformers": Recipe("transformers", global_batch=16, lr=0.4, steps=3, clip=0.25, eval_every=2),
@@ -46,7 +48,7 @@ RECIPES["whole resnet50"] = replace(RECIPES["resnet50"], model="whole resnet50")
 # Models that conf/model has besides: whoever adds one need not add a line here.
 ADDED = tuple(sorted({path.stem for path in CONF_MODEL.glob("*.yaml")} - RECIPES.keys()))
 RECIPES |= {name: Recipe(name, global_batch=8, lr=0.01, steps=3, eval_every=3) for name in ADDED}
-PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "llama", "transformers", "classifier", "convnet")
+PUBLISHED = ("toy", "resnet50", "transformer", "gpt2", "llama", "moe", "transformers", "classifier", "convnet")
 # BatchNorm, and an auxiliary loss, are taken over the micro-batch: one process with the same ones is compared.
 BY_MICROBATCH = ("resnet50", "whole resnet50", "convnet", "sequential", "unet", "translator", "torch's encoder", *ADDED)
 SPLIT = tuple(name for name in SCHEDULES if SCHEDULES[name].splits_backward)

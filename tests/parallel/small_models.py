@@ -33,6 +33,7 @@ from models.gpt2 import gpt2
 from models.llama import llama
 from models.lora import adapt
 from models.losses import ClassCrossEntropy, SquaredError, Sums, TokenCrossEntropy
+from models.moe import moe
 from models.resnet50 import GROUPS, resnet50
 from models.sequential import chain_of
 from models.toy import toy
@@ -147,9 +148,11 @@ IMAGES = {
     "convnet": (1, 12, lambda: convnet(image_size=12)),
 }
 SMALL_LLAMA = dict(n_layer=6, n_head=4, kv_heads=2, head_dim=8, n_embd=48, mlp_width=64, block_size=256, init_std=0.05)
+SMALL_MOE = dict(n_layer=3, n_head=4, kv_heads=2, head_dim=8, n_embd=32, experts=4, expert_width=24, block_size=256)
 LANGUAGE = {
     "llama": lambda dropout: llama(**SMALL_LLAMA, vocab_size=VOCABULARY, qk_norm=True),
     "gpt2": lambda dropout: gpt2(size="tiny", n_layer=4, vocab_size=VOCABULARY, dropout=dropout),
+    "moe": lambda dropout: moe(**SMALL_MOE, vocab_size=VOCABULARY, shared_experts=1, bias_rate=0.01, balance=0.1),
     "transformers": lambda dropout: of_transformers(),
     "transformer": lambda dropout: transformer(
         d_model=32, d_hid=64, n_head=2, n_layer=3, dropout=dropout, vocab_size=VOCABULARY

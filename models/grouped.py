@@ -1,0 +1,105 @@
+"""Products of tokens with the matrices of the experts that they chose, one product per expert over contiguous rows.
+
+The shapes depend on the number of tokens only, not on what the tokens chose, so tensors without numbers and compiled
+graphs compute the same operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+
+def by_expert(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, compute: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Compute the weighted sum of the outputs of each token's experts.
+
+    Args:
+        hidden: [n, c]. There may be no tokens, and experts that no token chose.
+        chosen: [n, k] int64, the experts of each token.
+        weights: [n, k].
+        count: The number of experts.
+        compute: ([n k, c] rows in the order of their experts, [count] int32 end of each expert's rows) -> [n k, d].
+
+    Returns:
+        [n, d] in the dtype of ``hidden``.
+    """
+    n, k = chosen.shape
+    order = chosen.flatten().argsort(stable=True)
+    ones = torch.ones_like(order)
+    ends = ones.new_zeros(count).scatter_add_(0, chosen.flatten(), ones).cumsum(0).int()
+    place = torch.empty_like(order).scatter_(0, order, ones.cumsum(0) - 1)  # the row of each pair of token and expert
+    outputs = compute(hidden.index_select(0, order // k), ends).index_select(0, place)
+    return torch.bmm(weights.to(outputs.dtype)[:, None], outputs.unflatten(0, (n, k)))[:, 0].to(hidden.dtype)
+
+
+def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of each group with its matrix, under autocast in its dtype.
+
+    Args:
+        rows: [n, i]; the rows of group e end before ``ends[e]``.
+        matrices: [groups, i, o].
+        ends: [groups] int32.
+
+    Returns:
+        [n, o].
+    """
+    kind = rows.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        rows, matrices = (x.to(torch.get_autocast_dtype(kind)) for x in (rows, matrices))
+    return _product(rows, matrices, ends)
+
+
+@custom_op("one_word_parallel::grouped_mm", mutates_args=())
+def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    if _has_kernel(rows, matrices):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    parts = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices.unbind(), strict=True)])
+
+
+@custom_op("one_word_parallel::grouped_outer_mm", mutates_args=())
+def _outer_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    """[n, i] and [n, o] -> [groups, i, o]: the sum over each group's rows."""
+    if _has_kernel(rows, others):
+        return F.grouped_mm(rows.t(), others, offs=ends)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    pairs = zip(rows.split(sizes), others.split(sizes), strict=True)
+    return torch.stack([part.t() @ other for part, other in pairs])
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    """Return whether torch has a kernel: not for float64, and only for rows of 16 bytes each."""
+    return all(t.dtype != torch.float64 and t.shape[-1] * t.itemsize % 16 == 0 and t.numel() for t in tensors)
+
+
+@_product.register_fake
+def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), matrices.shape[2])
+
+
+@_outer_product.register_fake
+def _(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(len(ends), rows.shape[1], others.shape[1])
+
+
+def _keep(ctx, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, gradient: Tensor):
+    rows, matrices, ends = ctx.saved_tensors
+    gradient, (of_rows, of_matrices, _) = gradient.contiguous(), ctx.needs_input_grad
+    return (
+        _product(gradient, matrices.transpose(1, 2), ends) if of_rows else None,
+        _outer_product(rows, gradient, ends) if of_matrices else None,
+        None,
+    )
+
+
+_product.register_autograd(_backward, setup_context=_keep)
