@@ -1,24 +1,33 @@
 """Expert parallelism: replicas that share experts train as one process does, and it as plain arithmetic says."""
 
-
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import cases
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from cases import Layout, Recipe, assert_same_training, train
+from cases import Layout, Recipe, assert_same_training, planned, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from common.errors import ModelError, PlanError
 from models.causal_lm import causal_lm
 from models.chain import Chain, LayerSpec
 from models.cut import Columns, Experts, Rows
+from models.gpt2 import gpt2
+from models.lora import adapt
 from models.losses import TokenCrossEntropy
+from parallel.axes.experts import ExpertParallel
+from parallel.examination import Examination
+from parallel.mesh import EXPERTS as ALONG
+from parallel.mesh import Ranks
+from parallel.supported import check_facts
 
 WIDTH, EXPERTS, CHOSEN, WORDS = 8, 4, 2, 13
 EXACT = 1e-12
@@ -54,9 +63,9 @@ class Mixture(nn.Module):
     Nearly all tokens choose the first expert, and none chooses the last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
-        self.norm, self.other_norm, self.dropout = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.norm, self.other_norm, self.dropout = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(dropout)
         self.fc, self.proj = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.router, self.experts = nn.Linear(WIDTH, EXPERTS, bias=False), Mlps()
 
@@ -75,9 +84,9 @@ class Head(nn.Linear):
         super().__init__(WIDTH, WORDS)
 
 
-def mixture(blocks: int = 2) -> Chain:
-    layers = [LayerSpec("embedding", lambda: nn.Embedding(WORDS, WIDTH))]
-    layers += [LayerSpec(f"layers.{i}", Mixture) for i in range(blocks)] + [LayerSpec("head", Head)]
+def mixture(dropout: float = 0.1) -> Chain:
+    layers = [LayerSpec("embedding", partial(nn.Embedding, WORDS, WIDTH))]
+    layers += [LayerSpec(f"layers.{i}", partial(Mixture, dropout)) for i in range(2)] + [LayerSpec("head", Head)]
     table = {"layers.*.experts": Experts(), "*.fc": Columns(), "*.proj": Rows()}
     return Chain(layers, TokenCrossEntropy(), cut=table)
 
@@ -117,36 +126,57 @@ def of_transformers(kind: str) -> Chain:
 
 
 def train_mixture(layout, recipe):
-    chain = of_transformers(recipe.model) if recipe.model in CONFIGS else mixture()
+    chain = of_transformers(recipe.model) if recipe.model in CONFIGS else mixture(recipe.dropout)
+    chain = chain if recipe.lora is None else adapt(chain, 3, 6, recipe.dropout, recipe.lora)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "chain_and_batches", lambda recipe: (chain, batch_at))
         return train(layout, recipe)
 
 
 TWO, FOUR = Layout("ddp", dp=2, ep=2), Layout("expert", dp=4, ep=4)
+ZERO_BUBBLE = Layout("pipe_ddp", dp=2, ep=2, pp=2, chunks=4, schedule="interleaved_zero_bubble")
+CELLS = [
+    (TWO, {}),
+    (FOUR, {"recompute": True}),
+    (TWO, {"lora": ("fc", "router"), "padded": True}),
+    (Layout("ddp", dp=4, ep=2, chunks=2), {}),
+    (Layout("ddp", dp=2, ep=2, tp=2), {}),
+    (Layout("fsdp", dp=2, ep=2, chunks=2), {}),
+    (Layout("fsdp", dp=4, ep=2, chunks=2), {}),
+    (Layout("hsdp", dp=4, ep=2, shard=2), {}),
+    (Layout("pipe_ddp", dp=2, ep=2, pp=2, chunks=4, schedule="1f1b", order="pp_dp"), {"recompute": True}),
+    (ZERO_BUBBLE, {}),
+]
+SLOW = [
+    (FOUR, {}),
+    (Layout("ddp", dp=4, ep=2, shard=2, comm_hook="hierarchical"), {}),
+    (Layout("ddp", dp=2, ep=2, tp=2, sequence=True), {"recompute": True}),
+    (Layout("fsdp", dp=2, ep=2, chunks=2, reshard=False), {"recompute": True}),
+    (Layout("fsdp", dp=4, ep=2, chunks=2, reshard=False), {}),
+    (Layout("fsdp", dp=4, ep=2), {"recompute": True, "lora": ("fc",)}),
+    (Layout("hsdp", dp=8, ep=2, shard=4), {}),
+    (Layout("fsdp", dp=2, ep=2, tp=2, sequence=True), {}),
+    (Layout("pipe_ddp", dp=2, ep=2, pp=2, chunks=2), {}),
+    (ZERO_BUBBLE, {"lora": ("fc",)}),
+    (Layout("pipe_ddp", dp=2, ep=2, pp=2, chunks=4, schedule="planned"), {"steps": 5}),
+    (Layout("pipe_ddp", dp=2, ep=2, pp=2, tp=2, chunks=2, schedule="1f1b"), {}),
+    (Layout("pipe_fsdp", dp=4, ep=2, pp=2, chunks=2), {}),
+    (Layout("pipe_fsdp", dp=4, ep=2, pp=2, chunks=2, schedule="1f1b", reshard=True), {"recompute": True}),
+    (Layout("pipe_fsdp", dp=2, ep=2, pp=2, chunks=4, schedule="interleaved_zero_bubble"), {}),
+]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        TWO,
-        FOUR,
-        Layout("ddp", dp=4, ep=2, chunks=2),
-        Layout("ddp", dp=2, ep=2, tp=2),
-        Layout("ddp", dp=2, ep=2, tp=2, sequence=True),
-        Layout("fsdp", dp=2, ep=2, chunks=2),
-        Layout("fsdp", dp=4, ep=2, chunks=2),
-        Layout("hsdp", dp=4, ep=2, shard=2),
-        Layout("pipe_ddp", dp=2, ep=2, pp=2, chunks=2),
-        Layout("pipe_ddp", dp=2, ep=2, pp=2, chunks=4, schedule="interleaved_zero_bubble"),
-        Layout("pipe_fsdp", dp=4, ep=2, pp=2, chunks=2),
-    ],
-    ids=str,
-)
-def test_it_is_the_training_of_one_process(ranks, layout):
-    reference, *_ = ranks.run(1, train_mixture, Layout("single"), RECIPE)
-    run = ranks.run(layout.processes, train_mixture, layout, RECIPE)
-    assert_same_training(run, reference, EXACT)
+PARAMS = [
+    pytest.param(*cell, id=" ".join([str(cell[0]), *cell[1]]), marks=[pytest.mark.slow] * (cell in SLOW))
+    for cell in CELLS + SLOW
+]
+
+
+@pytest.mark.parametrize("layout, changes", PARAMS)
+def test_it_is_the_training_of_one_process(ranks, layout, changes):
+    recipe = replace(RECIPE, **changes)
+    reference, *_ = ranks.run(1, train_mixture, Layout("single"), replace(recipe, recompute=False))
+    assert_same_training(ranks.run(layout.processes, train_mixture, layout, recipe), reference, EXACT)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -156,3 +186,157 @@ def test_a_mixture_of_transformers_is_divided_by_the_form_of_its_experts(ranks, 
     reference, *_ = ranks.run(1, train_mixture, TWO.same_cut, recipe)
     assert any(".experts." in name for name in reference.state)
     assert_same_training(ranks.run(2, train_mixture, TWO, recipe), reference, EXACT)
+
+
+# -- the exchange, beside plain arithmetic -----------------------------------------------------------------------------
+
+
+def tokens_of(case: str, ranks: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For each rank: tokens [n, c], the numbers of their experts [n, k] and the weights."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for rank in range(ranks):
+        n = 0 if case == "a rank without tokens" and rank == 1 else 5 + rank
+        x, weights = (torch.randn(n, size, generator=generator, dtype=torch.float64) for size in (WIDTH, CHOSEN))
+        chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(n)] or [
+            torch.zeros(CHOSEN, dtype=torch.int64)])[:n]  # fmt: skip
+        if case == "one expert has all":
+            chosen = torch.zeros_like(chosen)
+        found.append((x.requires_grad_(case != "no gradient of tokens"), chosen, weights.requires_grad_()))
+    return found
+
+
+def whole_experts() -> Mlps:
+    torch.manual_seed(0)
+    return Mlps().double()
+
+
+def exchanged(case: str) -> list[Tensor | None]:
+    """On each rank: its results, and the gradients of its tokens, its weights and its experts."""
+    ranks = Ranks([*range(dist.get_world_size())], dist.get_rank(), dist.group.WORLD)
+    chain = Chain([LayerSpec("layer", Mlps)], TokenCrossEntropy(), cut={"layer": Experts()})
+    axis = ExpertParallel(ALONG, SimpleNamespace(), chain, SimpleNamespace(axis=lambda *_: ranks))
+    experts, (x, chosen, weights) = whole_experts(), tokens_of(case, ranks.size)[ranks.index]
+    axis.prepare("layer", experts, ())
+    with torch.no_grad():
+        evaluated = experts(x, chosen, weights)
+    y = experts(x, chosen, weights)
+    assert torch.equal(y, evaluated)
+    (y.sin().sum() * (1 + ranks.index)).backward()
+    return [y.detach(), x.grad, weights.grad, *(p.grad for p in experts.parameters())]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", ["usual", "one expert has all", "a rank without tokens", "no gradient of tokens"])
+def test_results_and_gradients_are_those_of_all_experts_in_one_place(ranks, case, size):
+    experts, seen = whole_experts(), ranks.run(size, exchanged, case)
+    for rank, (x, chosen, weights) in enumerate(tokens_of(case, size)):
+        y = experts(x, chosen, weights)
+        assert_near(seen[rank][0], y.detach())
+        if not len(x):  # its gradients have no numbers
+            continue
+        (y.sin().sum() * (1 + rank)).backward()
+        assert (seen[rank][1] is None) == (x.grad is None)
+        if x.grad is not None:
+            assert_near(seen[rank][1], x.grad)
+        assert_near(seen[rank][2], weights.grad)
+    each = EXPERTS // size
+    for i, parameter in enumerate(experts.parameters()):
+        parts = [torch.zeros_like(parameter[:each]) if found[3 + i] is None else found[3 + i] for found in seen]
+        assert_near(torch.cat(parts), parameter.grad)
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_one_process_trains_as_plain_torch_does(ranks):
+    """Without dropout, whose numbers are this project's own."""
+    recipe = replace(RECIPE, dropout=0.0, clip=0.5)
+    (found,) = ranks.run(1, train_mixture, Layout("single", chunks=2), recipe)
+    layers = nn.Sequential(nn.Embedding(WORDS, WIDTH), Mixture(0.0), Mixture(0.0), Head()).double()
+    layers.load_state_dict(renamed(found.initial))
+    sgd = torch.optim.SGD(layers.parameters(), lr=recipe.lr, momentum=recipe.momentum)
+    for step in range(1, recipe.steps + 1):
+        batch = batch_at(step)
+        loss = F.cross_entropy(layers(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        sgd.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(layers.parameters(), recipe.clip)
+        sgd.step()
+        assert found.losses[step - 1] == pytest.approx(loss.item(), rel=EXACT)
+        assert found.norms[step - 1] == pytest.approx(norm.item(), rel=EXACT)
+    for name, weight in renamed(found.state).items():
+        torch.testing.assert_close(weight, layers.state_dict()[name], rtol=1e-11, atol=1e-13)
+
+
+def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names of an ``nn.Sequential`` of the same layers."""
+    places = {"embedding": "0", "layers.0": "1", "layers.1": "2", "head": "3"}
+    return {place + key.removeprefix(name): t for key, t in state.items() for name, place in places.items() if
+            key.startswith(f"{name}.")}  # fmt: skip
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def table(**cuts):
+    return replace(mixture(), cut={name.replace("_", "."): cut for name, cut in cuts.items()})
+
+
+class Dropping(Mlps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+
+class Counting(Mlps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(EXPERTS))
+
+
+class Single(Mlps):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def alone(module):
+    return Chain([LayerSpec("first", nn.Identity), LayerSpec("experts", module)], TokenCrossEntropy(),
+                 cut={"experts": Experts()})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "chain, keys, words",
+    [
+        (mixture(), {"dp": 3, "ep": 3}, r"ep=3 does not divide the 4 experts of layers.0.experts; .*ep can be 2, 4$"),
+        (mixture(), {"dp": 8, "ep": 8}, r"ep=8 does not divide the 4 experts .*ep can be 2, 4$"),
+        (mixture(), {"dp": 1, "ep": 2}, r"ep=2 does not divide the parallel.dp=1 replicas.*set parallel.dp=2$"),
+        (mixture(), {"dp": 6, "ep": 4}, r"ep=4 does not divide the parallel.dp=6 .*ep can be 2, 3, 6, or set .*dp=4$"),
+        (mixture(), {"dp": 2, "ep": 1}, r"parallel=expert shares experts among replicas, .*set parallel.ep=2$"),
+        (mixture(), {"dp": 2, "ep": 0}, r"parallel.ep=0 must be at least 1"),
+        *((mixture(), {"name": name, "dp": 1, "ep": 2}, rf"parallel={name} has one replica, and .* use parallel=ddp")
+          for name in ("single", "model_parallel", "pipelined", "data_parallel")),
+        (mixture(), {"name": "hsdp", "dp": 4, "shard": 2, "ep": 4}, r"ep=4 does not divide the 2 replicas of a group"),
+        (gpt2("tiny"), {"dp": 2, "ep": 2}, r"ep=2 divides experts, and this model does not say where it has any"),
+        (table(layers_experts=Experts()), {"dp": 2, "ep": 2}, r"'layers.experts' names no module"),
+        (table(layers_0_fc=Experts()), {"dp": 2, "ep": 2}, r"layers.0.fc has Experts\(\), so its forward takes"),
+        (table(layers_0=Experts()), {"dp": 2, "ep": 2}, r"must be a stack with one row per expert.* norm.weight \[8\]"),
+        (table(layers_0_dropout=Experts()), {"dp": 2, "ep": 2}, r"one row per expert, and they are none"),
+        (alone(Dropping), {"dp": 2, "ep": 2}, r"experts has Experts\(\) and a dropout"),
+        (alone(Counting), {"dp": 2, "ep": 2}, r"experts has Experts\(\) and a buffer, counts"),
+        (alone(Single), {"dp": 2, "ep": 2}, r"takes \(x, chosen, weights\), and it is Single.forward\(x"),
+        (table(layers_0_experts=Experts()), {"dp": 2, "tp": 2, "name": "ddp"}, r"does not say where: .*Columns\(\)"),
+    ],
+)  # fmt: skip
+def test_what_experts_cannot_do_is_refused_before_a_process_starts(chain, keys, words):
+    with pytest.raises((PlanError, ModelError), match=words):
+        planned(Layout("expert", ep=2), chain, 24, **keys)
+
+
+def test_a_recomputation_for_each_weight_is_refused():
+    layout = Layout("pipe_ddp", dp=2, pp=2, ep=2, chunks=4, schedule="interleaved_zero_bubble")
+    plan = planned(layout, mixture(), 24, where={"recompute": True})
+    found = Examination([*mixture().names])
+    with pytest.raises(PlanError, match=r"schedule=interleaved_zero_bubble .*schedule=interleaved_1f1b, or train.act"):
+        check_facts(found, mixture(), plan, plan.recompute)
+    check_facts(found, mixture(), replace(plan, recompute=False), False)
