@@ -20,7 +20,7 @@ from conf import MODES
 from models.resolvers import RESOLVERS
 
 if TYPE_CHECKING:  # what functions get is plain data, with the names of choices
-    Device = Mode = Precision = Format = Positions = Direction = Tested = Order = CommHook = Schedule = str
+    Device = Mode = Precision = Format = Positions = Direction = Tested = Order = Context = CommHook = Schedule = str
 else:
 
     class _Choice(Enum):
@@ -36,6 +36,7 @@ else:
     Direction = _Choice("Direction", "minimize maximize")
     Tested = _Choice("Tested", "last best")
     Order = _Choice("Order", "dp_pp pp_dp")
+    Context = _Choice("Context", "gather ulysses ring")
     CommHook = _Choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
     Schedule = _Choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleaved_zero_bubble planned")
 
@@ -169,6 +170,8 @@ class Parallel(Section):
     tp: int = 1  # processes that share every layer, each with a part of its matrices (tensor parallelism)
     ep: int = 1  # replicas that share the experts of a mixture of experts, in groups of so many; it divides dp
     sequence: bool = False  # with tp: each of its processes has a part of the sequence between the matrices
+    cp: int = 1  # processes that share every sequence, each with a part of its positions (context parallelism)
+    context: Context = "gather"  # with cp, exchange of keys and values: gather, ulysses (by heads) or ring
     pp: int = 1  # processes of a pipeline, which run stages_per_rank stages each; model_parallel: stages in one process
     chunks: Any = 1  # micro-batches per replica and step (gradient accumulation without a pipeline); auto: the fastest
     schedule: Schedule = "gpipe"  # order of forwards and backwards in a pipeline

@@ -39,13 +39,18 @@ class Layout:
         devices: The devices of the stages or copies that one process runs; empty to let the plan choose them.
         ep: The number of neighboring replicas that share the experts of the model.
         sequence: Whether the ranks that split layers also split the sequence between the products.
+        cp: The number of ranks that divide each sequence.
+        context: How these ranks exchange keys and values: gather, ulysses or ring.
         axes: The further axes of the mesh: for each axis its name, the module and name of its class, and its number of
             ranks.
     """
 
-    DEGREES: ClassVar = ("dp", "tp", "pp")  # the keys whose product is the number of processes
+    DEGREES: ClassVar = ("dp", "tp", "pp", "cp")  # the keys whose product is the number of processes
     # The keys of the axes that divide the work of a stage: its degree, the axis of the mesh, and its other keys.
-    OF_STAGE: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {"tp": (TENSOR, ("sequence",))}
+    OF_STAGE: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
+        "cp": ("context", ("context",)),
+        "tp": (TENSOR, ("sequence",)),
+    }
     OPTIONS: ClassVar = (*(option for _, options in OF_STAGE.values() for option in options), "ep")
 
     strategy: str = "single"
@@ -62,6 +67,8 @@ class Layout:
     tp: int = 1
     sequence: bool = False
     ep: int = 1
+    cp: int = 1
+    context: str = "gather"
     axes: tuple[tuple[str, str, int], ...] = ()
 
     @classmethod
@@ -164,8 +171,9 @@ class Layout:
         stages = self.pp if self.pipelined else 1
         each = max(1, self.group // self.ep)
         sizes = {COPIES: self.dp // (each * self.ep), group: each, EXPERTS: self.ep, PIPELINE: stages}
+        sizes = {name: sizes.get(name, 1) for name in ORDERS[self.order]}
         sizes |= {name: getattr(self, degree) for degree, (name, _) in self.OF_STAGE.items()}
-        return {name: sizes.get(name, 1) for name in ORDERS[self.order]} | {name: n for name, _, n in self.axes}
+        return sizes | {name: n for name, _, n in self.axes}
 
     @property
     def ranks_per_stage(self) -> int:

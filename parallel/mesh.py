@@ -26,8 +26,8 @@ parameters.
 Along experts, neighboring replicas share the experts of a model (``parallel.axes.experts``), within one group of shards
 or peers.
 
-Along tensor, the innermost built-in axis in both orders, ranks compute the same samples, each rank with a part of every
-layer (``parallel.axes.tensor``).
+Axes of a stage (``Layout.OF_STAGE``) are inside of these in both orders. Along tensor, the innermost of them, ranks
+compute the same samples, each rank with a part of every layer (``parallel.axes.tensor``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_sin
 COPIES, PEERS, SHARDS, EXPERTS = "copies", "peers", "shards", "experts"
 PIPELINE, TENSOR = "pipeline", "tensor"
 REPLICAS = (COPIES, PEERS, SHARDS, EXPERTS)  # the axes along which ranks compute different samples
-ORDERS = {"dp_pp": (*REPLICAS, PIPELINE, TENSOR), "pp_dp": (PIPELINE, *REPLICAS, TENSOR)}  # all axes, slowest first
+ORDERS = {"dp_pp": (*REPLICAS, PIPELINE), "pp_dp": (PIPELINE, *REPLICAS)}  # slowest first; axes of a stage follow
 
 
 @dataclass

@@ -32,7 +32,7 @@ class StrategyInfo:
         several_devices: Whether one process computes on several devices (``parallel.devices``): one device per stage,
             or, without stages, one copy of the model per device.
         gpu_only: Whether the devices must be GPUs.
-        tensor: Whether several ranks can divide the work of a stage (``parallel.tp``).
+        tensor: Whether several ranks can divide the work of a stage (``Layout.OF_STAGE``).
         degree: The key of the degree that must be above 1, if the strategy is for one of these axes alone.
         shards: The replicas that shard parameters, gradients and optimizer state if ``parallel.shard`` is not set:
             "all", or the replicas of one "node". Empty if each replica has a whole copy.
@@ -66,6 +66,7 @@ STRATEGIES = {
     "pipe_fsdp": StrategyInfo(_PIPELINE, replicas=True, stages=True, stage_per_rank=True, tensor=True, shards="all"),
     "expert": StrategyInfo(_LOCAL, replicas=True, tensor=True, degree="ep"),
     "tensor": StrategyInfo(_LOCAL, tensor=True, degree="tp"),
+    "context": StrategyInfo(_LOCAL, tensor=True, degree="cp"),
     "data_parallel": StrategyInfo("parallel.several_devices:DataParallel", several_devices=True, gpu_only=True),
 }
 

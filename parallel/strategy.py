@@ -155,16 +155,15 @@ class Strategy(ABC):
         #     x  averaged / loss scale  x  (dp x terms) / count                  in _agree, when count is known
         # ``terms`` is about the number of a replica's targets, padding included, and the same on all replicas.
         # ``averaged`` is 1; in float16 it is dp, so that every number is as large as in one process.
-        factor = self.loss_scale.factor / (self._averaged * self._terms)
+        placed, factor = self._placed(batch), self.loss_scale.factor / (self._averaged * self._terms)
         with self.auxiliary.step(factor):
             if self.auxiliary.in_advance:
                 with self._step(step, gradients=False):
-                    self.forward(self._placed(batch))
+                    self.forward(placed)
                     self.auxiliary.close()
                 self.take_sums()
                 self.statistics.begin()
             with self._step(step, factor):
-                placed = self._placed(batch)
                 self.forward_backward(placed)
         self.gradients.finish()
         self.statistics.take()
@@ -183,8 +182,9 @@ class Strategy(ABC):
         the vectors of all batches and pass the sum to ``all_sum``.
         """
         self._first = (number - 1) * self.plan.global_batch_size
+        placed = self._placed(batch)
         with self._step():
-            self.forward(self._placed(batch))
+            self.forward(placed)
         self._first = 0
         return self.take_sums()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 
 from parallel.axes.axis import Axis
+from parallel.axes.context import ContextParallel
 from parallel.axes.experts import ExpertParallel
 from parallel.axes.pipeline import PipelineStages
 from parallel.axes.replicas import Replicas
@@ -18,7 +19,7 @@ from parallel.axes.tensor import TensorParallel
 from parallel.layout import Layout
 
 # In the order of the mesh axes with parallel.order=dp_pp.
-AXES: tuple[type[Axis], ...] = (Replicas, Shards, ExpertParallel, PipelineStages, TensorParallel)
+AXES: tuple[type[Axis], ...] = (Replicas, Shards, ExpertParallel, PipelineStages, ContextParallel, TensorParallel)
 
 
 def known_axes(layout: Layout) -> list[type[Axis]]:

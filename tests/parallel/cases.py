@@ -35,15 +35,18 @@ class Layout(layout.Layout):
         return Layout("single", chunks=self.dp * self.chunks)
 
     def __str__(self) -> str:
-        words = [self.strategy, f"dp={self.dp}", *[f"tp={self.tp}"] * (self.tp > 1), f"pp={self.pp}"]
-        words += [f"ep={self.ep}"] * (self.ep > 1)
-        words += [f"chunks={self.chunks}", *["sequence"] * self.sequence]
+        of_stage = [word for key, value in self.of_stage.items() if (word := self._word(key, value))]
+        words = [self.strategy, f"dp={self.dp}", f"pp={self.pp}", *of_stage, f"chunks={self.chunks}"]
         words += [self.schedule] * self.pipelined + [self.order] * (self.order != "dp_pp")
         words += [] if self.balance == "uniform" else [str(self.balance)]
         words += [] if self.shard is None else [f"shard={self.shard}"]
         words += [] if self.reshard is None else [f"reshard={self.reshard}"]
         words += [] if self.comm_hook == "none" else [self.comm_hook]
         return " ".join(words)
+
+    @staticmethod
+    def _word(key: str, value) -> str:
+        return f"{key}={value}" if not isinstance(value, bool) else key * value
 
 
 @dataclass(frozen=True)

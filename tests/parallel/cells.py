@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from cases import Layout, Recipe
 
+from parallel.axes.context_attention import WAYS
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES, StrategyInfo
 
@@ -209,6 +211,37 @@ def cut() -> Iterable[Cell]:
         yield cell("gpt2", layout, lora=("h.0.attn.c_attn",), slow=True, **exact)
 
 
+def context() -> Iterable[Cell]:
+    """Sequences that ranks share, in each way, alone and under every other strategy."""
+    exact = {"tolerance": 1e-12, "precision": "fp64"}
+    for model in ("gpt2", "llama", "transformer", "transformers"):
+        for way, cp in product(WAYS, (2, 4)):
+            quick = cp == 2 and (model == "gpt2" or way == WAYS[len(model) % 3])
+            yield cell(model, Layout("context", cp=cp, context=way, chunks=2), slow=not quick, **exact)
+    for i, way in enumerate(WAYS):
+        beside = {"cp": 2, "context": way}
+        yield cell("gpt2", Layout("ddp", dp=2, chunks=2, **beside), slow=i != 0, **exact)
+        yield cell("gpt2", Layout("fsdp", dp=2, chunks=2, **beside), slow=i != 1, **exact)
+        yield cell("llama", Layout("tensor", tp=2, chunks=2, **beside), slow=i != 2, **exact)
+        yield cell("gpt2", Layout("tensor", tp=2, sequence=True, **beside), slow=i != 0, **exact)
+        pipelined = Layout("pipelined", pp=2, chunks=4, schedule="1f1b", **beside)
+        yield cell("gpt2", pipelined, slow=i != 2, **exact)
+        for s in ("gpipe", "interleaved_1f1b", *SPLIT):
+            for name in ("pipe_ddp", "pipe_fsdp"):
+                yield cell("gpt2", Layout(name, dp=2, pp=2, chunks=4, schedule=s, **beside), slow=True, **exact)
+        yield cell("llama", replace(pipelined, tp=2, sequence=True), slow=True, **exact)
+        yield cell("gpt2", Layout("hsdp", dp=4, shard=2, **beside), slow=True, **exact)
+        alone = Layout("context", chunks=2, **beside)
+        yield cell("gpt2", alone, recompute=True, slow=i != 2, **exact)
+        yield cell("llama", alone, recompute=True, slow=True, **exact)
+        yield cell("gpt2", alone, padded=True, slow=i != 0, **exact)
+        yield cell("gpt2", alone, lora=("c_attn", "c_proj"), slow=i != 1, **exact)
+        yield cell("llama", alone, lora=("k_proj",), slow=True, **exact)
+        yield cell("gpt2", alone, widths=(16, 32), slow=i != 2, **exact)
+        yield cell("gpt2", alone, slow=True)
+        yield cell("gpt2", alone, 5e-2, precision="bf16", reference=Layout("single", chunks=2), slow=True)
+
+
 def sent() -> Iterable[Cell]:
     """What replicas send each other: rounded, in groups first, in small buckets."""
     yield cell("gpt2", Layout("ddp", dp=2, chunks=2, comm_hook="bf16"), 2e-2, rounded=1e-6)
@@ -369,4 +402,6 @@ def pretended() -> Iterable[Cell]:
         yield gpu_cell("convnet", layout, tolerance, sync_batchnorm=True, **on_cpus)
 
 
-CELLS = [*published(), *layouts(), *shared(), *cut(), *sent(), *widths(), *unusual(), *adapters(), *pretended()]
+CELLS = [
+    *published(), *layouts(), *shared(), *cut(), *context(), *sent(), *widths(), *unusual(), *adapters(), *pretended(),
+]  # fmt: skip

@@ -57,7 +57,7 @@ def assert_it_is_the_wanted_one(cell: Cell, pool: Ranks, trained: dict) -> list:
 def assert_all_work_is_noted(cell: Cell, run: list) -> None:
     """The timeline has a forward and a backward of each stage and micro-batch, one after the other on a rank."""
     layout, stages = cell.layout, cell.layout.pp * (1 + SCHEDULES[cell.layout.schedule].looped)
-    last, pipelines, chunks = stages - 1, layout.dp * layout.tp, layout.chunks
+    last, pipelines, chunks = stages - 1, layout.dp * layout.ranks_per_stage, layout.chunks
     for step in range(cell.recipe.steps):
         noted = Counter(
             (i.kind.removesuffix("_input"), i.stage, i.microbatch) for result in run for i in result.intervals[step]

@@ -62,7 +62,8 @@ def test_single_leaves_no_key_that_one_process_does_not_take():
     everything = {
         "name": "pipe_fsdp", "dp": 2, "pp": 2, "chunks": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2,
         "balance": [1, 1, 1, 0], "order": "pp_dp", "shard": 2, "reshard": True, "devices": ["cpu", "cpu"],
-        "tp": 2, "sequence": True, "ep": 2, "axes": {"mirror": {"_target_": "mine.Mirror", "ranks": 2}},
+        "tp": 2, "sequence": True, "ep": 2, "cp": 2, "context": "ring",
+        "axes": {"mirror": {"_target_": "mine.Mirror", "ranks": 2}},
     }  # fmt: skip
     assert everything.keys() == {"name", *(key.name for key in fields(Layout))} - {"strategy"}
     parallel = SimpleNamespace(**{**section("parallel=single"), **everything, **Layout().section()})

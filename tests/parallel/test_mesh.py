@@ -46,7 +46,8 @@ def test_groups_of_replicas_are_neighbours(order, together, between, sharded, ax
     mesh = Layout(strategy, dp=4, pp=2, order=order, shard=2).mesh(between[1])
     assert mesh.replica == 3 and mesh.position == 0
     assert mesh.axis(axis).ranks == together and mesh.axis(COPIES).ranks == between
-    assert mesh.index == {COPIES: 1, axis: 1, other: 0, EXPERTS: 0, PIPELINE: 0, TENSOR: 0} and mesh.dp == 4
+    alone = dict.fromkeys((EXPERTS, PIPELINE, "context", TENSOR), 0)
+    assert mesh.index == {COPIES: 1, axis: 1, other: 0, **alone} and mesh.dp == 4
     assert mesh.axis(SHARDS).size == (2 if sharded else 1)
 
 
