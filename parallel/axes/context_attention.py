@@ -37,7 +37,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,16 +82,7 @@ class ContextAttention:
         self.queries: Sequence[int] = range(chunks) if way == "ulysses" else here
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        documents: Tensor | None = None,
-        dropout: Any = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, dropout: Any = None, **options: Any
     ) -> Tensor:
         """Attend from this rank's queries to the keys of the whole sequence. See ``models.attention.attend``.
 
@@ -100,52 +90,32 @@ class ContextAttention:
             PlanError: If a tensor does not have this rank's number of positions, or ``ulysses`` cannot divide the
                 heads.
         """
+        n, heads, kv_heads, is_ulysses = self.ranks.size, q.shape[1], k.shape[1], self.way == "ulysses"
         if not q.shape[2] == k.shape[2] == len(self.positions):
             raise PlanError(
-                f"parallel.cp={self.ranks.size}: this rank has {len(self.positions)} of {self.length} positions, and "
-                f"attention gets {q.shape[2]} queries and {k.shape[2]} keys; set parallel.cp=1"
+                f"parallel.cp={n}: this rank has {len(self.positions)} of {self.length} positions, and attention gets "
+                f"{q.shape[2]} queries and {k.shape[2]} keys; set parallel.cp=1"
+            )
+        if is_ulysses and (heads % n or kv_heads % n):
+            raise PlanError(
+                f"parallel.context=ulysses divides {heads} heads of queries and {kv_heads} heads of keys among "
+                f"parallel.cp={n} ranks; set a parallel.cp that divides both, or parallel.context=ring"
             )
         if torch.is_autocast_enabled(q.device.type):  # torch's attention would cast them
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        drawn = None if dropout is None else dropout.draw(q)
         if documents is not None:
             documents = _in_order(self.ranks.all_gather(documents), 1)
-        drawn = None if dropout is None else dropout.draw(q)
-        mask = None if drawn is None else partial(self._mask, drawn, q.shape[1])
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        kernel: _Flash | _Dense = _Flash(factor)
-        if (window, softcap, documents, mask) != (None,) * 4 or not _Flash.computes(q, v):
-            kernel = _Dense(self.chunk, factor, window, softcap, documents, mask)
-        if self.way != "ulysses":
-            return _Blocks.apply(q, k, v, self, kernel)
-        if q.shape[1] % self.ranks.size or k.shape[1] % self.ranks.size:
-            raise PlanError(
-                f"parallel.context=ulysses divides {q.shape[1]} heads of queries and {k.shape[1]} heads of keys among "
-                f"parallel.cp={self.ranks.size} ranks; set a parallel.cp that divides both, or parallel.context=ring"
-            )
-        q, k, v = (_Exchange.apply(x, self._to_heads, self._to_positions) for x in (q, k, v))
-        if mask is None:
+        if is_ulysses:
+            q, k, v = (_Exchange.apply(x, self._to_heads, self._to_positions) for x in (q, k, v))
+        if is_ulysses and drawn is None:
             with computing_part(None):
-                out = attend(q, k, v, scale=scale, window=window, softcap=softcap, documents=documents)
+                out = attend(q, k, v, documents=documents, **options)
         else:
-            out = _Blocks.apply(q, k, v, self, kernel)
-        return _Exchange.apply(out, self._to_positions, self._to_heads)
-
-    def _mask(self, drawn: Any, heads: int, probabilities: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return a block's mask of dropout from the positions of its queries and keys. q had ``heads`` heads."""
-        parts = {2: Part(queries, self.length), 3: Part(keys, self.length)}
-        count = probabilities.shape[1]
-        if count < heads:  # after the exchange of ulysses
-            parts[1] = Part(range(self.ranks.index * count, (self.ranks.index + 1) * count), heads)
-        return drawn.mask(probabilities, parts)
-
-    def blocks(self, keys: Sequence[int], kernel: _Flash | _Dense) -> Iterator[tuple[slice, slice, Any]]:
-        """Yield the blocks of this rank's queries and the keys of some chunks.
-
-        A block is the rows of the queries, the rows of the keys, and an argument for the kernel.
-        """
-        for i, query in enumerate(self.queries):
-            for first, end, what in kernel.blocks(query, keys, self.positions.device):
-                yield slice(i * self.chunk, (i + 1) * self.chunk), slice(first * self.chunk, end * self.chunk), what
+            special = (documents, drawn, options.get("window"), options.get("softcap")) != (None,) * 4
+            kind = _Dense if special or not _has_kernel(q, v) else _Flash
+            out = _Blocks.apply(q, k, v, kind(self, heads, documents, drawn, **options))
+        return _Exchange.apply(out, self._to_positions, self._to_heads) if is_ulysses else out
 
     # -- exchange ----------------------------------------------------------------------------------------------------
 
@@ -251,17 +221,16 @@ class _Blocks(torch.autograd.Function):
     """Attention in blocks, each of one chunk of queries and one or more chunks of keys."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, part: ContextAttention, kernel: _Flash | _Dense) -> Tensor:
-        q, kv = q if q.stride(-1) == 1 else q.contiguous(), torch.cat((k, v), dim=-1)
-        ctx.given = part, kernel, widths = part, kernel, (k.shape[-1], v.shape[-1])
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, kernel: _Flash | _Dense) -> Tensor:
+        q, kv, widths = q if q.stride(-1) == 1 else q.contiguous(), torch.cat((k, v), -1), (k.shape[-1], v.shape[-1])
         exact = torch.promote_types(q.dtype, torch.float32)
         b, heads, t, _ = q.shape
         # As from torch's attention, the heads of a token are neighbours: what follows needs no copy.
         out = q.new_zeros((b, t, heads, widths[1]), dtype=exact).transpose(1, 2)
         lse = q.new_full((b, heads, t), -torch.inf, dtype=exact)
         with torch.autocast(q.device.type, enabled=False):
-            for chunks, pairs in part.rounds(kv):
-                for rows, columns, what in part.blocks(chunks, kernel):
+            for chunks, pairs in kernel.part.rounds(kv):
+                for rows, columns, what in kernel.blocks(chunks):
                     keys, values = pairs[:, :, columns].split(widths, -1)
                     new, of_new = kernel.forward(q[:, :, rows], keys, values, what)
                     before = lse[:, :, rows]
@@ -269,23 +238,22 @@ class _Blocks(torch.autograd.Function):
                     lse[:, :, rows] = torch.logaddexp(before, of_new)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
+        ctx.given = kernel, widths
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
-            raise PlanError(
-                "the gradients of parallel.cp > 1 have no derivatives (create_graph=True); set parallel.cp=1"
-            )
+            raise PlanError("parallel.cp > 1 has no gradients of gradients (create_graph=True); set parallel.cp=1")
         q, kv, out, lse = ctx.saved_tensors
-        part, kernel, widths = ctx.given
+        kernel, widths = ctx.given
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
 
         def gradients() -> Iterator[Tensor]:
-            for chunks, pairs in part.rounds(kv):
+            for chunks, pairs in kernel.part.rounds(kv):
                 gradient = torch.zeros_like(pairs, dtype=lse.dtype)
-                for rows, columns, what in part.blocks(chunks, kernel):
+                for rows, columns, what in kernel.blocks(chunks):
                     given = (x[:, :, rows] for x in (grad, q, out, lse))
                     of_q, of_k, of_v = kernel.backward(*given, *pairs[:, :, columns].split(widths, -1), what)
                     dq[:, :, rows] += of_q
@@ -293,30 +261,46 @@ class _Blocks(torch.autograd.Function):
                 yield gradient
 
         with torch.autocast(q.device.type, enabled=False):
-            dk, dv = part.home(gradients(), q.dtype).to(q.dtype).split(widths, -1)
-        return dq.to(q.dtype), dk, dv, None, None
+            dk, dv = kernel.part.home(gradients(), q.dtype).to(q.dtype).split(widths, -1)
+        return dq.to(q.dtype), dk, dv, None
 
 
-class _Flash:
-    """torch's kernels of attention, which hold no scores. They are private: torch 2.13 (on CUDA, not tried).
+@dataclass(frozen=True)
+class _Kernel:
+    """How blocks are computed. ``forward`` returns a block's output, and the logarithms of its sums of exponentials.
 
-    ``forward`` returns the output of a block, and the logarithms of its sums of exponentials. ``backward`` gets both of
-    all blocks together.
+    ``backward`` gets the output and the logarithms of all blocks together.
+
+    Attributes:
+        heads: The number of heads of queries of this rank, of which ``ulysses`` computes 1/n.
+        documents: The numbers [b, length] of the whole sequence.
+        drawn: The dropout of the probabilities (``models.seeds.Drawn``), or None.
     """
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    part: ContextAttention
+    heads: int
+    documents: Tensor | None
+    drawn: Any
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
 
-    @staticmethod
-    def computes(q: Tensor, v: Tensor) -> bool:
-        """Return whether there is a kernel for the tensors."""
-        width, same = q.shape[-1], q.shape[-1] == v.shape[-1]
-        if q.device.type == "cpu":
-            return same
-        return same and q.device.type == "cuda" and q.element_size() == 2 and width % 8 == 0 and width <= 256
+    def blocks(self, keys: Sequence[int]) -> Iterator[tuple[slice, slice, Any]]:
+        """Yield the blocks of all queries and the keys of some chunks: their rows, and the kernel's last argument."""
+        size = self.part.chunk
+        for i, query in enumerate(self.part.queries):
+            for first, end, what in self.columns(query, keys):
+                yield slice(i * size, (i + 1) * size), slice(first * size, end * size), what
 
-    def blocks(self, query: int, keys: Sequence[int], device: torch.device) -> Iterator[tuple[int, int, bool]]:
-        """Yield the blocks of a chunk of queries: the range of ``keys``, and whether it is the diagonal."""
+    def columns(self, query: int, keys: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
+        """Yield the blocks of a chunk of queries. The diagonal is first: in it, each query sees a key."""
+        raise NotImplementedError
+
+
+class _Flash(_Kernel):
+    """torch's kernels of attention, which hold no scores. They are private: torch 2.13 (on CUDA, not tried)."""
+
+    def columns(self, query: int, keys: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
         past = sum(key < query for key in keys)
         if query in keys:
             yield past, past + 1, True
@@ -324,9 +308,8 @@ class _Flash:
             yield 0, past, False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        if q.device.type == "cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=self.scale)
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=self.scale)[:2]
+        kernel = getattr(aten, "_scaled_dot_product_flash_attention" + "_for_cpu" * (q.device.type == "cpu"))
+        return kernel(q, k, v, 0.0, causal, scale=self.scale)[:2]
 
     def backward(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool):
         if q.device.type == "cpu":
@@ -334,36 +317,20 @@ class _Flash:
                 grad, q, k, v, out, lse, 0.0, causal, scale=self.scale
             )
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
-        return aten._scaled_dot_product_flash_attention_backward(
-            *(grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused),
-            scale=self.scale,
-        )
+        given = grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
+        return aten._scaled_dot_product_flash_attention_backward(*given, scale=self.scale)
 
 
-@dataclass(frozen=True)
-class _Dense:
-    """Blocks of one chunk of keys, by their scores, with all that ``attend`` knows.
+class _Dense(_Kernel):
+    """Scores of one chunk of queries and one chunk of keys, with all that ``attend`` knows."""
 
-    Attributes:
-        chunk: The number of positions of a chunk.
-        documents: The numbers [b, length] of the whole sequence.
-        mask: (a block's probabilities, positions of its queries, positions of its keys) -> their mask of dropout.
-    """
-
-    chunk: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    documents: Tensor | None
-    mask: Callable[[Tensor, Tensor, Tensor], Tensor] | None
-
-    def blocks(self, query: int, keys: Sequence[int], device: torch.device) -> Iterator[tuple[int, int, _Pairs]]:
-        """Yield the blocks in which a query sees a key, first the diagonal, in which each query does."""
+    def columns(self, query: int, keys: Sequence[int]) -> Iterator[tuple[int, int, _Pairs]]:
+        size = self.part.chunk
         for i, key in reversed([*enumerate(keys)]):
-            nearest = (query - key - 1) * self.chunk + 1
+            nearest = (query - key - 1) * size + 1
             if key > query or (self.window is not None and nearest >= self.window):
                 continue
-            here, there = (_positions(chunk, self.chunk, device) for chunk in (query, key))
+            here, there = (_positions(chunk, size, self.part.positions.device) for chunk in (query, key))
             documents = () if self.documents is None else (self.documents[:, x] for x in (here, there))
             seen = visible(here, there, self.window, *documents)
             if self.documents is None or seen.any():
@@ -374,34 +341,42 @@ class _Dense:
         lse = scores.logsumexp(-1)
         # A query that sees no key of the block has the logarithm -inf: its output is 0, and has no share.
         probabilities = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_()
-        return (probabilities if mask is None else probabilities * mask) @ _for_each_query(v, q), lse
+        return probabilities.mul_(mask) @ _for_each_query(v, q), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, pairs: _Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores, slope, mask = self._scores(q, k, pairs)
         grad, probabilities = grad.to(lse.dtype), (scores - lse[..., None]).exp_()
-        dv = (probabilities if mask is None else probabilities * mask).mT @ grad
-        ds = grad @ _for_each_query(v, q).mT
-        if mask is not None:
-            ds *= mask
-        ds = ds.sub_((grad * out).sum(-1, keepdim=True)).mul_(probabilities).mul_(slope)
-        dk = ds.mT @ q.to(ds.dtype)
+        ds = (grad @ _for_each_query(v, q).mT).mul_(mask).sub_((grad * out).sum(-1, keepdim=True))
+        ds.mul_(probabilities).mul_(slope)
+        dk, dv = ds.mT @ q.to(ds.dtype), probabilities.mul_(mask).mT @ grad
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
         return ds @ _for_each_query(k, q), dk, dv
 
-    def _scores(self, q: Tensor, k: Tensor, pairs: _Pairs) -> tuple[Tensor, Tensor | float, Tensor | None]:
-        """Return the scores, -inf where unseen, their derivatives by products of queries and keys, and the mask."""
-        here, there, seen = pairs
-        keys = _for_each_query(k, q)
-        scores, slope = q.to(keys.dtype) @ keys.mT * self.scale, self.scale
+    def _scores(self, q: Tensor, k: Tensor, pairs: _Pairs) -> tuple[Tensor, Tensor | float, Tensor | float]:
+        """Return the scores, -inf where unseen, their slopes by products of queries and keys, and the dropout."""
+        (here, there, seen), keys, mask = pairs, _for_each_query(k, q), 1.0
+        slope = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = q.to(keys.dtype) @ keys.mT * slope
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh_()
-            slope = (1 - scores**2) * self.scale
+            slope = (1 - scores**2) * slope
             scores *= self.softcap
-        return scores.masked_fill_(~seen, -torch.inf), slope, self.mask and self.mask(scores, here, there)
+        if self.drawn is not None:
+            first = self.part.ranks.index * q.shape[1] if q.shape[1] < self.heads else 0
+            parts = {1: Part(range(first, first + q.shape[1]), self.heads)}
+            parts |= {2: Part(here, self.part.length), 3: Part(there, self.part.length)}
+            mask = self.drawn.mask(scores, parts)
+        return scores.masked_fill_(~seen, -torch.inf), slope, mask
 
 
 def _for_each_query(x: Tensor, q: Tensor) -> Tensor:
     """Return keys or values with one head for each head of queries, in float32 or wider."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _has_kernel(q: Tensor, v: Tensor) -> bool:
+    width, same = q.shape[-1], q.shape[-1] == v.shape[-1]
+    on_cuda = q.device.type == "cuda" and q.element_size() == 2 and width % 8 == 0 and width <= 256
+    return same and (q.device.type == "cpu" or on_cuda)
