@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -121,6 +122,21 @@ def _sample_by_sample(
         generator.manual_seed(derive_seed(seed, samples.first + i))
         outputs.append(call(*sample, dropout_p=dropout.p))
     return torch.cat(outputs)
+
+
+class Reordered:
+    """A part with all positions of each sequence, in another order, which changes no token's numbers."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions, self.length = positions, len(positions)
+
+    def attend(self, *tensors: Tensor, documents: Tensor | None, **options: Any) -> Tensor:
+        """See ``SequencePart``."""
+        back = self.positions.argsort()
+        documents = None if documents is None else documents[:, back]
+        with sequence.computing_part(None):
+            y = attend(*(x[:, :, back] for x in tensors), documents=documents, **options)
+        return y[:, :, self.positions]
 
 
 class KeyValueCache:

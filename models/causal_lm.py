@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -19,15 +19,24 @@ from torch import Tensor, nn
 
 from common.errors import ModelError
 from common.packages import load_transformers
+from models.attention import Reordered
 from models.causal_lm_config import Published, read_config, sizes_of
 from models.causal_lm_layers import Forward, first_of, hidden_of, refused
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
 from models.cut import Columns, CutOf, Experts, GatherInput, Refused, Rows, Vocabulary, own_computation
 from models.losses import TokenCrossEntropy
+from models.sequence import computing_part
 
 _TEXTS, _TOKENS = 2, 12  # the size of the batch in ``prove``
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32
 _ROUNDING = 1e-4  # the same for logits of a text beside other texts, which are rounded differently
+# What a layer that returns other values cannot be cut into, when it returns them, and why.
+_ON_ITS_OWN = "layers", "on its own than inside the model", "so it must receive more than hidden states"
+_IN_PARTS = (
+    "parts of sequences",
+    "for positions in another order",
+    "so it attends by itself, not by transformers' interface, or counts positions; set parallel.cp=1",
+)
 
 
 class Decoder(Forward):
@@ -176,7 +185,19 @@ class Decoder(Forward):
         with refused(self.kind, "its own code does not run layer by layer"):
             self._compare()
 
-    def _compare(self) -> None:
+    @cache  # noqa: B019  # a process has few models
+    @torch.no_grad()
+    def prove_parts(self) -> None:
+        """Compare the chain as ``prove`` does, but with the positions of each text in another order.
+
+        Raises:
+            ModelError: If layers do not attend by transformers' interface alone, or read positions of their own.
+        """
+        with refused(self.kind, "its own code does not run for a part of each sequence"):
+            order = torch.randperm(_TOKENS, generator=torch.Generator().manual_seed(0))
+            self._compare(Reordered(order))
+
+    def _compare(self, part: Reordered | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
         whole = self._with_numbers(generator)
         words = whole.config.get_text_config().vocab_size
@@ -190,14 +211,19 @@ class Decoder(Forward):
             hook.remove()
         args, kwargs, _ = calls[0]
         wanted = [hidden_of(args, kwargs), *[first_of(call[-1]) for call in calls], output.logits]
-        computed = tokens
+        order = slice(None) if part is None else part.positions
+        computed = tokens[:, order]
         for layer, expected in zip(self.chain_layers(whole.get_submodule), wanted, strict=True):
-            computed = layer.build().eval()(computed)
-            if (off := _difference(computed, expected)) > _EXACT:
+            with computing_part(part):
+                computed = layer.build().eval()(computed)
+            if (off := _difference(computed, expected[:, order])) > _EXACT:
+                what, when, why = _ON_ITS_OWN if part is None else _IN_PARTS
                 raise ModelError(
-                    f"{self.kind} cannot be cut into layers: {layer.name} returns different values on its own than "
-                    f"inside the model (a relative difference of {off:.1e}), so it must receive more than hidden states"
+                    f"{self.kind} cannot be cut into {what}: {layer.name} returns different values {when} (a relative "
+                    f"difference of {off:.1e}), {why}"
                 )
+        if part is not None:
+            return
         if (off := _difference(*computed[:, : _TOKENS // 2])) > _ROUNDING:
             raise ModelError(
                 f"{self.kind} is no causal language model with this configuration: what comes later changes the logits "
@@ -262,6 +288,7 @@ def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mappi
         hugging_face=form,
         cut=decoder.cut(),
         prove=decoder.prove,
+        prove_parts=decoder.prove_parts,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ModelError
 from common.files import expand_home, folder_of
 from common.packages import load_transformers
-from models import causal_lm_experts
+from models import causal_lm_attention, causal_lm_experts
 from models.causal_lm_files import Opened, from_file
 from models.huggingface import Family, HuggingFace
 
@@ -75,6 +75,7 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
             f"{path} has output_router_logits=true, which adds a router's loss over the whole batch to the model's; "
             "set +model.settings.output_router_logits=false to train without it"
         )
+    causal_lm_attention.register()
     causal_lm_experts.register()
     made._experts_implementation = causal_lm_experts.NAME
     return made

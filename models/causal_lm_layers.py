@@ -15,6 +15,7 @@ so the layers pass only hidden states to each other.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,11 +28,14 @@ from torch.utils._pytree import tree_map_only
 
 from common.errors import ModelError
 from common.packages import load_transformers
+from models import sequence
+from models.causal_lm_attention import cut
 from models.chain import CPU, nest, own_tensors, without_weights
 from models.fused_cross_entropy import FusedHead
 from models.seeds import seeded
+from models.sequence import SequencePart
 
-_KEPT = 8  # number of shapes of hidden states for which the arguments of layers are kept
+_KEPT = 16  # number of shapes of hidden states for which the arguments of layers are kept
 
 
 def uncompiled(function: Any) -> Any:
@@ -200,6 +204,11 @@ class Forward:
             memo |= {id(unit): units[name]} if name in units else {id(part): StandIn(part) for part in _called(unit)}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
+    @cached_property
+    def takes_positions(self) -> bool:
+        """Whether ``forward`` takes the positions of tokens, which models with learned positions read."""
+        return "position_ids" in inspect.signature(type(self.model).forward).parameters
+
     @uncompiled
     def _with_others(self, index: int, layer: Any, given: tuple[Tensor], _: dict) -> tuple[tuple, dict]:
         """Return all arguments of layer number ``index``, which the chain calls with hidden states [b, t, c] only."""
@@ -211,17 +220,28 @@ class Forward:
             )
         shape = len(hidden), hidden.shape[1] * layer.parts, hidden.shape[2]
         if type(hidden) in (Tensor, nn.Parameter):
-            args, kwargs = self._calls_on(hidden.device, shape, hidden.dtype)[index]
+            args, kwargs = self._calls_on(hidden.device, shape, hidden.dtype, sequence.part())[index]
         else:  # a tensor without numbers has a device, too; the mode that made it moves the arguments there
-            args, kwargs = _moved(self._calls_on(CPU, shape, hidden.dtype)[index], hidden.device)
+            args, kwargs = _moved(self._calls_on(CPU, shape, hidden.dtype, sequence.part())[index], hidden.device)
         return (hidden, *args), kwargs
 
     @lru_cache(_KEPT)  # noqa: B019  # a process has few models
-    def _calls_on(self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
+    def _calls_on(
+        self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, part: SequencePart | None
+    ) -> list[tuple[tuple, dict]]:
         if device != CPU:
-            return _moved(self._calls_on(CPU, shape, dtype), device)
+            return _moved(self._calls_on(CPU, shape, dtype, part), device)
+        if part is None:
+            compute = partial(self._called_with, shape, dtype)
+        else:
+            lengths = part.length, part.length + 1
+            calls, longer = (self._calls_on(CPU, (shape[0], length, shape[2]), dtype, None) for length in lengths)
+
+            def compute() -> list[tuple[tuple, dict]]:
+                return cut(calls, longer, sequence.positions(shape[1], CPU))
+
         with ThreadPoolExecutor(1) as thread:  # so that modes that compute without numbers do not reach it
-            return thread.submit(self._called_with, shape, dtype).result()
+            return thread.submit(compute).result()
 
     @cached_property
     def _caller(self) -> Any:
@@ -235,7 +255,8 @@ class Forward:
 
     @torch.no_grad()
     def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
-        self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
+        with sequence.computing_part(None):
+            self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
 
     def set_numbers(self, path: str, module: nn.Module) -> None:
@@ -310,7 +331,7 @@ class Part(nn.Module):
     def run(self, **inputs: Tensor) -> Tensor:
         """Return the logits of the shell, or the input of the module at which it stops."""
         try:
-            return self.shell(**inputs, attention_mask=all_seen(*inputs.values()), use_cache=False).logits
+            return self.shell(**inputs, attention_mask=all_seen(next(iter(inputs.values()))), use_cache=False).logits
         except Reached as reached:
             return reached.args[0]
 
@@ -321,7 +342,9 @@ class Embedding(Part):
     @uncompiled
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, c]."""
-        return self.run(input_ids=tokens)
+        if sequence.part() is None or not self.whole.takes_positions:
+            return self.run(input_ids=tokens)
+        return self.run(input_ids=tokens, position_ids=sequence.positions(tokens.shape[1], tokens.device)[None])
 
 
 class Head(Part):
@@ -370,7 +393,12 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _moved(calls: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda t: t.to(device), calls)
+    def moved(tensor: Tensor) -> Tensor:
+        copied = tensor.to(device)
+        vars(copied).update(vars(tensor))  # what ``cut`` knows of a mask
+        return copied
+
+    return tree_map_only(Tensor, moved, calls)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

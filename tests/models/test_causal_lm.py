@@ -12,9 +12,11 @@ from benchmarks import architectures
 from common.errors import ModelError, TrainingError
 from common.packages import load_transformers
 from data.dataset import Batch
+from models.attention import Reordered
 from models.causal_lm import causal_lm
 from models.causal_lm_config import read_config
 from models.cut import GatherInput, Vocabulary, check_table
+from models.sequence import computing_part
 from parallel.examination import examine
 from tests.models.random_models import SIZES, WORDS, assert_same, random_model, with_weights_of
 from training.checkpoint.init_from import Weights
@@ -48,6 +50,64 @@ REFUSED = {
     "gemma3": ({}, "describes a gemma3 model with vision_config; model=transformers trains text only"),
     "mixtral": ({"output_router_logits": True}, "adds a router's loss over the whole batch"),
 }
+
+
+WHOLE_SEQUENCES = {
+    "falcon": "layers.0 returns different values for positions in another order .*, so it attends by itself",
+    "mpt": "layers.0 returns different values for positions in another order .*, so it attends by itself",
+    "gpt_oss": r"GptOssAttention has attention with sinks \(s_aux\); it needs whole sequences, parallel.cp=1",
+    "granite_swa": r"GraniteSWAAttention has attention with sinks \(s_aux\); it needs whole sequences, parallel.cp=1",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_sequences_are_computed_or_refused(tmp_path, kind):
+    random_model(kind, **KINDS[kind]).config.save_pretrained(tmp_path)
+    chain = causal_lm(str(tmp_path))
+    if kind in WHOLE_SEQUENCES:
+        with pytest.raises(ModelError, match=WHOLE_SEQUENCES[kind]):
+            chain.prove_parts()
+    else:
+        chain.prove_parts()
+
+
+PARTS = {
+    "gemma2": {"sliding_window": 8},
+    "llama4_text": {**KINDS["llama4_text"], "attention_chunk_size": 6},
+    "deepseek_v3": {
+        **dict.fromkeys(("qk_rope_head_dim", "head_dim", "qk_nope_head_dim"), 8), "v_head_dim": 12, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "n_group": 2, "topk_group": 1, "n_routed_experts": 4, "num_key_value_heads": 4,
+    },
+    "gpt2": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_gradients_are_those_of_the_whole_when_positions_come_in_another_order(tmp_path, kind):
+    reference = random_model(kind, **PARTS[kind])
+    reference.config.save_pretrained(tmp_path)
+    chain = causal_lm(str(tmp_path))
+    layers = with_weights_of(chain, reference)
+    tokens, order = torch.randint(3, WORDS, (2, 20)), torch.randperm(20)
+    wanted = reference(tokens, use_cache=False).logits
+    wanted.square().mean().backward()
+    with computing_part(Reordered(order)):
+        logits = layers(tokens[:, order])
+        torch.testing.assert_close(logits, wanted[:, order], rtol=1e-4, atol=1e-5)
+        logits.square().mean().backward()
+    theirs = dict(reference.named_parameters())
+    for name, parameter in layers.named_parameters():
+        gradient = theirs[chain.hugging_face.their_name(name)].grad
+        if gradient is not None:
+            assert (parameter.grad - gradient).norm() <= 2e-5 * gradient.norm(), name
+
+
+def test_dropout_that_a_function_of_the_model_draws_is_refused_for_parts_of_sequences(tmp_path):
+    random_model("llama", attention_dropout=0.1).config.save_pretrained(tmp_path)
+    chain = causal_lm(str(tmp_path))
+    layer = chain.build(["layers.0"], 3, CPU).train()
+    with computing_part(Reordered(torch.arange(4))), pytest.raises(ModelError, match=r"settings.attention_dropout=0"):
+        layer(torch.zeros(1, 4, 64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
