@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 import models.grouped  # noqa: F401  it defines operators
@@ -49,36 +51,45 @@ class Measure(Watch):
 
     Attributes:
         kept: Bytes of the storages that autograd saves, each storage once.
-        flops, attention, masked, products, moved, queries, keys: See ``planner.work.LayerWork``; here the values are
-            for the micro-batch.
+        flops, attention, masked, products, moved, queries, keys, routed: See ``planner.work.LayerWork``; here the
+            values are for the micro-batch.
         moved_by_width: The bytes of ``moved`` by the last dimension of an operator's largest tensor.
         uncounted: The operators that have no formula for their FLOPs.
     """
 
-    def __init__(self, known: dict[int, Tensor]) -> None:
+    def __init__(self, known: dict[int, Tensor], experts: Collection[type] = ()) -> None:
         """Start from 0.
 
         Args:
             known: Storages that do not count as kept, by address. Storages that are kept are added.
+            experts: The classes of the modules of experts (``models.cut.Experts``).
         """
         from torch.utils.flop_counter import flop_registry  # late: it looks for Triton
 
         super().__init__()
         self.kept = self.products = 0
-        self.flops = self.attention = self.masked = self.moved = self.queries = self.keys = 0.0
+        self.flops = self.attention = self.masked = self.moved = 0.0
+        self.queries = self.keys = self.routed = 0.0
         self.moved_by_width: dict[int, float] = defaultdict(float)
         self.uncounted: set[str] = set()
         self._known, self._formulas = known, flop_registry | _FORMULAS
-        self._hooks = saved_tensors_hooks(self._hold, lambda tensor: tensor)
+        self._hooks, self._experts = ExitStack(), tuple(experts)
 
     def __enter__(self) -> Measure:
         super().__enter__()
-        self._hooks.__enter__()
+        self._hooks.enter_context(saved_tensors_hooks(self._hold, lambda tensor: tensor))
+        if self._experts:
+            self._hooks.callback(register_module_forward_pre_hook(self._called).remove)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         self._hooks.__exit__(kind, error, trace)
         super().__exit__(kind, error, trace)
+
+    def _called(self, module: nn.Module, given: tuple) -> None:
+        if isinstance(module, self._experts):
+            tokens, chosen, *_ = given
+            self.routed += chosen.numel() * tokens.shape[-1]
 
     def _hold(self, tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided and (storage := tensor.untyped_storage())._cdata not in self._known:

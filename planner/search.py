@@ -185,7 +185,9 @@ def _strategies(layers: Works, layout: PlannedLayout, fixed: Mapping[str, Any]) 
     for name, info in STRATEGIES.items():
         typed, stages = fixed.get("schedule"), fixed.get("stages_per_rank")
         piped = info.stage_per_rank or not (typed or stages)  # otherwise the typed keys have no meaning
-        wanted = fixed["strategy"] == name if "strategy" in fixed else piped and not info.several_devices
+        # Another strategy with replicas has the same layouts as one for an axis of replicas.
+        different = not info.several_devices and not (info.degree and info.replicas)
+        wanted = fixed["strategy"] == name if "strategy" in fixed else piped and different
         if not wanted or not all(axis.allows(info, layout) for axis in known_axes(layout)):
             continue
         base = replace(

@@ -12,7 +12,7 @@ from parallel.schedules import borders
 from planner.costs import Costs
 from planner.layout import PlannedLayout, cut
 from planner.simulation import duration
-from planner.work import LayerWork, Works, collectives_of, parameters_of, shares
+from planner.work import LayerWork, Works, collectives_of, parameters_of, shares, stored_of, trained_experts
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     own = cut(parts, layout)[slowest :: layout.pp]
     held = [work for stage in own for work in stage]
     parameters, trained = (sum(some) for some in zip(*map(parameters_of, own), strict=True))
+    stored = sum(stored_of(stage, layout)[1] for stage in own)
     whole_layers = (work for stage in cut(layers, layout)[slowest :: layout.pp] for work in stage)
     within: dict[str, float] = defaultdict(float)
     for name, *both in (sent for work in whole_layers for sent in _collectives(work, layout, costs)):
@@ -69,7 +70,7 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
         tied = sum(work.tied_trained for work in parts)
         gradients += costs.reduce(layout.gradient * tied, 2, 2 if layout.processes <= costs.devices else 1)
     for name in (name for name, axis in layout.divided_along if axis.divides_batch):  # summed after the last backward
-        gradients += costs.reduce(layout.gradient * trained / layout.shards, *_along(name, layout, costs))
+        gradients += costs.reduce(layout.gradient * stored / layout.shards, *_along(name, layout, costs))
     part = slowed(stages, whole, layout, costs)
     reduced = layout.per_rank if layout.shards == 1 else 1  # DDP reduces each stage's gradients separately
     # The first micro-batch passes through all stages in turn.
@@ -83,7 +84,7 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
         stages=m * passed,
         gradients=gradients,
         shards=shards,
-        optimizer=costs.optimizer(trained / layout.of_states) + costs.fixed(layout.dp, reduced),
+        optimizer=costs.optimizer(stored / layout.of_states) + costs.fixed(layout.dp, reduced),
     )
 
 
@@ -172,9 +173,11 @@ def _replicas(
     if layout.shards == 1:
         # The first half of an all-reduce scatters gradients. With ZeRO-1, the second half gathers weights instead.
         size = (layout.gradient + costs.gathered) / 2 if layout.zero1 else layout.gradient
-        reduced = costs.reduce(size * trained, layout.dp, min(layout.dp, per_node))
+        experts, copies = trained_experts(held) if layout.ep > 1 else 0.0, layout.dp // layout.ep
+        reduced = costs.reduce(size * (trained - experts), layout.dp, min(layout.dp, per_node))
         hidden = costs.hides[0] * min(reduced, compute * 2 / 3) if layout.overlaps else 0.0
-        return reduced - hidden, 0.0
+        after = costs.reduce(size * experts, copies, max(1, per_node // layout.ep)) if experts else 0.0
+        return reduced - hidden + after, 0.0
     size = costs.gathered * parameters
     whole = costs.gather(size, layout.shards, min(layout.shards, per_node), held)
     groups = layout.dp // layout.shards

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.dataset import Batch
 from models.chain import Chain
+from models.cut import experts_of
 from parallel.axes.axis import Collective
 from parallel.shape_inference import trace
 from planner.counting import Measure
@@ -59,6 +61,9 @@ class LayerWork:
             backward.
         queries: The number of elements of the queries of attention.
         keys: The number of elements of the keys and values of attention.
+        routed: The number of elements of the tokens that a router sends to experts, once for each expert of a token.
+        experts: The number of parameters of experts (``models.cut.Experts``).
+        frozen_experts: The number of those that are frozen.
         uncounted: The operators that have no formula for their FLOPs.
     """
 
@@ -81,6 +86,9 @@ class LayerWork:
     gathered: float = 0
     queries: float = 0
     keys: float = 0
+    routed: float = 0
+    experts: float = 0
+    frozen_experts: float = 0
     uncounted: frozenset[str] = frozenset()
 
     @property
@@ -114,10 +122,12 @@ class LayerWork:
             kept = part(self.kept, _WHOLE * self.kept)
         elif self.queries:  # in this project the sequence that a block's two regions gather is kept
             gathered = 2 * self.hidden * (1 - 1 / ranks)
-        divided = ("flops", "attention", "parameters", "frozen", "cast", "hidden", "masked", "queries", "keys")
+        divided = ("flops", "attention", "cast", "hidden", "masked", "queries", "keys")
         return replace(
             self,
             **{key: getattr(self, key) / ranks for key in divided},
+            parameters=self.experts + (self.parameters - self.experts) / ranks,
+            frozen=self.frozen_experts + (self.frozen - self.frozen_experts) / ranks,
             ties=tuple(Tie(tie.owner, tie.parameters / ranks, tie.frozen / ranks) for tie in self.ties),
             moved=part(self.moved, self.whole),
             output=part(self.output, self.output),
@@ -133,9 +143,18 @@ class LayerWork:
         divided = {key: getattr(self, key) / ranks for key in (*_COUNTED, "output", "hidden", "whole", "gathered")}
         return replace(self, **divided, kept_whole=None if self.kept_whole is None else self.kept_whole / ranks)
 
+    def of_experts(self, ranks: int) -> LayerWork:
+        """Return the work of one of ``ranks`` ranks that have equally many experts, and compute equally many tokens."""
+        experts, frozen = self.experts / ranks, self.frozen_experts / ranks
+        parameters, all_frozen = self.parameters - self.experts + experts, self.frozen - self.frozen_experts + frozen
+        cast = self.cast * parameters / self.parameters if self.parameters else self.cast
+        return replace(
+            self, parameters=parameters, frozen=all_frozen, cast=cast, experts=experts, frozen_experts=frozen
+        )
+
 
 # The numbers that ``Measure`` counts and that are proportional to the tokens.
-_COUNTED = ("flops", "attention", "masked", "moved", "kept", "queries", "keys")
+_COUNTED = ("flops", "attention", "masked", "moved", "kept", "queries", "keys", "routed")
 Works = Sequence[LayerWork]
 
 
@@ -171,6 +190,21 @@ def parameters_of(stage: Works) -> tuple[float, float]:
     return parameters, trained
 
 
+def stored_of(stage: Works, layout: PlannedLayout) -> tuple[float, float]:
+    """Return the numbers of all and of trained parameters of which each of ``layout.shards`` shards stores a part.
+
+    A rank's experts are not sharded among the ranks that have other experts, so their shards are larger.
+    """
+    parameters, trained = parameters_of(stage)
+    more = layout.ep - 1 if layout.shards > 1 else 0
+    return parameters + more * sum(work.experts for work in stage), trained + more * trained_experts(stage)
+
+
+def trained_experts(stage: Works) -> float:
+    """Return the number of trained parameters of a stage's experts."""
+    return sum(work.experts - work.frozen_experts for work in stage)
+
+
 def weights_of(chain: Chain) -> list[LayerWork]:
     """Count the parameters of every layer. No layer is run."""
     skeleton, layers = chain.skeleton(), []
@@ -182,9 +216,20 @@ def weights_of(chain: Chain) -> list[LayerWork]:
             if key in chain.tied and (owner := owners[chain.tied[key]]) != name
         ]
         parameters = list(layer.parameters())
-        sizes = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad)
-        layers.append(LayerWork(name, 0, 0, 0, 0, sizes[0], 0, 0, tuple(ties), len(parameters), sizes[1]))
+        experts = [p for module in experts_of(chain.cut, layer, name).values() for p in module.parameters()]
+        (own, frozen), of_experts = _sizes(parameters), _sizes(experts)
+        layers.append(
+            LayerWork(
+                name, 0, 0, 0, 0, own, 0, 0, tuple(ties), len(parameters), frozen,
+                experts=of_experts[0], frozen_experts=of_experts[1],
+            )
+        )  # fmt: skip
     return layers
+
+
+def _sizes(parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
+    """Return the numbers of all and of frozen parameters."""
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad)
 
 
 def work_of(chain: Chain, batch: Batch, precision: str, samples: int = 1) -> tuple[list[LayerWork], int]:
@@ -199,7 +244,9 @@ def work_of(chain: Chain, batch: Batch, precision: str, samples: int = 1) -> tup
     """
     some = torch.arange(samples) % len(batch)
     try:
-        traces = trace(chain, batch.map(lambda tensor: tensor[some]), precision, "cpu", Measure)
+        experts = {type(module) for module in experts_of(chain.cut, chain.skeleton()).values()}
+        measure = partial(Measure, experts=experts)
+        traces = trace(chain, batch.map(lambda tensor: tensor[some]), precision, "cpu", measure)
     except ValueError:
         if samples > 1:
             raise

@@ -18,7 +18,7 @@ Known pitfalls of expert parallelism, and how this module handles them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from common.errors import PlanError
+from data.dataset import DataSet
 from models.chain import Chain, Layers
 from models.cut import Experts, check_experts, experts_of
-from parallel.axes.axis import Axis
+from parallel.axes.axis import Axis, Collective
 from parallel.examination import Examination
 from parallel.layout import Layout
 from parallel.mesh import EXPERTS, REPLICAS, SHARDS, Mesh, Ranks
@@ -94,6 +95,23 @@ class ExpertParallel(Axis):
                 f"experts (parallel.ep={layout.ep}) would wait for each other; use parallel.schedule=interleaved_1f1b, "
                 "or train.activation_checkpointing=false"
             )
+
+    @classmethod
+    def choices(cls, chain: Chain, data: DataSet, fixed: Mapping[str, Any], max_ranks: int) -> list[dict[str, Any]]:
+        """See ``Axis.choices``. Replicas share experts only if the user has typed so."""
+        ep = fixed.get("ep", 1)
+        cls.check(Layout(ep=ep), chain, chain.skeleton())
+        return [{"ep": ep}]
+
+    @classmethod
+    def work_of_rank(cls, layout: Layout, work: Any) -> Any:
+        """See ``Axis.work_of_rank``."""
+        return work.of_experts(layout.ep)
+
+    @classmethod
+    def collectives(cls, layout: Layout, work: Any) -> Sequence[Collective]:
+        """See ``Axis.collectives``. Rows go to their experts and come back, and so do their gradients."""
+        return [Collective("all_to_all", 2, work.routed, 2)] if work.routed else []
 
     @classmethod
     def describe(cls, layout: Layout) -> str:

@@ -22,6 +22,8 @@ from conf import FOLDER, composition, options
 from conf.instantiate import to_dict
 from conf.keys import read_options
 from data.dataset import Batch
+from models.cut import Experts
+from models.moe import moe
 from models.sequential import chain_of
 from parallel.axes.axis import Axis, Collective
 from parallel.strategies import STRATEGIES
@@ -156,6 +158,45 @@ def test_a_part_of_the_tokens_has_their_part_of_the_work_and_all_keys(name):
             # the weights of norms and biases are read for a sequence of any length
             assert (work.moved, work.whole) == pytest.approx((short.moved, short.whole), rel=0.03)
         assert (work.parameters, work.cast, work.ties) == (short.parameters, short.cast, short.ties)
+
+
+def mixture(experts=4, **more):
+    """The work of a mixture of 2 layers of width 32, for 16 tokens that take 2 experts each."""
+    chain = moe(n_layer=2, n_embd=32, head_dim=8, experts=experts, expert_width=8, vocab_size=100, **more)
+    chain = replace(chain, cut={**chain.cut, "layers.*.mlp.experts": Experts()})
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    return work_of(chain, Batch(tokens, tokens), "fp32")[0]
+
+
+def test_experts_and_what_is_sent_to_them_are_counted_and_ranks_have_their_part():
+    embedding, layer, _, head = mixture()
+    each = 32 * 3 * 8  # of an expert
+    assert (layer.experts, layer.routed, layer.frozen_experts) == (4 * each, 16 * 2 * 32, 0)
+    assert not any(getattr(work, key) for work in (embedding, head) for key in ("experts", "routed"))
+    half = layer.of_experts(2)
+    assert (half.experts, half.parameters) == (2 * each, layer.parameters - 2 * each)
+    assert (half.flops, half.kept, half.routed) == (layer.flops, layer.kept, layer.routed)
+    cut = layer.divided(2, False)
+    assert (cut.experts, cut.parameters - 4 * each) == (4 * each, (layer.parameters - 4 * each) / 2)
+
+
+def test_ranks_that_share_experts_hold_send_and_average_what_arithmetic_says():
+    works, each = mixture(experts=8), 8 * 32 * 3 * 8
+    whole = sum(work.parameters for work in works) - sum(tie.parameters for work in works for tie in work.ties)
+    experts, number, seconds, memory = 2 * each, 4, {}, {}
+    for name, ep in (("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)):
+        layout = PlannedLayout(name, dp=4, ep=ep, samples=3, overlaps=False)
+        memory[name, ep] = fullest(works, layout, Allocation(process=0.0))
+        seconds[name, ep] = seconds_of(works, layout, COSTS)
+    assert memory["ddp", 2].weights == number * (whole - experts / 2)
+    assert memory["ddp", 2].optimizer == 2 * number * (whole - experts / 2)
+    assert memory["fsdp", 2].weights == memory["fsdp", 1].weights == number * whole / 4
+    assert memory["fsdp", 2].optimizer == memory["fsdp", 1].optimizer
+    # two layers send their rows forward and back, twice; of two ranks, each sends half of its rows to the other
+    assert seconds["ddp", 2].experts == pytest.approx(2 * 4 * (3 * 16 * 2 * 32 * 2) / 2 / 1e10)
+    # an all-reduce among all four, and of the experts of a rank among the two that have them
+    sums = 3 / 4 * (whole - experts) + 1 / 2 * experts / 2
+    assert (seconds["ddp", 1].experts, seconds["ddp", 2].gradients) == (0, pytest.approx(2 * 4 * sums / 1e10))
 
 
 # -- what is predicted -------------------------------------------------------------------------------------------------
