@@ -20,6 +20,7 @@ from common.errors import ModelError
 from models.auxiliary import attach
 from models.chain import Chain, LayerSpec, check_sizes, draw_normal
 from models.cut import Columns, CutOf, Rows, Vocabulary
+from models.cut import Experts as DividedExperts
 from models.fused_cross_entropy import Head
 from models.grouped import by_expert, product
 from models.llama import MLP, Attention, Norm
@@ -266,6 +267,7 @@ def moe(
             "layers.*.self_attn.q_proj": Columns(unit=head_dim),
             "layers.*.self_attn.[kv]_proj": Columns(unit=head_dim, shared=True),
             "layers.*.self_attn.o_proj": Rows(),
+            "layers.*.mlp.experts": DividedExperts(),
             **(shared if shared_experts else {}),
             "head.lm_head": Vocabulary(),
         },

@@ -140,7 +140,7 @@ def variants(setup: Setup) -> list[dict[str, Any]]:
 def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
     """Return a layout as the user types it, followed by the keys of ``train`` that differ from the run."""
     words = [f"parallel={layout.strategy}"]
-    keys = (*Layout.DEGREES, "shard")
+    keys = (*Layout.DEGREES, "ep", "shard")
     words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
     words += [f"{name}={ranks}" for name, _, ranks in layout.axes]
     options = {key: value for key, value in layout.of_stage.items() if key in layout.OPTIONS and value}

@@ -181,6 +181,7 @@ def test_every_strategy_and_every_schedule_is_a_layout():
     shared = [layout for layout in layouts(8, 4, divided=ExpertParallel.variants) if layout.ep > 1]
     some_replicas = {name for name, info in STRATEGIES.items() if info.tensor and info.replicas}
     assert {layout.strategy for layout in shared} == some_replicas
+    assert "parallel=ddp dp=2 ep=2" in [typed_name(layout) for layout in shared]
     fewer = layouts(processes=4, microbatches=4, divided=TensorParallel.variants)
     assert all(layout.processes <= 4 for layout in fewer)
     assert {layout.schedule for layout in some if layout.strategy == "pipelined"} == set(SCHEDULES)
