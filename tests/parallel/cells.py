@@ -242,6 +242,28 @@ def context() -> Iterable[Cell]:
         yield cell("gpt2", alone, 5e-2, precision="bf16", reference=Layout("single", chunks=2), slow=True)
 
 
+def experts() -> Iterable[Cell]:
+    """Experts that replicas share, with losses of their balance, alone and under every other strategy."""
+    exact = {"tolerance": 1e-12}
+    yield cell("moe", Layout("expert", dp=2, ep=2, chunks=2), **exact)
+    yield cell("moe", Layout("expert", dp=4, ep=4), recompute=True, **exact)
+    yield cell("moe", Layout("ddp", dp=4, ep=2), slow=True, **exact)
+    yield cell("moe", Layout("ddp", dp=2, ep=2, tp=2, sequence=True), slow=True, **exact)
+    yield cell("moe", Layout("fsdp", dp=4, ep=2, chunks=2), **exact)
+    yield cell("moe", Layout("hsdp", dp=4, ep=2, shard=2), slow=True, **exact)
+    for name, s in product(("pipe_ddp", "pipe_fsdp"), ("1f1b", *SPLIT)):
+        slow = (name, s) != ("pipe_ddp", SPLIT[0])
+        yield cell("moe", Layout(name, dp=2, ep=2, pp=2, chunks=4, schedule=s), slow=slow, **exact)
+        yield cell("moe", Layout(name, dp=4, ep=2, pp=2, chunks=2, schedule=s), slow=True, **exact)
+    for i, way in enumerate(WAYS):
+        beside = {"cp": 2, "context": way, "ep": 2}
+        yield cell("moe", Layout("ddp", dp=2, **beside), slow=i != 0, **exact)
+        yield cell("moe", Layout("fsdp", dp=4, **beside), slow=True, **exact)
+        yield cell("moe", Layout("pipe_ddp", dp=2, pp=2, chunks=2, **beside), slow=True, **exact)
+    yield cell("moe", Layout("ddp", dp=2, ep=2), padded=True, slow=True, **exact)
+    yield cell("moe", Layout("fsdp", dp=2, ep=2), lora=("q_proj", "o_proj"), slow=True, **exact)
+
+
 def sent() -> Iterable[Cell]:
     """What replicas send each other: rounded, in groups first, in small buckets."""
     yield cell("gpt2", Layout("ddp", dp=2, chunks=2, comm_hook="bf16"), 2e-2, rounded=1e-6)
@@ -403,5 +425,6 @@ def pretended() -> Iterable[Cell]:
 
 
 CELLS = [
-    *published(), *layouts(), *shared(), *cut(), *context(), *sent(), *widths(), *unusual(), *adapters(), *pretended(),
+    *published(), *layouts(), *shared(), *cut(), *context(), *experts(), *sent(), *widths(), *unusual(), *adapters(),
+    *pretended(),
 ]  # fmt: skip

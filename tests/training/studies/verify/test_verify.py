@@ -173,13 +173,18 @@ def test_a_verification_that_is_stopped_says_how_far_it_is_and_leaves_what_it_ha
 
 def test_every_strategy_and_every_schedule_is_a_layout():
     some = list(layouts(processes=4, microbatches=4))
-    assert {layout.strategy for layout in some} == set(STRATEGIES) - {"single", "tensor", "expert"}
+    of_any_model = {name for name, info in STRATEGIES.items() if not info.degree}
+    assert {layout.strategy for layout in some} == of_any_model - {"single"}
     every = layouts(processes=8, microbatches=4, divided=TensorParallel.variants)
     shared = [layout for layout in every if layout.ranks_per_stage > 1]
-    assert {layout.strategy for layout in shared} == {n for n, info in STRATEGIES.items() if info.tensor} - {"expert"}
+    assert {layout.strategy for layout in shared} == {
+        name for name, info in STRATEGIES.items() if info.tensor and info.degree in ("", "tp")
+    }
     assert {layout.sequence for layout in shared} == {False, True} and all(layout.processes <= 8 for layout in shared)
     shared = [layout for layout in layouts(8, 4, divided=ExpertParallel.variants) if layout.ep > 1]
-    some_replicas = {name for name, info in STRATEGIES.items() if info.tensor and info.replicas}
+    some_replicas = {
+        name for name, info in STRATEGIES.items() if info.tensor and info.replicas and info.degree in ("", "ep")
+    }
     assert {layout.strategy for layout in shared} == some_replicas
     assert "parallel=ddp dp=2 ep=2" in [typed_name(layout) for layout in shared]
     fewer = layouts(processes=4, microbatches=4, divided=TensorParallel.variants)
