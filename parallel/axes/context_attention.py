@@ -112,8 +112,8 @@ class ContextAttention:
             with computing_part(None):
                 out = attend(q, k, v, documents=documents, **options)
         else:
-            special = (documents, drawn, options.get("window"), options.get("softcap")) != (None,) * 4
-            kind = _Dense if special or not _has_kernel(q, v) else _Flash
+            special = documents, drawn, options.get("window"), options.get("softcap")
+            kind = _Flash if _has_kernel(q, v) and all(each is None for each in special) else _Dense
             out = _Blocks.apply(q, k, v, kind(self, heads, documents, drawn, **options))
         return _Exchange.apply(out, self._to_positions, self._to_heads) if is_ulysses else out
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import PlanError
 from models.seeds import Dropout, Part, Samples, computing
-from parallel.axes.context_attention import WAYS, ContextAttention
+from parallel.axes.context_attention import WAYS, ContextAttention, _Dense
 from parallel.mesh import Ranks
 
 BORDERS = [[0] * 4 + [1] * 4 + [2] * 8, [5] * 3 + [6] * 4 + [7] * 2 + [5] * 7]  # on chunks' borders, and inside
@@ -399,3 +399,24 @@ def test_chunks_heads_and_positions_that_do_not_fit_are_refused():
         part.attend(*(x[:, :, part.positions] for x in (q, k, v)))
     with pytest.raises(PlanError, match="4 of 16 positions, and attention gets 16 queries and 16 keys"):
         part.attend(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "options, computed",
+    [
+        ({"softcap": 1.0}, [(0, 0), (3, 3), (3, 2), (3, 1), (3, 0)]),
+        ({"window": 1}, [(0, 0), (3, 3)]),
+        ({"window": 2}, [(0, 0), (3, 3), (3, 2)]),
+        ({"window": 6}, [(0, 0), (3, 3), (3, 2), (3, 1)]),
+        ({"documents": [[0] * 4 + [1] * 4 + [2] * 8]}, [(0, 0), (3, 3), (3, 2)]),
+        ({"documents": [[0] * 5 + [1] * 8 + [0] * 3]}, [(0, 0), (3, 3), (3, 1), (3, 0)]),
+    ],
+)
+def test_blocks_in_which_no_query_sees_a_key_are_not_computed(options, computed):
+    """Pairs of a chunk of queries and a chunk of keys, on the first of two ranks."""
+    part = ContextAttention(Ranks([0, 1], 0), "ring", 16, torch.device("cpu"))
+    if "documents" in options:
+        options = {"documents": torch.tensor(options["documents"])}
+    kernel = _Dense(part, 4, **{"documents": None, "drawn": None, **options})
+    rows = [(rows.start // 4, columns.start // 4) for rows, columns, _ in kernel.blocks(range(4))]
+    assert [(part.queries[i], key) for i, key in rows] == computed
