@@ -110,7 +110,16 @@ class HostGroup(dist.ProcessGroup):
         host = _empty_host(output)
         return _Work(self._gloo._reduce_scatter_base(host, _host(input), *options), [output], [host], output)
 
-    # torch 2.13's names of these two; its stub names the options
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, received: list[int], sent: list[int], *options: Any
+    ) -> dist.Work:
+        """Send parts of the input to other ranks. ``received`` and ``sent`` have the number of rows for each rank."""
+        host = _empty_host(output)
+        work = self._gloo.alltoall_base(host, _host(input), received, sent, *options)
+        return _Work(work, [output], [host], output)
+
+    # torch 2.13's names of these three; its stub names the options
+    all_to_all_single = alltoall_base  # pyright: ignore[reportAssignmentType]
     all_gather_single = _allgather_base  # pyright: ignore[reportAssignmentType]
     reduce_scatter_single = _reduce_scatter_base  # pyright: ignore[reportAssignmentType]
 

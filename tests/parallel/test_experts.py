@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import Layout, Recipe, assert_same_training, planned, train
+from ranks import Ranks as Pool
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -243,6 +244,18 @@ def test_results_and_gradients_are_those_of_all_experts_in_one_place(ranks, case
     for i, parameter in enumerate(experts.parameters()):
         parts = [torch.zeros_like(parameter[:each]) if found[3 + i] is None else found[3 + i] for found in seen]
         assert_near(torch.cat(parts), parameter.grad)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_gpu_send_tokens_through_main_memory(ranks):
+    """Here on CPUs, through the process group of such ranks."""
+    pool = Pool(2, {}, "host")
+    try:
+        found = pool.run(2, exchanged, "usual")
+    finally:
+        pool.close()
+    for one, other in zip(found, ranks.run(2, exchanged, "usual"), strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
