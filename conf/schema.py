@@ -206,7 +206,7 @@ class Slurm(Section):
 
     name: str = "slurm"  # the launcher; launcher=NAME sets it
     nodes: int = 1  # number of machines
-    tasks_per_node: int | None = None  # processes of each node; null: dp x tp x pp, divided by the nodes
+    tasks_per_node: int | None = None  # processes of each node; null: all processes, divided by the nodes
     cpus_per_task: int | None = None  # CPU cores of each process; null: the cluster's default
     mem_gb: float | None = None  # memory of each node; null: the cluster's default
     gpus_per_node: int | None = None  # GPUs of each node; null: none

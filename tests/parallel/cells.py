@@ -216,20 +216,22 @@ def context() -> Iterable[Cell]:
     exact = {"tolerance": 1e-12, "precision": "fp64"}
     for model in ("gpt2", "llama", "transformer", "transformers"):
         for way, cp in product(WAYS, (2, 4)):
+            if way == "ulysses" and cp == 4 and model != "gpt2":
+                continue  # they have two heads of keys
             quick = cp == 2 and (model == "gpt2" or way == WAYS[len(model) % 3])
             yield cell(model, Layout("context", cp=cp, context=way, chunks=2), slow=not quick, **exact)
     for i, way in enumerate(WAYS):
         beside = {"cp": 2, "context": way}
         yield cell("gpt2", Layout("ddp", dp=2, chunks=2, **beside), slow=i != 0, **exact)
         yield cell("gpt2", Layout("fsdp", dp=2, chunks=2, **beside), slow=i != 1, **exact)
-        yield cell("llama", Layout("tensor", tp=2, chunks=2, **beside), slow=i != 2, **exact)
+        yield cell("gpt2", Layout("tensor", tp=2, chunks=2, **beside), slow=i != 2, **exact)
         yield cell("gpt2", Layout("tensor", tp=2, sequence=True, **beside), slow=i != 0, **exact)
         pipelined = Layout("pipelined", pp=2, chunks=4, schedule="1f1b", **beside)
         yield cell("gpt2", pipelined, slow=i != 2, **exact)
         for s in ("gpipe", "interleaved_1f1b", *SPLIT):
             for name in ("pipe_ddp", "pipe_fsdp"):
                 yield cell("gpt2", Layout(name, dp=2, pp=2, chunks=4, schedule=s, **beside), slow=True, **exact)
-        yield cell("llama", replace(pipelined, tp=2, sequence=True), slow=True, **exact)
+        yield cell("gpt2", replace(pipelined, tp=2, sequence=True), slow=True, **exact)
         yield cell("gpt2", Layout("hsdp", dp=4, shard=2, **beside), slow=True, **exact)
         alone = Layout("context", chunks=2, **beside)
         yield cell("gpt2", alone, recompute=True, slow=i != 2, **exact)
