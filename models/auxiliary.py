@@ -46,10 +46,10 @@ _step: Collected | None = None
 
 
 @contextmanager
-def collecting() -> Iterator[Collected]:
+def collecting(into: Collected | None = None) -> Iterator[Collected]:
     """Collect the sums of the forwards in the block."""
     global _step
-    _step = Collected()
+    _step = Collected() if into is None else into
     try:
         yield _step
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from inspect import signature
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from common.errors import ModelError
 from common.packages import load_transformers
 from models.attention import Reordered
+from models.auxiliary import Collected, collecting
+from models.causal_lm_balance import Balance
 from models.causal_lm_config import Published, read_config, sizes_of
 from models.causal_lm_layers import Forward, first_of, hidden_of, refused
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
@@ -56,7 +59,11 @@ class Decoder(Forward):
             raise ModelError(f"transformers cannot build a {config.model_type} model: {error}") from None
         if model.base_model is model and isinstance(getattr(model, "model", None), nn.Module):
             model.base_model_prefix = "model"  # Llama 4 says "language_model", which belongs to another of its models
+        # The model's ``forward`` would compute the routers' loss without the layers.
+        self.adds_balance, model.config.output_router_logits = getattr(config, "output_router_logits", False), False
         super().__init__(model)
+        if self.adds_balance and hasattr(model, "router_aux_loss_coef"):
+            self.balance = Balance(model)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -203,10 +210,12 @@ class Decoder(Forward):
         words = whole.config.get_text_config().vocab_size
         tokens = torch.randint(min(3, words - 1), words, (1, _TOKENS), generator=generator).repeat(_TEXTS, 1)
         tokens[1, _TOKENS // 2 :] = tokens[1, _TOKENS // 2 :].flip(0)  # the texts begin alike
+        step = Collected()
         calls: list[tuple] = []  # (arguments, keyword arguments, output) of each layer
         blocks = whole.get_submodule(self.layers)
         hooks = [block.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True) for block in blocks]
-        output = whole(input_ids=tokens, labels=tokens, use_cache=False)
+        adds = {"output_router_logits": True} if self.adds_balance else {}
+        output = whole(input_ids=tokens, labels=tokens, use_cache=False, **adds)
         for hook in hooks:
             hook.remove()
         args, kwargs, _ = calls[0]
@@ -214,7 +223,7 @@ class Decoder(Forward):
         order = slice(None) if part is None else part.positions
         computed = tokens[:, order]
         for layer, expected in zip(self.chain_layers(whole.get_submodule), wanted, strict=True):
-            with computing_part(part):
+            with computing_part(part), collecting(step):
                 computed = layer.build().eval()(computed)
             if (off := _difference(computed, expected[:, order])) > _EXACT:
                 what, when, why = _ON_ITS_OWN if part is None else _IN_PARTS
@@ -231,11 +240,12 @@ class Decoder(Forward):
                 "predict. Encoders have the key is_decoder: +model.settings.is_decoder=true"
             )
         loss = TokenCrossEntropy()(computed[:, :-1], tokens[:, 1:], None)
-        mean = loss.loss / loss.count
+        mean = loss.loss / loss.count + sum(added(step.sums[key]) for key, added in step.losses.items())
         if (off := _difference(mean, output.loss)) > _EXACT:
             raise ModelError(
                 f"{self.kind} adds something to the loss of its logits, {mean:.4f}: its own is {output.loss:.4f}. "
-                "model=transformers trains on the cross entropy alone; switch the addition off by model.settings"
+                "model=transformers trains on the cross entropy and the balance of routers; switch the addition off by "
+                "model.settings"
             )
 
     def _with_numbers(self, generator: torch.Generator) -> Any:
@@ -278,6 +288,8 @@ def causal_lm(config: str | None, vocab_size: int | None = None, settings: Mappi
     names = {"layers.": f"{decoder.layers}.", "embedding.": "", "head.": ""}
     embedding = f"{decoder.chain_name(decoder.name_of(decoder.model.get_input_embeddings()))}.weight"
     form = Published.of(decoder.model, names, (embedding, *decoder.of_words), settings)
+    if decoder.adds_balance:
+        form = replace(form, config={**form.config, "output_router_logits": True})
     return Chain(
         layers=decoder.chain_layers(decoder.blank),
         loss=TokenCrossEntropy(),

@@ -70,11 +70,6 @@ def read_config(config: str | None, vocab_size: int | None, settings: Mapping[st
     if made.get_text_config() is not made:
         inner = ", ".join(key for key in made.sub_configs if key != "text_config")
         raise ModelError(f"{path} describes a {kind} model with {inner}; model=transformers trains text only")
-    if getattr(made, "output_router_logits", False):
-        raise ModelError(
-            f"{path} has output_router_logits=true, which adds a router's loss over the whole batch to the model's; "
-            "set +model.settings.output_router_logits=false to train without it"
-        )
     causal_lm_attention.register()
     causal_lm_experts.register()
     made._experts_implementation = causal_lm_experts.NAME

@@ -30,6 +30,7 @@ from common.errors import ModelError
 from common.packages import load_transformers
 from models import sequence
 from models.causal_lm_attention import cut
+from models.causal_lm_balance import Balance
 from models.chain import CPU, nest, own_tensors, without_weights
 from models.fused_cross_entropy import FusedHead
 from models.seeds import seeded
@@ -111,7 +112,10 @@ class Forward:
         projection: The name of the projection onto the vocabulary.
         outputs: The number of items in the tuple that a layer returns; 0 if it returns a tensor.
         plain: Whether the projection's outputs are the logits. If not, the model scales or caps them.
+        balance: The loss of the routers that the model adds to the loss of the logits; None if it adds none.
     """
+
+    balance: Balance | None = None
 
     def __init__(self, model: Any) -> None:
         """Find the parts of a model. Raises ModelError if its layers do not follow one another."""
@@ -299,6 +303,8 @@ class Forward:
         layer.parts = 1  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
         layer.register_forward_pre_hook(partial(self._with_others, index), with_kwargs=True)
         layer.register_forward_hook(lambda _layer, _given, output: first_of(output))
+        if self.balance is not None:
+            self.balance.watch(layer)
         return layer
 
     def head(self, part: Callable[[str], nn.Module]) -> nn.Module:

@@ -48,7 +48,6 @@ REFUSED = {
     "blt": ({}, "cannot be cut into layers: its own code does not run without the layers"),
     "t5": ({}, "describes a t5 model, which is no causal language model"),
     "gemma3": ({}, "describes a gemma3 model with vision_config; model=transformers trains text only"),
-    "mixtral": ({"output_router_logits": True}, "adds a router's loss over the whole batch"),
 }
 
 

@@ -1,6 +1,9 @@
 """Auxiliary losses of a mixture of experts: in every layout those of a plain loop over the whole global batch."""
 
+import inspect
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +13,13 @@ from cases import Layout, planned
 from torch import nn
 
 from data.dataset import Batch
+from models.causal_lm import causal_lm
 from models.chain import Chain
 from models.losses import IGNORED
 from models.moe import moe
 from parallel.examination import examine
 from parallel.strategy import Options, build_strategy
+from tests.models.random_models import random_model
 
 SIZES = dict(n_layer=2, n_head=2, kv_heads=2, head_dim=4, n_embd=8, experts=4, expert_width=6, vocab_size=30)
 # Factors so large that a fault of any part of the loss is seen in all weights.
@@ -31,10 +36,11 @@ TOKENS = [torch.randint(30, (8, 7), generator=GENERATOR) for _ in range(3)]
 STEPS, RATE = 3, 0.3
 
 
-def batch_at(step: int) -> Batch:
+def batch_at(step: int, ignores: bool = True) -> Batch:
     tokens = TOKENS[step - 1]
     targets = tokens[:, 1:].clone()
-    targets[0, 1:] = targets[5, 4:] = IGNORED  # unequally many in the parts of the batch
+    if ignores:
+        targets[0, 1:] = targets[5, 4:] = IGNORED  # unequally many in the parts of the batch
     return Batch(tokens[:, :-1], targets)
 
 
@@ -136,19 +142,19 @@ def loops():
     return {case: in_a_loop(case) for case in CASES}
 
 
-def cells() -> list:
-    """Each layout with losses, and the others of a few layouts; all of them are slow."""
-    quick = {"losses": ONE + SEVERAL, "no losses": [ONE[3]]}
-    others = [ONE[0], ONE[3], *(pair for pair in SEVERAL if pair[0].strategy in ("pipe_ddp", "fsdp") and pair[1])]
-    pairs = [(case, *pair) for pair in ONE + SEVERAL for case in CASES]
+def marked(cells: list, quick: list) -> list:
+    """Cells as parameters; those that are not in ``quick`` are slow."""
     slow = [pytest.mark.slow]
-    return [
-        pytest.param(*cell, marks=slow * (cell[1:] not in quick.get(cell[0], others)), id=f"{cell[0]}, {cell[1]}")
-        for cell in pairs
-    ]
+    return [pytest.param(*cell, marks=slow * (cell not in quick), id=", ".join(map(str, cell))) for cell in cells]
 
 
-@pytest.mark.parametrize("case, layout, recompute", cells())
+EVERY = [(*pair, case) for case in CASES for pair in ONE + SEVERAL]
+FEW = [ONE[3], SEVERAL[10]]
+MORE = [*FEW, ONE[0], *(SEVERAL[i] for i in (3, 4, 6, 7, 9))]
+QUICK = [(*pair, case) for case in CASES for pair in (MORE if case == "losses" else FEW)]
+
+
+@pytest.mark.parametrize("layout, recompute, case", marked(EVERY, QUICK))
 def test_losses_gradients_weights_and_biases_are_those_of_a_plain_loop(ranks, loops, layout, recompute, case):
     run = ranks.run(layout.processes, trained, layout, case, recompute)
     names = set()
@@ -160,3 +166,78 @@ def test_losses_gradients_weights_and_biases_are_those_of_a_plain_loop(ranks, lo
                 names.add(name)
     skipped = {"auxiliary_loss"} if not (CASES[case]["balance"] or CASES[case]["z_loss"]) else set()
     assert names == loops[case][0].keys() - skipped - chain_of_case(case).tied.keys()
+
+
+LIBRARY = {
+    "mixtral": {},
+    "qwen3_moe": {"decoder_sparse_step": 2, "norm_topk_prob": True},  # every second layer has experts
+    "olmoe": {},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+ONE_DEVICE = [(kind, Layout("single"), factor) for kind in LIBRARY for factor in (None, 0.001, 0.5)]
+SEVERAL_DEVICES = [
+    ("mixtral", Layout("single", chunks=4), 0.5),
+    ("qwen3_moe", Layout("fsdp", dp=2, chunks=2), 0.5),
+    ("mixtral", Layout("pipe_ddp", dp=2, pp=2, chunks=2, schedule="1f1b"), 0.5),
+]
+
+
+def in_a_chain(layout: Layout, folder: Path, weights: dict, rate: float) -> tuple[list[float], list[float], dict]:
+    """The losses of three steps with and without the routers', and the weights under the library's names."""
+    chain = causal_lm(str(folder))
+    strategy, losses, auxiliary = strategy_of(chain, layout), [], []
+    their_name = chain.hugging_face.their_name
+    strategy.load_state_dict({name: weights[their_name(name)] for name in chain.skeleton().state_dict()})
+    optimizer = torch.optim.SGD(strategy.parameters(), rate)
+    for step in range(1, STEPS + 1):
+        result = strategy.train_step(batch_at(step, False).chunks(strategy.plan.dp)[strategy.mesh.replica], step)
+        losses.append(result.loss)
+        auxiliary.append(result.metrics.get("auxiliary_loss", 0.0))
+        optimizer.step()
+    state = {their_name(name): strategy.whole(name, p).detach().clone() for name, p in strategy.state_dict().items()}
+    return losses, auxiliary, state
+
+
+def in_float64(module, monkeypatch) -> None:
+    """Let a module of transformers compute its balance in float64."""
+    code = inspect.getsource(module.load_balancing_loss_func)
+    exec(code.replace("float32", "float64").replace(".float()", ".double()"), module.__dict__ | (own := {}), own)
+    monkeypatch.setattr(module, "load_balancing_loss_func", own["load_balancing_loss_func"])
+
+
+@pytest.mark.parametrize(
+    "kind, layout, factor", marked(ONE_DEVICE + SEVERAL_DEVICES, [*ONE_DEVICE[:3], ONE_DEVICE[5], SEVERAL_DEVICES[1]])
+)
+def test_a_mixture_of_transformers_is_trained_as_by_the_library(ranks, tmp_path, monkeypatch, kind, layout, factor):
+    """The library adds up scores in float32 in a model of float64, too: here only with its usual factor, 0.001.
+
+    Its norms, which compute in float32, enlarge this rounding from step to step.
+    """
+    adds = {} if factor is None else {"output_router_logits": True, "router_aux_loss_coef": factor}
+    model = random_model(kind, **LIBRARY[kind], **adds).double().train()
+    model.set_experts_implementation("eager")  # torch's grouped products have no float64
+    model.config.save_pretrained(tmp_path)
+    if factor == 0.5 and kind != "deepseek_v3":
+        in_float64(sys.modules[type(model).__module__], monkeypatch)
+    initial, losses = {name: tensor.clone() for name, tensor in model.state_dict().items()}, []
+    optimizer = torch.optim.SGD(model.parameters(), rate := 0.01 if factor == 0.001 else RATE)
+    for step in range(1, STEPS + 1):
+        batch = batch_at(step, ignores=False)
+        output = model(batch.inputs, labels=batch.targets, use_cache=False)
+        loss = F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())  # the library's is in float32
+        if getattr(output, "aux_loss", None) is not None:
+            loss = loss + factor * output.aux_loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    near = 1e-9 if factor == 0.001 else 1e-12
+    for found, auxiliary, state in ranks.run(layout.processes, in_a_chain, layout, tmp_path, initial, rate):
+        assert found == pytest.approx(losses, rel=near)
+        assert all(bool(value) == (factor is not None and kind != "deepseek_v3") for value in auxiliary)
+        for name, tensor in state.items():
+            assert (tensor - model.state_dict()[name]).norm() <= near * tensor.norm(), name
