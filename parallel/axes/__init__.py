@@ -1,8 +1,8 @@
 """The axes of the mesh, one class per file. Each class defines how the ranks along its axis divide the work of a step.
 
 ``AXES`` lists the classes. Planning, training, verification and the planner ask each axis the questions of
-``parallel.axes.axis.Axis``. An axis of this project also has its name in ``parallel.mesh`` and its key in
-``parallel.layout.Layout`` and ``conf.schema.Parallel``. A user's own axis needs only the key ``parallel.axes``.
+``parallel.axes.axis.Axis``. An axis of this project also has its key in ``parallel.layout.Layout`` and
+``conf.schema.Parallel``. A user's own axis needs only the key ``parallel.axes``.
 """
 
 from __future__ import annotations
