@@ -91,11 +91,12 @@ RECORDED = 10
 STEPS = MEASURED_STEPS + RECORDED
 PAGES = Path(__file__).parents[1] / "docs" / "understand"
 
-REDUCE_SCATTER, SEND = "reduce_scatter", "send"
+REDUCE_SCATTER, ALL_TO_ALL, SEND = "reduce_scatter", "all_to_all", "send"
 # {operator of torch's backends: (its name, the index of the argument that holds the tensors of all ranks together, how
 # many times each rank of a ring sends its part of them)}.
 _OPERATORS = {"allreduce_": ("all_reduce", 0, 2), "allgather_": ("all_gather", 0, 1),
-              "_allgather_base_": ("all_gather", 0, 1), "_reduce_scatter_base_": (REDUCE_SCATTER, 1, 1)}  # fmt: skip
+              "_allgather_base_": ("all_gather", 0, 1), "_reduce_scatter_base_": (REDUCE_SCATTER, 1, 1),
+              "alltoall_base_": (ALL_TO_ALL, 1, 1)}  # fmt: skip
 KINDS = ("all_reduce", "all_gather", REDUCE_SCATTER, SEND)
 
 
@@ -246,10 +247,13 @@ class Collectives(TorchDispatchMode):
             self._count(SEND, _bytes(args[0]))
         elif func.namespace == "c10d" and name in _OPERATORS:
             kind, at, times = _OPERATORS[name]
-            size = dist.ProcessGroup.unbox(args[2 if isinstance(args[1], list | torch.Tensor) else 1]).size()
-            self._count(kind, times * _bytes(args[at]) * (size - 1) // size)
-            work = dist.Work.unbox(returned[1])
-            if kind == REDUCE_SCATTER:  # gloo's has no future, and all callers wait for it at once
+            group = dist.ProcessGroup.unbox(args[2 if isinstance(args[1], list | torch.Tensor) else 1])
+            part, whole = group.size() - 1, group.size()
+            if kind == ALL_TO_ALL and sum(args[4]):  # the rows for each rank; none if they are equally many
+                part, whole = sum(args[4]) - args[4][group.rank()], sum(args[4])
+            self._count(kind, times * _bytes(args[at]) * part // whole)
+            work = dist.Work.unbox(returned if kind == ALL_TO_ALL else returned[1])
+            if kind in (REDUCE_SCATTER, ALL_TO_ALL):  # gloo's has no future, and all callers wait for it at once
                 work.wait()
                 self._note(kind, start)
             else:

@@ -132,7 +132,7 @@ class LayerWork:
             moved=part(self.moved, self.whole),
             output=part(self.output, self.output),
             kept=kept,
-            gathered=gathered,
+            gathered=self.gathered / ranks + gathered,
         )
 
     def of_tokens(self, ranks: int) -> LayerWork:

@@ -90,7 +90,9 @@ class ContextParallel(AxisOfStage):
     @classmethod
     def work_of_rank(cls, layout: Layout, work: Any) -> Any:
         """See ``Axis.work_of_rank``."""
-        return work.of_tokens(layout.cp)
+        part = work.of_tokens(layout.cp)
+        # With ulysses, attention's output is kept by heads and by positions.
+        return replace(part, gathered=part.gathered + part.queries) if layout.context == "ulysses" else part
 
     @classmethod
     def collectives(cls, layout: Layout, work: Any) -> Sequence[Collective]:
