@@ -109,11 +109,19 @@ class Examination:
         layers: The facts of the layers, up to the first one that cannot be computed.
         loss: The facts of the loss: the last layer's method if that layer computes the loss, otherwise the chain's
             loss. None if a layer cannot be computed.
+        sample: The micro-batch; None if nothing was examined.
+        needs_others: A sentence about a layer, or the loss, that needs other positions of a sequence than a process has
+            (``parallel.mixing``); empty if there is none, None if it is unknown.
+        heads: The numbers of heads of queries, and of keys and values, in layers that call ``models.attention.attend``.
+            Filled together with ``needs_others``.
     """
 
     names: Sequence[str]
+    sample: Batch | None = None
     layers: list[Facts] = field(default_factory=list)
     loss: Facts | None = None
+    needs_others: str | None = None
+    heads: set[tuple[str, int, int]] = field(default_factory=set)
 
     def which(self, fact: str) -> list[str]:
         """Return the names of the layers for which a fact is true; ``LOSS`` stands for the loss."""
@@ -186,7 +194,7 @@ class _Examiner:
     def examine(self) -> Examination:
         """See ``examine``."""
         chain, given, before, module = self.chain, self.inputs, self.inputs, nn.Module()
-        found = Examination([*chain.names, LOSS])
+        found = Examination([*chain.names, LOSS], self.batches[0])
 
         def observed(layer: LayerSpec, _: tuple) -> tuple[Facts, tuple]:
             nonlocal module
