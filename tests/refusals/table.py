@@ -11,6 +11,7 @@ from file_formats import idx, shard
 from files import CONFIG, MANIFEST, Make, file, manifest, mnist, option, rows
 
 GPT2 = "model=gpt2 model.size=tiny data.seq_len=16 train.global_batch_size=4 "
+MOE = "model=moe data.seq_len=16 train.global_batch_size=12 "
 CONVNET = "model=convnet train.global_batch_size=4 "
 TEXT = GPT2 + "data=text data.root=HERE/x.txt"
 ROWS = GPT2 + "data=jsonl data.root=HERE/x.jsonl"
@@ -211,6 +212,7 @@ VALUES = {
 
 # -- layouts -------------------------------------------------------------------------------------------------------
 
+CONTEXT, EXPERT = "parallel=context ", "parallel=expert "
 PIPELINED = "parallel=pipelined "
 LAYOUTS = {
     "train.global_batch_size=10 cannot be cut into dp=2 x chunks=4": Refusal(
@@ -254,6 +256,29 @@ LAYOUTS = {
         PIPELINED + GPT2 + "parallel.schedule=planned train.compile=true", "train.compile=true",
         "parallel.schedule=interleaved_1f1b",
     ),
+    "parallel.cp": [
+        Refusal(GPT2 + CONTEXT + "parallel.cp=2 data.seq_len=18", "cp=2", "4 equal chunks", "18", "a multiple of 4"),
+        Refusal(GPT2 + CONTEXT + "parallel.cp=4 data.seq_len=20", "cp=4", "8 equal chunks", "20", "a multiple of 8"),
+        Refusal(GPT2 + CONTEXT + "parallel.cp=1", "parallel=context", "parallel.cp=1 is one", "set parallel.cp=2"),
+        Refusal(GPT2 + CONTEXT + "parallel.cp=0", "parallel.cp=0 must be at least 1"),
+        Refusal(GPT2 + "parallel=ddp parallel.context=ring", "parallel.context=ring is how", "set parallel.cp=2"),
+        Refusal(CONVNET + CONTEXT + "parallel.cp=2", "divides sequences", "(1, 28, 28), ()", "without parallel.cp"),
+        Refusal("parallel=ddp parallel.dp=2 parallel.cp=2", "cp=2 divides sequences", "(10,), (5,)"),
+        *(Refusal(GPT2 + f"parallel={name} parallel.cp=2", f"parallel={name} leaves sequences whole",
+                  "parallel=context, or with replicas or stages parallel=ddp")
+          for name in ("single", "model_parallel", "data_parallel")),
+    ],
+    "parallel.ep": [
+        Refusal(MOE + EXPERT + "parallel.ep=3", "ep=3 does not divide the 8 experts of layers.0", "can be 2, 4, 8"),
+        Refusal(MOE + EXPERT + "parallel.ep=1", "parallel=expert", "parallel.ep=1 is one", "set parallel.ep=2"),
+        Refusal(MOE + EXPERT + "parallel.ep=0", "parallel.ep=0 must be at least 1"),
+        Refusal(MOE + "parallel=ddp parallel.dp=4 parallel.ep=3", "does not divide the parallel.dp=4 replicas",
+                "can be 2, 4, or set parallel.dp=3"),
+        Refusal(GPT2 + EXPERT + "parallel.ep=2", "ep=2 divides experts", "does not say where it has any", "Experts()"),
+        *(Refusal(MOE + f"parallel={name} parallel.ep=2", f"parallel={name} has one replica",
+                  "use parallel=ddp, pipe_ddp, fsdp, hsdp, pipe_fsdp, expert")
+          for name in ("single", "model_parallel", "data_parallel", "context")),
+    ],
     "train.compile=true": Refusal(
         "train.compile=true", "C++ compiler", "CXX", "train.compile=false", env={"CXX": f"{NOWHERE}/g++"}
     ),
