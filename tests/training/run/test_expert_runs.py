@@ -1,4 +1,4 @@
-"""Runs in which replicas share experts: their checkpoints, optimizers, summaries and what is refused before a run."""
+"""Runs in which ranks share experts, sequences, or both: checkpoints and optimizers go on in any other layout."""
 
 import json
 
@@ -16,6 +16,10 @@ LAYOUTS = {
     "shards": (4, ["parallel=fsdp", "parallel.dp=4", "parallel.ep=2"]),
     "all shards": (2, ["parallel=fsdp", "parallel.dp=2", "parallel.ep=2"]),
     "stages": (4, ["parallel=pipe_ddp", "parallel.dp=2", "parallel.ep=2", "parallel.pp=2", "parallel.chunks=2"]),
+    "sequences": (2, ["parallel=context", "parallel.cp=2", "parallel.context=ulysses"]),
+    "sequences, stages": (4, ["parallel=pipelined", "parallel.pp=2", "parallel.cp=2", "parallel.chunks=2"]),
+    "both": (4, ["parallel=expert", "parallel.ep=2", "parallel.cp=2", "parallel.context=ring"]),
+    "both, shards": (8, ["parallel=fsdp", "parallel.dp=4", "parallel.ep=2", "parallel.cp=2"]),
 }
 OPTIMIZERS = {"adamw": ["optim=adamw", "optim.lr=1e-3"], "muon": ["optim=muon", "optim.lr=1e-3"]}
 
@@ -34,8 +38,11 @@ def words(text, tmp_path_factory):
     "optimizer, layouts",
     [
         ("adamw", ["two", "single", "four", "shards", "stages"]),
+        ("adamw", ["both", "single", "sequences"]),
         pytest.param("adamw", ["all shards", "two", "shards"], marks=pytest.mark.slow),
+        pytest.param("adamw", ["single", "both, shards", "four", "sequences, stages"], marks=pytest.mark.slow),
         pytest.param("muon", ["shards", "four", "single"], marks=pytest.mark.slow),
+        pytest.param("muon", ["both", "sequences, stages", "single", "both, shards"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_in_any_layout(ranks, words, tmp_path, optimizer, layouts):
