@@ -153,7 +153,10 @@ LANGUAGE = {
     "llama": lambda dropout: llama(**SMALL_LLAMA, vocab_size=VOCABULARY, qk_norm=True),
     "gpt2": lambda dropout: gpt2(size="tiny", n_layer=4, vocab_size=VOCABULARY, dropout=dropout),
     "moe": lambda dropout: moe(**SMALL_MOE, vocab_size=VOCABULARY, shared_experts=1, bias_rate=0.01, balance=0.1),
-    "transformers": lambda dropout: of_transformers(),
+    "transformers": lambda dropout: of_transformers("qwen3", intermediate_size=64),
+    "mixture": lambda dropout: of_transformers(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
     "transformer": lambda dropout: transformer(
         d_model=32, d_hid=64, n_head=2, n_layer=3, dropout=dropout, vocab_size=VOCABULARY
     ),
@@ -161,14 +164,14 @@ LANGUAGE = {
 
 
 @cache
-def of_transformers() -> Chain:
-    """Qwen 3: two heads of keys for four of queries, each normalized; not tied."""
+def of_transformers(kind: str, **more) -> Chain:
+    """Qwen 3, or its mixture: two heads of keys for four of queries, each normalized; not tied."""
     pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
     sizes = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    sizes |= dict(intermediate_size=64, vocab_size=VOCABULARY, max_position_embeddings=256, initializer_range=0.05)
+    sizes |= dict(vocab_size=VOCABULARY, max_position_embeddings=256, initializer_range=0.05)
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
-        config.write_text(json.dumps({"model_type": "qwen3", **sizes}))
+        config.write_text(json.dumps({"model_type": kind, **sizes, **more}))
         return causal_lm(str(config))
 
 
