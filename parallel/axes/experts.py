@@ -10,8 +10,8 @@ Known pitfalls of expert parallelism, and how this module handles them:
 * A rank may get no rows, or one of its experts may get none. The module's own forward may then return a tensor without
   history, and the backward would leave out this rank's collectives, for which the other ranks wait. ``_Return``
   therefore also depends on the received rows, whose gradient is zero then.
-* A recomputation stops at the last tensor that the forward saved, which may depend on the number of rows. ``_Send`` and
-  ``_Return`` save a tensor each, so all ranks stop after the same collective.
+* A recomputation begins when the backward needs a tensor of the layer, and stops at the last one. The product with the
+  weights saves a tensor after all collectives of a forward, so ranks with and without rows call the same ones.
 * An expert's gradient adds up over the tokens of all replicas along ``experts``, so only its copies along the other
   axes of replicas are summed. It is divided by the number of all replicas, as other gradients are.
 """
@@ -219,13 +219,11 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        ctx.save_for_backward(route.order)
         return route.send(x.repeat_interleave(route.k, 0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        assert ctx.saved_tensors  # a recomputation comes before the collective
         return ctx.route.give_back(gradient).unflatten(0, (ctx.route.tokens, ctx.route.k)).sum(1), None
 
 
@@ -235,11 +233,9 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx, computed: Tensor, reached: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        ctx.save_for_backward(route.order)
         return route.give_back(computed).unflatten(0, (route.tokens, route.k))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        assert ctx.saved_tensors  # a recomputation comes before the collective
         return ctx.route.send(gradient.flatten(0, 1)), None, None

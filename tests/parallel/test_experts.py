@@ -200,7 +200,7 @@ def tokens_of(case: str, ranks: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         x, weights = (torch.randn(n, size, generator=generator, dtype=torch.float64) for size in (WIDTH, CHOSEN))
         chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(n)] or [
             torch.zeros(CHOSEN, dtype=torch.int64)])[:n]  # fmt: skip
-        if case == "one expert has all":
+        if case in ("one expert has all", "no gradient of tokens"):  # ranks without rows are reached backward
             chosen = torch.zeros_like(chosen)
         found.append((x.requires_grad_(case != "no gradient of tokens"), chosen, weights.requires_grad_()))
     return found
