@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from common.errors import PlanError
+from common.errors import PlanError, UserError
 from data.dataset import Batch
 from models.chain import CPU, LOSS, Chain, LayerSpec, as_tuple, checked
 from models.losses import IGNORED, copy_to_try, loss_of
@@ -71,16 +71,16 @@ class _Fails(PlanError):
 
 def _problem(chain: Chain, found: Examination) -> str:
     """Return what is wrong with the first layer that needs other positions, or with the loss; empty if nothing is."""
-    for facts in (*found.layers, found.loss):
-        if facts is not None and facts.draws:
+    for facts in filter(None, (*found.layers, found.loss)):
+        if facts.draws:
             return f"{_named(chain, facts.name, facts.kind)} draws random numbers by itself, the same for each part"
-        if facts is not None and facts.gathers:
+        if facts.gathers:
             return f"{_named(chain, facts.name, facts.kind)} calls models.losses.gather, which is for whole samples"
     assert found.sample is not None
     tensors = (*found.sample.input_tensors, found.sample.targets)
-    length = next((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), 0)
-    if others := [list(tensor.shape[1:]) for tensor in tensors if tensor.shape[1:2] != (length,)]:
-        return f"a sample of this data has a tensor {others[0]}, which is no sequence as long as the others"
+    if found.sample.targets.dim() < 2 or len({tensor.shape[1:2] for tensor in tensors}) > 1:
+        return ""  # the check of the data refuses these
+    length = found.sample.targets.shape[1]
     largest = max(sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items())
     count = min(length, max(_FEW, min(_MANY, _QUICK // max(largest, 1) | 1)))
     mixed = torch.randperm(count, generator=torch.Generator().manual_seed(0)) < (count * 2 + 4) // 5
@@ -234,6 +234,8 @@ class _Trial:
             if any(x.isnan().any() for x in as_tuple(output)):
                 raise ValueError("the result is NaN")
             return output
+        except UserError as error:
+            raise PlanError(f"{name}: {error}") from error
         except Exception as error:  # a user's code
             said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise _Fails(f"{name} does not compute {len(rows)} of {part.length} positions ({said})") from error
@@ -254,7 +256,7 @@ class _Undrawn(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         written, name = next(iter((*args, *(kwargs or {}).values())), None), getattr(function, "__name__", "")
         if isinstance(written, nn.Parameter) and written.numel() > _LARGE and name.endswith("_") and name[-2:] != "__":
-            written.data.view(-1)[0] = 0  # models.causal_lm_layers notices whether the first number is set
+            written.data[(0,) * written.dim()] = 0  # models.causal_lm_layers notices whether the first number is set
             return written
         return function(*args, **kwargs or {})
 

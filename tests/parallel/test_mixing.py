@@ -1,5 +1,6 @@
 """A layer or a loss that needs other positions of a sequence than those that a process has is named before a run."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -7,21 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import architectures
 from common.errors import PlanError
 from data.dataset import Batch
 from models import sequence
 from models.attention import attend
 from models.batchnorm import BatchNorm1d
+from models.causal_lm import causal_lm
 from models.chain import Chain, LayerSpec
 from models.gpt2 import gpt2
 from models.llama import llama
 from models.losses import IGNORED, SquaredError, Sums, TokenCrossEntropy, as_sums, gather
+from models.moe import moe
 from models.resnet50 import resnet50
 from models.sequential import chain_of
 from models.transformer import transformer
 from parallel.examination import examine
 from parallel.layout import Layout
-from parallel.mixing import check_positions
+from parallel.mixing import _Trial, check_positions
 
 WORDS, LENGTH, WIDTH = 50, 64, 8
 TOKENS = torch.randint(WORDS, (3, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -398,6 +402,7 @@ MODELS = {
     "llama": lambda: llama("tiny", vocab_size=WORDS),
     "qwen3": lambda: llama("tiny", vocab_size=WORDS, qk_norm=True, qkv_bias=True),
     "large": lambda: llama("135M", vocab_size=WORDS, n_layer=2),
+    "moe": lambda: moe(n_layer=2, n_embd=32, head_dim=8, expert_width=16, vocab_size=WORDS, shared_experts=1),
 }
 
 
@@ -412,11 +417,9 @@ def test_sequences_of_numbers_pass(shape):
     check(chain, torch.rand(shape), torch.rand(*shape[:-1], 1))
 
 
-def test_data_without_sequences_is_refused():
-    with pytest.raises(PlanError, match=r"a sample of this data has a tensor \[\], which is no sequence"):
-        check(Chain([LayerSpec("all", lambda: nn.Linear(6, 1))], SquaredError()), torch.rand(4, 6), torch.rand(4))
-    with pytest.raises(PlanError, match=r"has a tensor \[\]"):
-        check(resnet50(num_classes=4), torch.rand(2, 3, 32, 32), torch.tensor([1, 2]))
+def test_data_without_sequences_is_left_to_the_check_of_the_data():
+    check(Chain([LayerSpec("all", lambda: nn.Linear(6, 1))], SquaredError()), torch.rand(4, 6), torch.rand(4))
+    check(resnet50(num_classes=4), torch.rand(2, 3, 32, 32), torch.tensor([1, 2]))
 
 
 def test_nothing_is_left_behind():
@@ -454,3 +457,47 @@ def test_heads_that_ulysses_cannot_divide_are_refused_with_what_can_be_set():
 def test_a_loss_that_gathers_samples_is_refused():
     with pytest.raises(PlanError, match="the loss By calls models.losses.gather"):
         check(with_layer(nn.Identity, By(lambda x, y: (plain(gather(x), gather(y)).sum(), torch.tensor(1)))))
+
+
+OF_TRANSFORMERS = {
+    "llama": "",
+    "mixtral": "",
+    "gpt_oss": "layer 'layers.0' .GptOssDecoderLayer.: GptOssAttention has attention with sinks",
+    "mpt": "layer 'layers.0' .MptBlock. mixes positions",
+}
+
+
+@pytest.mark.parametrize("kind, refused", OF_TRANSFORMERS.items())
+def test_models_of_transformers_pass_if_their_attention_goes_through_attend(tmp_path, monkeypatch, kind, refused):
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    monkeypatch.setitem(architectures.KINDS, "mpt", {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 64})
+    architectures.write_config(tmp_path, kind, architectures.TINY)
+    with pytest.raises(PlanError, match=refused) if refused else nullcontext():
+        check(causal_lm(str(tmp_path)))
+
+
+class Numbered(nn.Linear):
+    """A large layer that knows its number, as those of transformers do."""
+
+    def __init__(self, number, shift=0):
+        super().__init__(1200, 1200)
+        self.layer_idx, self.shift = number, shift
+
+    def forward(self, x):
+        return super().forward(x).roll(self.shift, 1)
+
+
+def test_of_large_layers_that_differ_in_their_number_only_one_is_tried(monkeypatch):
+    tried, check_layer = [], _Trial._check_layer
+
+    def noted(self, name, module, given):
+        tried.append(name)
+        return check_layer(self, name, module, given)
+
+    monkeypatch.setattr(_Trial, "_check_layer", noted)
+    layers = [LayerSpec("embedding", lambda: nn.Embedding(WORDS, 1200))]
+    layers += [LayerSpec(f"h.{i}", partial(Numbered, i)) for i in range(4)]
+    layers += [LayerSpec("h.4", partial(Numbered, 4, shift=1))]
+    with pytest.raises(PlanError, match="layer 'h.4'"):
+        check(Chain(layers, TokenCrossEntropy()))
+    assert tried == ["layer 'embedding' (Embedding)", "layer 'h.0' (Numbered)", "layer 'h.4' (Numbered)"]
