@@ -28,8 +28,10 @@ from models.sequence import computing_part
 from parallel.axes.axis import AxisOfStage, Collective, all_reduce_sum
 from parallel.axes.context_attention import WAYS, ContextAttention
 from parallel.dtensor import local
+from parallel.examination import Examination
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.mixing import check_positions
 from parallel.plan import Plan
 from parallel.strategies import StrategyInfo
 
@@ -54,6 +56,14 @@ class ContextParallel(AxisOfStage):
                 f"parallel.context={section.context} is how parallel.cp ranks exchange keys and values; set "
                 "parallel.cp=2"
             )
+
+    @classmethod
+    def check_facts(cls, layout: Layout, chain: Chain, found: Examination) -> None:
+        """Check that only attention mixes positions. Raises PlanError or ModelError."""
+        if layout.cp > 1:
+            if chain.prove_parts is not None:
+                chain.prove_parts()
+            check_positions(chain, found, layout)
 
     @classmethod
     def check_data(cls, layout: Layout, data: DataSet) -> None:

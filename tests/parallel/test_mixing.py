@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import architectures
-from common.errors import PlanError
+from common.errors import ModelError, PlanError
 from data.dataset import Batch
 from models import sequence
 from models.attention import attend
@@ -23,6 +23,7 @@ from models.moe import moe
 from models.resnet50 import resnet50
 from models.sequential import chain_of
 from models.transformer import transformer
+from parallel.axes.context import ContextParallel
 from parallel.examination import examine
 from parallel.layout import Layout
 from parallel.mixing import _Trial, check_positions
@@ -474,6 +475,16 @@ def test_models_of_transformers_pass_if_their_attention_goes_through_attend(tmp_
     architectures.write_config(tmp_path, kind, architectures.TINY)
     with pytest.raises(PlanError, match=refused) if refused else nullcontext():
         check(causal_lm(str(tmp_path)))
+
+
+def test_they_are_first_compared_with_themselves_for_positions_in_another_order(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    architectures.write_config(tmp_path, "falcon", architectures.TINY)
+    chain = causal_lm(str(tmp_path))
+    found = examine(chain, Batch(TOKENS[:, :-1], TOKENS[:, 1:]))
+    ContextParallel.check_facts(Layout("context", cp=1), chain, found)
+    with pytest.raises(ModelError, match="values for positions in another order .* it attends by itself"):
+        ContextParallel.check_facts(TWO, chain, found)
 
 
 class Numbered(nn.Linear):

@@ -133,7 +133,7 @@ def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: 
     note(0, "checking the run")
     for check in (
         check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_microbatch_fits,
-        check_examined, check_divided_data,
+        check_divided_data, check_examined,
     ):  # fmt: skip
         check(setup)
     setup.plan = replace(setup.plan, **setup.examination.for_plan())
