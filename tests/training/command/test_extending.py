@@ -21,6 +21,8 @@ LAYOUTS = {
     "pipelined": ["parallel=pipelined", "parallel.chunks=4"],
     "pipe_ddp": ["parallel=pipe_ddp", "parallel.dp=2", "parallel.chunks=2"],
     "checked_ddp": ["parallel=checked_ddp", "parallel.dp=2", "parallel.chunks=2"],
+    "context": ["parallel=context", "parallel.context=ring", "parallel.chunks=2"],
+    "expert": ["parallel=expert", "parallel.ep=2", "parallel.chunks=2"],
     "mirror": ["parallel.axes={mirror:{_target_:parallel.mirror.Mirror,ranks:2}}"],
 }
 SHORT = [
@@ -87,8 +89,8 @@ def runs(house):
         "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipelined"]),
         "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "fsdp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipelined"]),
-        "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor"]),
-        "mixture": (["model=mixture", "model.width=16", "optim=sgd", *text], ["single", "pipelined"]),
+        "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor", "context"]),
+        "mixture": (["model=mixture", "model.width=16", "optim=sgd", *text], ["single", "pipelined", "expert"]),
     }
     runs = {
         f"{name} {layout}": [*words, *LAYOUTS[layout]]
