@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import sequence
-from models.seeds import Dropout, default_generator, derive_seed, samples_of
+from models.seeds import Dropout, Samples, default_generator, derive_seed, samples_of
 
 
 def attend(
@@ -50,75 +50,55 @@ def attend(
     """
     if (part := sequence.part()) is not None:
         return part.attend(q, k, v, scale=scale, window=window, softcap=softcap, documents=documents, dropout=dropout)
-    mask = None
-    if window is not None or documents is not None:
-        here = torch.arange(q.shape[2], device=q.device)
-        mask = visible(here, here, window, documents, documents)
-    grouped = q.shape[1] != k.shape[1]
+    here, of = torch.arange(q.shape[2], device=q.device), () if documents is None else (documents, documents)
+    mask = None if window is None and documents is None else visible(here, here, window, *of)
     p = dropout.p if dropout is not None and dropout.training else 0.0
-    by_sample = p > 0.0 and samples_of(q) is not None
-    if softcap is None and not by_sample:
+    samples = samples_of(q) if p > 0.0 else None
+    grouped = q.shape[1] != k.shape[1]
+    if softcap is None and samples is None:
         return F.scaled_dot_product_attention(q, k, v, mask, p, mask is None, scale=scale, enable_gqa=grouped)
-    if softcap is None and q.device.type == "cuda":
-        assert dropout is not None  # by_sample
-        return _sample_by_sample(q, k, v, mask, scale, dropout)
+    if dropout is not None and samples is not None and softcap is mask is None and q.device.type == "cuda":
+        return _sample_by_sample(q, k, v, scale, dropout, samples)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    if mask is None:
-        here = torch.arange(q.shape[2], device=q.device)
-        mask = visible(here, here)
+    mask = visible(here, here) if mask is None else mask
     unseen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
-    added = unseen if softcap is None else unseen.new_zeros(())
-    if added.dim() == 4:
-        added = added.expand(*q.shape[:2], -1, -1).flatten(0, 1)
+    in_product = softcap is None and mask.dim() == 2
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    scores = torch.baddbmm(added, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
-    scores = scores.unflatten(0, q.shape[:2])
+    added, products = unseen if in_product else unseen.new_zeros(()), (q.flatten(0, 1), k.flatten(0, 1).mT)
+    scores = torch.baddbmm(added, *products, alpha=scale).unflatten(0, q.shape[:2])
     if softcap is not None:
-        scores = softcap * (scores / softcap).tanh() + unseen
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores if in_product else scores + unseen
     probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     return (probabilities if dropout is None else dropout(probabilities)) @ v
 
 
-def visible(
-    queries: Tensor,
-    keys: Tensor,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    documents_of_keys: Tensor | None = None,
-) -> Tensor:
+def visible(queries: Tensor, keys: Tensor, window: int | None = None, *documents: Tensor) -> Tensor:
     """Return which keys each query sees, from their positions: [queries, keys], or [b, 1, queries, keys].
 
-    ``documents`` are the numbers [b, queries] of the queries' documents. See ``attend``.
+    ``documents`` are the numbers of the queries' documents, [b, queries], and of the keys', [b, keys]. See ``attend``.
     """
     distance = queries[:, None] - keys
-    mask = distance >= 0
-    if window is not None:
-        mask &= distance < window
-    if documents is None or documents_of_keys is None:
-        return mask
-    return mask & (documents[:, None, :, None] == documents_of_keys[:, None, None])
+    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return mask & (documents[0][:, None, :, None] == documents[1][:, None, None]) if documents else mask
 
 
 def _sample_by_sample(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, dropout: Dropout
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: Dropout, samples: Samples
 ) -> Tensor:
     """Attend with torch's kernel, which draws its own numbers, and is therefore seeded and called for each sample."""
-    samples = samples_of(q)
-    assert samples is not None  # as the caller has checked
-    call = partial(
-        F.scaled_dot_product_attention, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    grouped = q.shape[1] != k.shape[1]
+    call = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=grouped)
     if samples.notes is not None:
         samples.notes.append((dropout.full_name, tuple(q.shape)))
-        return call(q, k, v, mask)
+        return call(q, k, v)
     seed = samples.seed_of_call(dropout.full_name)
     parts = {} if dropout.part is None else dropout.part(q.shape, samples.count)
     for dim, part in parts.items():  # each rank has different heads
         seed = derive_seed(seed, int(part.indices[0]) * math.prod(q.shape[dim + 1 :]))
     generator, each, outputs = default_generator(q.device), len(q) // samples.count, []
-    masks = [mask] * samples.count if mask is None or mask.dim() == 2 else mask.split(each)
-    for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), masks, strict=True)):
+    for i, sample in enumerate(zip(*(x.split(each) for x in (q, k, v)), strict=True)):
         generator.manual_seed(derive_seed(seed, samples.first + i))
         outputs.append(call(*sample, dropout_p=dropout.p))
     return torch.cat(outputs)
@@ -130,13 +110,11 @@ class Reordered:
     def __init__(self, positions: Tensor) -> None:
         self.positions, self.length = positions, len(positions)
 
-    def attend(self, *tensors: Tensor, documents: Tensor | None, **options: Any) -> Tensor:
-        """See ``SequencePart``."""
+    def attend(self, *tensors: Tensor, **options: Any) -> Tensor:
+        """See ``SequencePart``. It has one document."""
         back = self.positions.argsort()
-        documents = None if documents is None else documents[:, back]
         with sequence.computing_part(None):
-            y = attend(*(x[:, :, back] for x in tensors), documents=documents, **options)
-        return y[:, :, self.positions]
+            return attend(*(x[:, :, back] for x in tensors), **options)[:, :, self.positions]
 
 
 class KeyValueCache:
@@ -194,9 +172,8 @@ class UsesCache:
 
     def position_rows(self, table: Tensor, length: int) -> Tensor:
         """Return the rows of a position table [positions, c] for the next tokens: [length, c] or [b, 1, c]."""
-        if self.cache is None and sequence.part() is None:
-            return table[:length]
-        return table[self.positions(length, table.device)]
+        whole = self.cache is None and sequence.part() is None
+        return table[:length] if whole else table[self.positions(length, table.device)]
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of the next tokens: [length] for all rows, or [b, 1]."""

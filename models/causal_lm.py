@@ -35,11 +35,7 @@ _EXACT = 1e-6  # the largest relative difference from the whole model in float32
 _ROUNDING = 1e-4  # the same for logits of a text beside other texts, which are rounded differently
 # What a layer that returns other values cannot be cut into, when it returns them, and why.
 _ON_ITS_OWN = "layers", "on its own than inside the model", "so it must receive more than hidden states"
-_IN_PARTS = (
-    "parts of sequences",
-    "for positions in another order",
-    "so it attends by itself, not by transformers' interface, or counts positions; set parallel.cp=1",
-)
+_IN_PARTS = "parts of sequences", "for positions in another order", "so it attends by itself; set parallel.cp=1"
 
 
 class Decoder(Forward):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,52 +18,26 @@ from common.errors import ModelError
 from models import attention, sequence
 
 _HIDDEN = -1e4  # a number that hides a key when it is added to a score
-# Arguments of attention that do not change what it computes from queries, keys, values and mask.
-_FREE = {"sliding_window", "position_ids", "cache_position", "position_embeddings", "output_router_logits"}
-_NAMES = {"s_aux": "sinks (s_aux)"}
-
-
-class Seen(NamedTuple):
-    """Which keys a query sees. See ``models.attention.attend``; ``documents`` are numbers [t] for all samples."""
-
-    window: int | None = None
-    documents: Tensor | None = None
+# Arguments of attention that are passed on, or do not change what it computes from queries, keys, values and mask.
+_KNOWN = {"scaling", "softcap", "is_causal", "sliding_window", "position_ids", "cache_position"}
+_NAMES = {"s_aux": "sinks", "dropout": "dropout of its own (+model.settings.attention_dropout=0 turns it off)"}
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend as a function of transformers' interface: [b, heads, t, width] each -> [b, t, heads, width].
 
     Raises:
         ModelError: If the attention is not one of ``models.attention.attend``.
     """
-    seen = Seen() if attention_mask is None else vars(attention_mask).get("seen")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    given = [name for name, value in others.items() if value is not None and value is not False and name not in _FREE]
-    why = (
-        "a mask that is no causal one, with or without a window or chunks"
-        if seen is None
-        else "queries that see later keys"
-        if attention_mask is None and not causal
-        else "dropout of probabilities, which its function draws (+model.settings.attention_dropout=0 turns it off)"
-        if dropout
-        else ", ".join(_NAMES.get(name, name) for name in given)
-    )
-    if why or seen is None:
-        raise ModelError(f"{type(module).__name__} has attention with {why}; it needs whole sequences, parallel.cp=1")
-    documents = None if seen.documents is None else seen.documents.to(query.device).expand(len(query), -1)
-    options = {"scale": scaling, "window": seen.window, "softcap": softcap, "documents": documents}
-    return attention.attend(query, key, value, **options).transpose(1, 2).contiguous(), None
+    seen = {} if attention_mask is None else vars(attention_mask).get("seen")
+    others = [name for name, given in options.items() if name not in _KNOWN and (isinstance(given, Tensor) or given)]
+    if seen is None or others:
+        named = ", ".join(_NAMES.get(name, name) for name in others) or "a mask that is no causal one or window"
+        raise ModelError(f"{type(module).__name__} has attention with {named}; it needs whole sequences, parallel.cp=1")
+    y = attention.attend(query, key, value, scale=options.get("scaling"), softcap=options.get("softcap"), **seen)
+    return y.transpose(1, 2).contiguous(), None
 
 
 @cache
@@ -86,48 +60,28 @@ def cut(calls: Any, longer: Any, positions: Tensor) -> Any:
         calls: The arguments for all positions: tensors in tuples, lists and dicts.
         longer: The arguments for one more position. Dimensions of tensors that differ are positions.
         positions: [t] int64.
-
-    Raises:
-        ModelError: If a tensor that is no mask has a number for each pair of positions.
     """
-    known: dict[int, Tensor] = {}  # of the layers' common tensors
+    known: dict[int, Tensor] = {}  # layers have common tensors
 
     def part(whole: Any, more: Any) -> Any:
-        if not isinstance(whole, Tensor) or not isinstance(more, Tensor):
+        if not isinstance(whole, Tensor):
             return whole
-        if id(whole) not in known:
-            known[id(whole)] = _of_positions(whole, more, positions)
+        dims = [dim for dim, size in enumerate(whole.shape) if more.shape[dim] != size]
+        if id(whole) not in known and len(dims) > 1:
+            known[id(whole)] = torch.zeros((), dtype=whole.dtype).expand(1, 1, len(positions), whole.shape[-1])
+            vars(known[id(whole)])["seen"] = seen_by(whole)
+        elif id(whole) not in known:
+            known[id(whole)] = whole.index_select(dims[0], positions) if dims else whole
         return known[id(whole)]
 
     return tree_map(part, calls, longer)
 
 
-def _of_positions(whole: Tensor, more: Tensor, positions: Tensor) -> Tensor:
-    dims = [dim for dim, size in enumerate(whole.shape) if more.shape[dim] != size]
-    if len(dims) < 2:
-        return whole.index_select(dims[0], positions) if dims else whole
-    if dims != [2, 3] or whole.dim() != 4:
-        raise ModelError(
-            f"layers get {list(whole.shape)}, numbers for pairs of positions, which parallel.cp cannot cut"
-        )
-    if not hasattr(whole, "seen"):  # kept for other parts
-        vars(whole)["seen"] = seen_by(whole)
-    mask = torch.zeros((), dtype=whole.dtype).expand(1, 1, len(positions), whole.shape[3])
-    seen = vars(whole)["seen"]
-    if seen is not None and seen.documents is not None:
-        seen = Seen(documents=seen.documents[positions])
-    vars(mask)["seen"] = seen
-    return mask
-
-
-def seen_by(mask: Tensor) -> Seen | None:
-    """Return the meaning of a mask [b, 1, t, t], true or 0 where a key is seen; None if it is no causal one."""
-    visible = mask if mask.dtype == torch.bool else mask == 0
-    if mask.dtype != torch.bool and not (visible | (mask < _HIDDEN)).all():
+def seen_by(mask: Tensor) -> dict[str, int] | None:
+    """Return options of ``attend`` for a mask [..., t, t], true or 0 where a key is seen; None if there are none."""
+    shown, rows = mask if mask.dtype == torch.bool else mask == 0, torch.arange(mask.shape[-1])
+    if mask.dtype != torch.bool and not (shown | (mask < _HIDDEN)).all():
         return None
-    of_one, rows = visible[0, 0], torch.arange(mask.shape[3])
-    starts = of_one.int().argmax(dim=1)[None]  # the first key that a query sees
-    for window, documents in ((None, None), (int(of_one[-1].sum()), None), (None, starts)):
-        if (attention.visible(rows, rows, window, documents, documents) == visible).all():
-            return Seen(window, None if documents is None else starts[0])
-    return None
+    window = int(shown.flatten(0, -2)[-1].sum())
+    both = {}, {"window": window}
+    return next((each for each in both if (attention.visible(rows, rows, **each) == shown).all()), None)

@@ -208,11 +208,6 @@ class Forward:
             memo |= {id(unit): units[name]} if name in units else {id(part): StandIn(part) for part in _called(unit)}
         return copy.deepcopy(self.model, memo | {id(self.model.config): self.model.config})
 
-    @cached_property
-    def takes_positions(self) -> bool:
-        """Whether ``forward`` takes the positions of tokens, which models with learned positions read."""
-        return "position_ids" in inspect.signature(type(self.model).forward).parameters
-
     @uncompiled
     def _with_others(self, index: int, layer: Any, given: tuple[Tensor], _: dict) -> tuple[tuple, dict]:
         """Return all arguments of layer number ``index``, which the chain calls with hidden states [b, t, c] only."""
@@ -235,15 +230,11 @@ class Forward:
     ) -> list[tuple[tuple, dict]]:
         if device != CPU:
             return _moved(self._calls_on(CPU, shape, dtype, part), device)
-        if part is None:
-            compute = partial(self._called_with, shape, dtype)
-        else:
+        compute = partial(self._called_with, shape, dtype)
+        if part is not None:
             lengths = part.length, part.length + 1
-            calls, longer = (self._calls_on(CPU, (shape[0], length, shape[2]), dtype, None) for length in lengths)
-
-            def compute() -> list[tuple[tuple, dict]]:
-                return cut(calls, longer, sequence.positions(shape[1], CPU))
-
+            whole = [self._calls_on(CPU, (shape[0], length, shape[2]), dtype, None) for length in lengths]
+            compute = partial(cut, *whole, part.positions.to(CPU))
         with ThreadPoolExecutor(1) as thread:  # so that modes that compute without numbers do not reach it
             return thread.submit(compute).result()
 
@@ -348,9 +339,10 @@ class Embedding(Part):
     @uncompiled
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, c]."""
-        if sequence.part() is None or not self.whole.takes_positions:
-            return self.run(input_ids=tokens)
-        return self.run(input_ids=tokens, position_ids=sequence.positions(tokens.shape[1], tokens.device)[None])
+        more = {}
+        if sequence.part() is not None and "position_ids" in inspect.signature(self.shell.forward).parameters:
+            more["position_ids"] = sequence.positions(tokens.shape[1], tokens.device)[None]
+        return self.run(input_ids=tokens, **more)
 
 
 class Head(Part):

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from common.errors import ModelError
-
 
 class SequencePart(Protocol):
     """A part of each sequence.
@@ -27,18 +25,7 @@ class SequencePart(Protocol):
     length: int
     positions: Tensor
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-        documents: Tensor | None,
-        dropout: Any,  # models.seeds.Dropout, or None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attend to the keys of the whole sequence. See ``models.attention.attend``."""
         ...
 
@@ -63,16 +50,5 @@ def computing_part(new: SequencePart | None) -> Iterator[None]:
 
 
 def positions(length: int, device: torch.device) -> Tensor:
-    """Return the positions of the ``length`` tokens of a layer's input in the whole sequence, [length] int64.
-
-    Raises:
-        ModelError: If the layer has another number of tokens than this process has positions.
-    """
-    if _part is None:
-        return torch.arange(length, device=device)
-    if len(_part.positions) != length:
-        raise ModelError(
-            f"a layer reads the positions of {length} tokens, and this process computes {len(_part.positions)} of each "
-            f"sequence of {_part.length}; set parallel.cp=1"
-        )
-    return _part.positions.to(device)
+    """Return the positions of the ``length`` tokens of a layer's input in the whole sequence, [length] int64."""
+    return torch.arange(length, device=device) if _part is None else _part.positions.to(device)

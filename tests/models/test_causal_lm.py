@@ -54,8 +54,8 @@ REFUSED = {
 WHOLE_SEQUENCES = {
     "falcon": "layers.0 returns different values for positions in another order .*, so it attends by itself",
     "mpt": "layers.0 returns different values for positions in another order .*, so it attends by itself",
-    "gpt_oss": r"GptOssAttention has attention with sinks \(s_aux\); it needs whole sequences, parallel.cp=1",
-    "granite_swa": r"GraniteSWAAttention has attention with sinks \(s_aux\); it needs whole sequences, parallel.cp=1",
+    "gpt_oss": r"GptOssAttention has attention with sinks; it needs whole sequences, parallel.cp=1",
+    "granite_swa": r"GraniteSWAAttention has attention with sinks; it needs whole sequences, parallel.cp=1",
 }
 
 
@@ -72,7 +72,6 @@ def test_parts_of_sequences_are_computed_or_refused(tmp_path, kind):
 
 PARTS = {
     "gemma2": {"sliding_window": 8},
-    "llama4_text": {**KINDS["llama4_text"], "attention_chunk_size": 6},
     "deepseek_v3": {
         **dict.fromkeys(("qk_rope_head_dim", "head_dim", "qk_nope_head_dim"), 8), "v_head_dim": 12, "q_lora_rank": 16,
         "kv_lora_rank": 16, "n_group": 2, "topk_group": 1, "n_routed_experts": 4, "num_key_value_heads": 4,
@@ -101,11 +100,17 @@ def test_gradients_are_those_of_the_whole_when_positions_come_in_another_order(t
             assert (parameter.grad - gradient).norm() <= 2e-5 * gradient.norm(), name
 
 
-def test_dropout_that_a_function_of_the_model_draws_is_refused_for_parts_of_sequences(tmp_path):
-    random_model("llama", attention_dropout=0.1).config.save_pretrained(tmp_path)
-    chain = causal_lm(str(tmp_path))
-    layer = chain.build(["layers.0"], 3, CPU).train()
-    with computing_part(Reordered(torch.arange(4))), pytest.raises(ModelError, match=r"settings.attention_dropout=0"):
+@pytest.mark.parametrize(
+    "kind, options, says",
+    [
+        ("llama", {"attention_dropout": 0.1}, r"dropout of its own \(\+model.settings.attention_dropout=0"),
+        ("llama4_text", {**KINDS["llama4_text"], "attention_chunk_size": 3}, "a mask that is no causal one or window"),
+    ],
+)
+def test_attention_that_needs_whole_sequences_is_named_when_it_is_computed(tmp_path, kind, options, says):
+    random_model(kind, **options).config.save_pretrained(tmp_path)
+    layer = causal_lm(str(tmp_path)).build(["layers.0"], 3, CPU).train()
+    with computing_part(Reordered(torch.arange(4))), pytest.raises(ModelError, match=says):
         layer(torch.zeros(1, 4, 64))
 
 
