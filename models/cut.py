@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from inspect import signature
 
 from torch import nn
 
@@ -133,20 +132,12 @@ def check_experts(table: Mapping[str, CutOf], layers: nn.Module, ep: int) -> Non
                 f"cut: {name} has Experts(), so each of its parameters must be a stack with one row per expert, and "
                 f"they are {', '.join(f'{key} {list(shape)}' for key, shape in sizes.items()) or 'none'}"
             )
-        if own := next((key for key, _ in module.named_buffers()), None):
-            raise ModelError(f"cut: {name} has Experts() and a buffer, {own}, which cannot be divided; keep it outside")
-        if any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in module.modules()):
+        drops = any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in module.modules())
+        if own := "dropout" if drops else next((key for key, _ in module.named_buffers()), None):
             raise ModelError(
-                f"cut: {name} has Experts() and a dropout, which would not know the samples of the tokens that other "
-                "ranks send; apply dropout to the result of the experts"
+                f"cut: {name} has Experts() and {own}, which does not know the samples of tokens that other ranks send "
+                "or the numbers of their experts; keep it outside of the module"
             )
-        try:
-            signature(module.forward).bind(None, None, None)
-        except TypeError:
-            raise ModelError(
-                f"cut: {name} has Experts(), so its forward takes (x, chosen, weights), and it is "
-                f"{type(module).__name__}.forward{signature(module.forward)}"
-            ) from None
     counts = {name: Experts().count(module) for name, module in found.items()}
     if uneven := next((name for name, count in counts.items() if count % ep), None):
         fits = [str(n) for n in range(2, min(counts.values()) + 1) if not any(count % n for count in counts.values())]

@@ -107,7 +107,7 @@ class Layout:
     def keys(self) -> dict[str, Any]:
         """Return the keys of the section ``parallel`` that a planner chooses. It leaves the other keys as they are."""
         keys = {"name": self.strategy, "dp": self.dp, "pp": self.pp, "chunks": self.chunks}
-        keys |= self.of_stage | self.of_replicas
+        keys |= self.divided
         if self.pipelined and self.schedule is not None:
             keys |= {"schedule": self.schedule, "stages_per_rank": self.per_rank if self.looped else None}
         return keys
@@ -116,8 +116,7 @@ class Layout:
         """Return the words of a command line that set ``keys``."""
         words = [f"parallel={self.strategy}"]
         words += [f"parallel.dp={self.dp}"] if self.info.replicas else []
-        divided = self.of_replicas | self.of_stage
-        words += [f"parallel.{key}={str(value).lower()}" for key, value in divided.items() if value is not False]
+        words += [f"parallel.{key}={str(value).lower()}" for key, value in self.divided.items() if value is not False]
         words += [f"parallel.axes.{name}.ranks={ranks}" for name, _, ranks in self.axes]
         if self.pipelined:
             words += [f"parallel.pp={self.pp}"]
@@ -133,21 +132,16 @@ class Layout:
         words = [self.strategy, *(f"{axis}={n}" for axis, n in degrees if n > 1)]
         words += [self.schedule] if self.pipelined and self.schedule is not None else []
         words += [f"x{self.per_rank}"] if self.per_rank > 1 else []
-        words += [
-            key if value is True else value for key, value in self.of_stage.items() if key in self.OPTIONS and value
-        ]
+        words += [key for key, value in self.divided.items() if value is True]
+        words += [value for value in self.divided.values() if isinstance(value, str)]
         return " ".join([*words, f"chunks={self.chunks}"])
 
     @property
-    def of_stage(self) -> dict[str, Any]:
-        """The keys of the axes along which several ranks divide the work of a stage, with their values."""
+    def divided(self) -> dict[str, Any]:
+        """The keys of the axes along which several ranks divide a stage's work or its experts, with their values."""
         several = {key: options for key, (_, options) in self.OF_STAGE.items() if getattr(self, key) > 1}
-        return {key: getattr(self, key) for degree, options in several.items() for key in (degree, *options)}
-
-    @property
-    def of_replicas(self) -> dict[str, Any]:
-        """The keys of the axes along which replicas divide the model. Empty if there is one rank along each."""
-        return {"ep": self.ep} if self.ep > 1 else {}
+        keys = [key for degree, options in several.items() for key in (degree, *options)] + ["ep"] * (self.ep > 1)
+        return {key: getattr(self, key) for key in keys}
 
     @cached_property
     def info(self) -> StrategyInfo:

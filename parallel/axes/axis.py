@@ -207,7 +207,7 @@ class Axis:
 
 
 class AxisOfStage(Axis):
-    """An axis of this project whose ranks divide the work of a stage (``Layout.OF_STAGE``).
+    """An axis of this project whose ranks divide a stage: its work (``Layout.OF_STAGE``), or its experts.
 
     Attributes:
         degree: The key of the number of ranks.

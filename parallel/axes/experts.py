@@ -8,8 +8,8 @@ gradient. Parameters outside of experts, and their gradients, are those of ``par
 
 Known pitfalls of expert parallelism, and how this module handles them:
 * A rank may get no rows, or one of its experts may get none. The module's own forward may then return a tensor without
-  history, and the backward would leave out this rank's collectives, for which the other ranks wait. ``_Return``
-  therefore also depends on the received rows, whose gradient is zero then.
+  history, and the backward would leave out this rank's collectives, for which the other ranks wait. The second
+  ``_Exchange`` therefore also depends on the received rows, whose gradient is zero then.
 * A recomputation begins when the backward needs a tensor of the layer, and stops at the last one. The product with the
   weights saves a tensor after all collectives of a forward, so ranks with and without rows call the same ones.
 * An expert's gradient adds up over the tokens of all replicas along ``experts``, so only its copies along the other
@@ -19,29 +19,27 @@ Known pitfalls of expert parallelism, and how this module handles them:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from common.errors import PlanError
 from data.dataset import DataSet
 from models.chain import Chain, Layers
 from models.cut import Experts, check_experts, experts_of
-from parallel.axes.axis import Axis, Collective
+from parallel.axes.axis import AxisOfStage, Collective
 from parallel.examination import Examination
 from parallel.layout import Layout
-from parallel.mesh import EXPERTS, REPLICAS, SHARDS, Mesh, Ranks
+from parallel.mesh import EXPERTS, REPLICAS, SHARDS, Mesh
 from parallel.placement import Split
 from parallel.plan import Plan
-from parallel.strategies import StrategyInfo, names_where
+from parallel.strategies import StrategyInfo
 
 
-class ExpertParallel(Axis):
+class ExpertParallel(AxisOfStage):
     """Divides the experts of ``Chain.cut`` among replicas.
 
     Attributes:
@@ -49,6 +47,7 @@ class ExpertParallel(Axis):
     """
 
     mesh_axes = (EXPERTS,)
+    degree, divides = "ep", "experts"
     keys = ("ep",)
     variants = ({"ep": 2},)
 
@@ -57,27 +56,18 @@ class ExpertParallel(Axis):
     @classmethod
     def check_keys(cls, section: Any, info: StrategyInfo) -> None:
         """See ``Axis.check_keys``."""
-        name, ep = section.name, section.ep
-        if info.degree == "ep" and ep == 1:
+        super().check_keys(section, info)
+        if section.dp is not None and section.dp % section.ep:
+            fits = [str(n) for n in range(2, section.dp + 1) if section.dp % n == 0]
             raise PlanError(
-                f"parallel={name} shares experts among replicas, and parallel.ep=1 is one; set parallel.ep=2"
-            )
-        if ep > 1 and not info.replicas:
-            raise PlanError(
-                f"parallel={name} has one replica, and parallel.ep={ep} shares experts among replicas; use "
-                f"parallel={', '.join(names_where(replicas=True))}"
-            )
-        if section.dp is not None and section.dp % ep:
-            fits = ", ".join(str(n) for n in range(2, section.dp + 1) if section.dp % n == 0)
-            raise PlanError(
-                f"parallel.ep={ep} does not divide the parallel.dp={section.dp} replicas, which share the experts; "
-                + (f"parallel.ep can be {fits}, or set parallel.dp={ep}" if fits else f"set parallel.dp={ep}")
+                f"parallel.ep={section.ep} does not divide the parallel.dp={section.dp} replicas, which share the "
+                f"experts; set parallel.dp={section.ep}" + f", or parallel.ep to {' or '.join(fits)}" * bool(fits)
             )
 
     @classmethod
     def allows(cls, info: StrategyInfo, layout: Layout) -> bool:
         """See ``Axis.allows``."""
-        return info.replicas and layout.dp % layout.ep == 0 if layout.ep > 1 else info.degree != "ep"
+        return super().allows(info, layout) and layout.dp % layout.ep == 0
 
     @classmethod
     def check(cls, layout: Layout, chain: Chain, skeleton: Layers) -> None:
@@ -152,90 +142,34 @@ class ExpertParallel(Axis):
 
     def _compute(self, module: nn.Module, forward: Callable, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute experts of all ranks: x [n, c], chosen [n, k], weights [n, k] -> [n, c]."""
-        route = Route.of(chosen, Experts().count(module), self.ranks)
-        rows = _Send.apply(x, route)
-        ones = weights.new_ones(len(rows), 1)
-        computed = forward(rows, route.experts[:, None], ones)
-        trained = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
-        reached = rows if rows.requires_grad or not trained else trained[0]
-        results = _Return.apply(computed, reached, route)
-        return (results * weights[..., None]).sum(1).to(computed.dtype)
+        k, here, size, group = chosen.shape[1], Experts().count(module), self.ranks.size, self.ranks.group
+        counts = chosen.flatten().bincount(minlength=here * size)  # of rows for each expert
+        arriving = torch.empty_like(counts)  # of rows from each rank for each expert here
+        dist.all_to_all_single(arriving, counts, group=group)
+        sent, received = torch.stack((counts, arriving)).view(2, size, here).sum(2).tolist()
+        experts = torch.arange(here, device=x.device).repeat(size).repeat_interleave(arriving)
+        order = chosen.flatten().argsort(stable=True)
+        # Indices that do not repeat have a deterministic backward.
+        rows = _Exchange.apply(x.repeat_interleave(k, 0).index_select(0, order), None, sent, received, group)
+        computed = forward(rows, experts[:, None], weights.new_ones(len(rows), 1))
+        trained = next((p for p in module.parameters() if p.requires_grad), None) if torch.is_grad_enabled() else None
+        reached = rows if rows.requires_grad else trained
+        results = _Exchange.apply(computed, reached, received, sent, group).index_select(0, order.argsort())
+        return (results.unflatten(0, chosen.shape) * weights[..., None]).sum(1).to(computed.dtype)
 
 
-@dataclass(frozen=True)
-class Route:
-    """The ranks to which this rank's rows go, and the rows that it receives. A row is a token's copy for one expert.
-
-    Attributes:
-        order: [rows] int64. ``order[i]`` is the number of the i-th row to send, among the rows (token, k).
-        k: The number of experts of each token.
-        sent: The number of rows for each rank.
-        received: The number of rows from each rank.
-        experts: [received rows] int64. Each row's expert, counted among this rank's experts.
-        ranks: The ranks that share the experts.
-    """
-
-    order: Tensor
-    k: int
-    sent: list[int]
-    received: list[int]
-    experts: Tensor
-    ranks: Ranks
-
-    @property
-    def tokens(self) -> int:
-        """The number of this rank's tokens."""
-        return len(self.order) // self.k
-
-    @classmethod
-    def of(cls, chosen: Tensor, here: int, ranks: Ranks) -> Route:
-        """Make the route of tokens with the experts ``chosen`` [n, k]. Each rank has ``here`` experts."""
-        counts = chosen.flatten().bincount(minlength=here * ranks.size)
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=ranks.group)
-        sent, received = torch.stack((counts, arriving)).view(2, ranks.size, here).sum(2).tolist()
-        numbers = torch.arange(here, device=chosen.device).repeat(ranks.size).repeat_interleave(arriving)
-        return cls(chosen.flatten().argsort(stable=True), chosen.shape[1], sent, received, numbers, ranks)
-
-    def send(self, rows: Tensor) -> Tensor:
-        """Send rows [rows, c] to the ranks of their experts. Return the received rows."""
-        return _exchange(rows[self.order], self.sent, self.received, self.ranks)
-
-    def give_back(self, received: Tensor) -> Tensor:
-        """Return received rows to their ranks. Return this rank's own rows, [rows, c]."""
-        rows = _exchange(received, self.received, self.sent, self.ranks)
-        return torch.empty_like(rows).index_copy_(0, self.order, rows)
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=ranks.group)
-    return arrived
-
-
-class _Send(torch.autograd.Function):
-    """Tokens [n, c] -> the rows of this rank's experts."""
+class _Exchange(torch.autograd.Function):
+    """Sends rows [sum of sent, c] to ranks, and returns those that arrive. ``reached`` is reached in the backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.send(x.repeat_interleave(route.k, 0))
+    def forward(
+        ctx, rows: Tensor, reached: Tensor | None, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.back = received, sent, group
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: Tensor):
-        return ctx.route.give_back(gradient).unflatten(0, (ctx.route.tokens, ctx.route.k)).sum(1), None
-
-
-class _Return(torch.autograd.Function):
-    """Results of this rank's experts -> results for this rank's tokens [n, k, c]. ``reached`` is reached backward."""
-
-    @staticmethod
-    def forward(ctx, computed: Tensor, reached: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.give_back(computed).unflatten(0, (route.tokens, route.k))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: Tensor):
-        return ctx.route.send(gradient.flatten(0, 1)), None, None
+        return _Exchange.apply(gradient, None, *ctx.back), None, None, None, None

@@ -35,9 +35,8 @@ class Layout(layout.Layout):
         return Layout("single", chunks=self.dp * self.chunks)
 
     def __str__(self) -> str:
-        of_stage = [word for key, value in self.of_stage.items() if (word := self._word(key, value))]
-        words = [self.strategy, f"dp={self.dp}", f"pp={self.pp}", *of_stage, f"chunks={self.chunks}"]
-        words += [f"ep={self.ep}"] * (self.ep > 1)
+        divided = [word for key, value in self.divided.items() if (word := self._word(key, value))]
+        words = [self.strategy, f"dp={self.dp}", f"pp={self.pp}", *divided, f"chunks={self.chunks}"]
         words += [self.schedule] * self.pipelined + [self.order] * (self.order != "dp_pp")
         words += [] if self.balance == "uniform" else [str(self.balance)]
         words += [] if self.shard is None else [f"shard={self.shard}"]

@@ -308,11 +308,6 @@ class Counting(Mlps):
         self.register_buffer("counts", torch.zeros(EXPERTS))
 
 
-class Single(Mlps):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 def alone(module):
     return Chain([LayerSpec("first", nn.Identity), LayerSpec("experts", module)], TokenCrossEntropy(),
                  cut={"experts": Experts()})  # fmt: skip
@@ -324,20 +319,19 @@ def alone(module):
         (mixture(), {"dp": 3, "ep": 3}, r"ep=3 does not divide the 4 experts of layers.0.experts; .*ep can be 2, 4$"),
         (mixture(), {"dp": 8, "ep": 8}, r"ep=8 does not divide the 4 experts .*ep can be 2, 4$"),
         (mixture(), {"dp": 1, "ep": 2}, r"ep=2 does not divide the parallel.dp=1 replicas.*set parallel.dp=2$"),
-        (mixture(), {"dp": 6, "ep": 4}, r"ep=4 does not divide the parallel.dp=6 .*ep can be 2, 3, 6, or set .*dp=4$"),
-        (mixture(), {"dp": 2, "ep": 1}, r"parallel=expert shares experts among replicas, .*set parallel.ep=2$"),
+        (mixture(), {"dp": 6, "ep": 4}, r"ep=4 does not divide the parallel.dp=6 .*=4, or parallel.ep to 2 or 3 or 6$"),
+        (mixture(), {"dp": 2, "ep": 1}, r"parallel=expert cuts experts among processes, .*set parallel.ep=2$"),
         (mixture(), {"dp": 2, "ep": 0}, r"parallel.ep=0 must be at least 1"),
-        *((mixture(), {"name": name, "dp": 1, "ep": 2}, rf"parallel={name} has one replica, and .* use parallel=ddp")
-          for name in ("single", "model_parallel", "pipelined", "data_parallel")),
+        *((mixture(), {"name": name, "dp": 1, "ep": 2}, rf"parallel={name} leaves experts whole, .* parallel=expert")
+          for name in ("single", "model_parallel", "data_parallel")),
+        (mixture(), {"name": "pipelined", "dp": 1, "ep": 2}, "ep=2 does not divide the parallel.dp=1 replicas"),
         (mixture(), {"name": "hsdp", "dp": 4, "shard": 2, "ep": 4}, r"ep=4 does not divide the 2 replicas of a group"),
         (gpt2("tiny"), {"dp": 2, "ep": 2}, r"ep=2 divides experts, and this model does not say where it has any"),
         (table(layers_experts=Experts()), {"dp": 2, "ep": 2}, r"'layers.experts' names no module"),
-        (table(layers_0_fc=Experts()), {"dp": 2, "ep": 2}, r"layers.0.fc has Experts\(\), so its forward takes"),
         (table(layers_0=Experts()), {"dp": 2, "ep": 2}, r"must be a stack with one row per expert.* norm.weight \[8\]"),
         (table(layers_0_dropout=Experts()), {"dp": 2, "ep": 2}, r"one row per expert, and they are none"),
-        (alone(Dropping), {"dp": 2, "ep": 2}, r"experts has Experts\(\) and a dropout"),
-        (alone(Counting), {"dp": 2, "ep": 2}, r"experts has Experts\(\) and a buffer, counts"),
-        (alone(Single), {"dp": 2, "ep": 2}, r"takes \(x, chosen, weights\), and it is Single.forward\(x"),
+        (alone(Dropping), {"dp": 2, "ep": 2}, r"experts has Experts\(\) and dropout"),
+        (alone(Counting), {"dp": 2, "ep": 2}, r"experts has Experts\(\) and counts"),
         (table(layers_0_experts=Experts()), {"dp": 2, "tp": 2, "name": "ddp"}, r"does not say where: .*Columns\(\)"),
     ],
 )  # fmt: skip

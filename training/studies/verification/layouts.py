@@ -140,10 +140,10 @@ def variants(setup: Setup) -> list[dict[str, Any]]:
 def typed_name(layout: Layout, changed: Mapping[str, Any] | None = None) -> str:
     """Return a layout as the user types it, followed by the keys of ``train`` that differ from the run."""
     words = [f"parallel={layout.strategy}"]
-    keys = (*Layout.DEGREES, "ep", "shard")
+    keys = (*Layout.DEGREES, "shard")
     words += [f"{key}={value}" for key in keys if (value := getattr(layout, key)) not in (1, None)]
     words += [f"{name}={ranks}" for name, _, ranks in layout.axes]
-    options = {key: value for key, value in layout.of_stage.items() if key in layout.OPTIONS and value}
+    options = {key: value for key, value in layout.divided.items() if key in layout.OPTIONS and value}
     words += [f"{key}={str(value).lower()}" for key, value in options.items()]
     words += [f"chunks={layout.chunks}"] if layout.strategy == "single" else []
     words += [f"{key}={str(value).lower()}" for key, value in (changed or {}).items()]
