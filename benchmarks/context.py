@@ -23,7 +23,7 @@ from benchmarks.table import Benchmark, Table
 from benchmarks.timing import Spread, paired, tabulate, take_turns
 from benchmarks.trainer import Trainer, configured
 from planner.layout import PlannedLayout
-from planner.work import collectives_of
+from planner.work import sent_of
 from training.reporting.summary import state_bytes
 from training.run.setup import Setup
 
@@ -108,11 +108,8 @@ def _found(trainer: Trainer) -> Found:
 
 def sent_columns(setup: Setup, found: Found) -> dict[str, str]:
     """Return what a layer sends, as measured and by formula, in MiB; empty for one process."""
-    layout, (works, _) = PlannedLayout.of_plan(setup.plan), setup.work
-    sent = [
-        sum((each.times + each.backward) * each.sent(layout.sizes[name]) for name, each in collectives_of(work, layout))
-        for work in works
-    ]
+    layout = PlannedLayout.of_plan(setup.plan)
+    sent = [sum(sent_of(work, layout).values()) for work in setup.work[0]]
     layers = sum(map(bool, sent))
     numbers = [found.sent / max(1, layers), max(sent) * 4 * layout.samples * layout.chunks]
     texts = [f"{size / 2**20:.2f}" if layers else "" for size in numbers]

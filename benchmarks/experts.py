@@ -34,12 +34,14 @@ TOY = [
     *COMMON, "model.n_layer=2", "model.n_embd=32", "model.head_dim=8", "model.expert_width=64", "model.vocab_size=256",
     "data.max_vocabulary=256", "data.seq_len=32",
 ]  # fmt: skip
-# More and smaller experts than COMMON has, and those that it has for fewer tokens.
+# What each of them has that COMMON has not.
 SIZES = {
-    "8 experts, 2 for each token": [],
-    "the same, a quarter of the tokens": ["train.global_batch_size=2"],
-    "64 experts, 8 for each token": ["model.experts=64", "model.top_k=8", "model.expert_width=64"],
-}
+    "8, 2 for each token": [],
+    "64, 8 for each token": ["model.experts=64", "model.top_k=8", "model.expert_width=64"],
+    "128, 8 for each token": [
+        "model.experts=128", "model.top_k=8", "model.expert_width=64", "train.global_batch_size=2",
+    ],
+}  # fmt: skip
 
 
 def measure(chosen: Namespace) -> Iterator[Table]:

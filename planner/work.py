@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -145,11 +146,14 @@ class LayerWork:
 
     def of_experts(self, ranks: int) -> LayerWork:
         """Return the work of one of ``ranks`` ranks that have equally many experts, and compute equally many tokens."""
-        experts, frozen = self.experts / ranks, self.frozen_experts / ranks
-        parameters, all_frozen = self.parameters - self.experts + experts, self.frozen - self.frozen_experts + frozen
-        cast = self.cast * parameters / self.parameters if self.parameters else self.cast
+        fewer, frozen = (count * (1 - 1 / ranks) for count in (self.experts, self.frozen_experts))
         return replace(
-            self, parameters=parameters, frozen=all_frozen, cast=cast, experts=experts, frozen_experts=frozen
+            self,
+            parameters=self.parameters - fewer,
+            frozen=self.frozen - frozen,
+            experts=self.experts - fewer,
+            frozen_experts=self.frozen_experts - frozen,
+            cast=self.cast * (1 - fewer / max(1, self.parameters)),
         )
 
 
@@ -177,6 +181,15 @@ def collectives_of(work: LayerWork, layout: PlannedLayout) -> Iterator[tuple[str
         (part,) = shares([work], layout, whole_along=name)
         for collective in axis.collectives(layout, part):
             yield name, collective
+
+
+def sent_of(work: LayerWork, layout: PlannedLayout) -> dict[str, float]:
+    """Return the number of elements per sample that a rank sends along each axis for a layer, forward and backward."""
+    sent: dict[str, float] = defaultdict(float)
+    for name, each in collectives_of(work, layout):
+        calls = each.times * (2 if layout.recompute == "full" else 1) + each.backward
+        sent[name] += calls * each.sent(layout.sizes[name])
+    return sent
 
 
 def parameters_of(stage: Works) -> tuple[float, float]:

@@ -1,6 +1,5 @@
 """Ranks that share sequences train as plain torch does on whole ones: packed documents, few targets, and the scale."""
 
-
 import cases
 import pytest
 import torch

@@ -106,26 +106,18 @@ def describe_memory(ranks: Sequence[Memory]) -> str:
 
 
 def describe_sent(plan: Plan, layers: Works) -> list[str]:
-    """Return a line for each axis along which layers call collectives: what the layer that sends most sends."""
+    """Return a line for each axis along which layers send something, with the layer that sends most."""
     from planner.layout import PlannedLayout
     from planner.memory import Allocation
-    from planner.work import collectives_of
+    from planner.work import sent_of
 
-    layout, lines = PlannedLayout.of_plan(plan), []
-    sample = plan.microbatch_size * Allocation.here(plan.precision, plan.device_type).activation
-    for name in (name for name, _ in layout.divided_along):
-        calls = {work.name: [one for along, one in collectives_of(work, layout) if along == name] for work in layers}
-        sent = {
-            layer: sum((one.times * (1 + plan.recompute) + one.backward) * one.sent(layout.sizes[name]) for one in each)
-            for layer, each in calls.items()
-        }
-        if sent[layer := max(sent, key=sent.__getitem__)]:
-            kinds = ", ".join(f"{one.kind} {one.times} + {one.backward}" for one in calls[layer])
-            lines.append(
-                f"along {name} each rank sends {sample * sent[layer] / 2**20:,.2f} MiB for layer {layer} and a "
-                f"micro-batch (forward + backward: {kinds})"
-            )
-    return lines
+    layout, number = PlannedLayout.of_plan(plan), Allocation.here(plan.precision, plan.device_type).activation
+    sent = sorted((axis, size, work.name) for work in layers for axis, size in sent_of(work, layout).items())
+    return [
+        f"along {axis} each rank sends {number * plan.microbatch_size * size / 2**20:,.2f} MiB for layer {name} and a "
+        "micro-batch, forward and backward"
+        for axis, (size, name) in {axis: (size, name) for axis, size, name in sent}.items()
+    ]
 
 
 def _where(plan: Plan, stage: int) -> str:
