@@ -116,13 +116,9 @@ def check_experts(table: Mapping[str, CutOf], layers: nn.Module, ep: int) -> Non
         PlanError: If the number of ranks does not fit the model.
         ModelError: If the table does not fit the model.
     """
-    modules = dict(layers.named_modules())
-    for pattern in (pattern for pattern, cut in table.items() if isinstance(cut, Experts)):
-        if not any(fnmatchcase(name, pattern) for name in modules):
-            raise ModelError(f"cut: {pattern!r} names no module of this model")
     if not (found := experts_of(table, layers)):
         raise PlanError(
-            f"parallel.ep={ep} divides experts, and this model does not say where it has any: give its chain "
+            f"parallel.ep={ep} divides experts, and the chain's cut has no Experts() that names a module: give it "
             'cut={"layers.*.experts": Experts(), …} of models.cut (docs/own_model.md), or set parallel.ep=1'
         )
     for name, module in found.items():
