@@ -212,6 +212,20 @@ VALUES = {
 
 # -- layouts -------------------------------------------------------------------------------------------------------
 
+
+def convolution(here):
+    """A model whose second layer takes positions for channels."""
+    file("mixes.py", b"""
+from torch import nn
+from models.losses import TokenCrossEntropy
+from models.sequential import chain_of
+def mixes(vocab_size):
+    layers = nn.Embedding(vocab_size, 4), nn.Conv1d(16, 16, 1), nn.Linear(4, vocab_size)
+    return chain_of(nn.Sequential(*layers), TokenCrossEntropy())
+""")(here)  # fmt: skip
+    option("model/own", "model: {_target_: mixes.mixes, name: own, vocab_size: null, vocabulary: words}")(here)
+
+
 CONTEXT, EXPERT = "parallel=context ", "parallel=expert "
 PIPELINED = "parallel=pipelined "
 LAYOUTS = {
@@ -264,9 +278,23 @@ LAYOUTS = {
         Refusal(GPT2 + "parallel=ddp parallel.context=ring", "parallel.context=ring is how", "set parallel.cp=2"),
         Refusal(CONVNET + CONTEXT + "parallel.cp=2", "divides sequences", "(1, 28, 28), ()", "without parallel.cp"),
         Refusal("parallel=ddp parallel.dp=2 parallel.cp=2", "cp=2 divides sequences", "(10,), (5,)"),
+        Refusal(
+            OWN + "model=own train.steps=1 data=stdlib data.seq_len=16 parallel=context parallel.cp=2",
+            "(Conv1d) mixes positions", "models.attention.attend", "set parallel.cp=1", file=convolution,
+        ),
         *(Refusal(GPT2 + f"parallel={name} parallel.cp=2", f"parallel={name} leaves sequences whole",
                   "parallel=context, or with replicas or stages parallel=ddp")
           for name in ("single", "model_parallel", "data_parallel")),
+    ],
+    "parallel.context=ulysses": [
+        Refusal(
+            "model=llama data.seq_len=16 train.global_batch_size=4 parallel.context=ulysses parallel.cp=4 " + CONTEXT,
+            "4 heads of queries and 2 of keys", "parallel.cp=2, parallel.context=gather or parallel.context=ring",
+        ),
+        Refusal(
+            GPT2 + CONTEXT + "parallel.context=ulysses parallel.cp=2 parallel.tp=4",
+            "8 ranks (parallel.cp=2, parallel.tp=4)", "4 heads of queries", "parallel.context=gather or",
+        ),
     ],
     "parallel.ep": [
         Refusal(MOE + EXPERT + "parallel.ep=3", "ep=3 does not divide the 8 experts of layers.0", "can be 2, 4, 8"),
