@@ -413,7 +413,7 @@ def sent_by_formula(setup: Setup, strategy: Strategy) -> dict[str, int]:
     assert sample is not None
     tokens = sample.inputs.numel()
     hidden, each = 4 * tokens * model.n_embd, 4 * sum(plan.stages[index].parameters for index in strategy.indices)
-    sent = {"numbers": _ring(8 * (6 + len(setup.chain.loss.metrics)), plan.processes, 2)}
+    sent = {"numbers": _ring(8 * (5 + len(setup.chain.loss.metrics)), plan.processes, 2)}
     tied = 4 * model.vocab_size * model.n_embd
     if plan.pipelined:
         beside = borders(len(plan.stages))

@@ -261,16 +261,10 @@ class Strategy(ABC):
         if not self._counts_terms or not any(stage.ends_chain for stage in self.stages):
             targets = 0  # other ranks count them
         squares = self.gradients.squared_norm().to(loss)
-        mine = [
-            loss,
-            count,
-            loss.new_full((), targets),
-            squares,
-            loss.new_full((), stop),
-            self.auxiliary.value,
-            *metrics,
-        ]
-        loss, count, targets_of_all, squares, stops, auxiliary, *metrics = self.all_sum(torch.stack(mine))
+        losses = [self.auxiliary.value] if self.auxiliary.exist else []
+        mine = [loss, count, loss.new_full((), targets), squares, loss.new_full((), stop), *losses, *metrics]
+        loss, count, targets_of_all, squares, stops, *metrics = self.all_sum(torch.stack(mine))
+        auxiliary = metrics.pop(0) if losses else 0.0
         factor = self.plan.dp * self._terms / count if count else 1.0
         if targets_of_all:  # by a power of two, so that no bit of a result depends on the steps before
             more = targets_of_all / self.plan.dp / self._usual_terms
