@@ -19,6 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from common.errors import ModelError
+
 T = TypeVar("T")
 Function = Callable[[Tensor], Tensor]  # [n] totals in float64 -> the loss, a scalar
 
@@ -82,16 +84,21 @@ def attach(
         x: A tensor on which the loss of the targets depends. The gradient of ``sums`` is computed with its gradient.
         key: The name of the sums. Layers with the same key are added up. A module with an attribute ``full_name`` finds
             its name in the whole model there.
-        sums: [n], this micro-batch's sums, on any device.
+        sums: [n] in float32 or float64, this micro-batch's sums, on any device.
         loss: A function of the totals, [n] in float64: a differentiable scalar, which is added to the mean loss.
         after_step: A function that gets the totals, detached, after each step that updates the weights.
 
     Returns:
         ``x``.
+
+    Raises:
+        ModelError: If ``sums`` has 16 bits.
     """
     step = _step
     if step is None:
         return x
+    if sums.element_size() < 4:
+        raise ModelError(f"sums of {sums.dtype} do not count beyond 256: compute the sums of {key!r} in float32")
     # Private: torch 2.13; torch.utils.checkpoint asks in the same way. Inside of a backward, layers are recomputed.
     if step.open and torch._C._current_graph_task_id() == -1:
         wide = sums.detach().to(torch.float32 if sums.device.type == "mps" else torch.float64)

@@ -51,7 +51,7 @@ class Balance:
 
     def _sums(self, logits: Tensor) -> Tensor:
         """Return [2 experts + 1]: how often experts are chosen, their scores, and the number of tokens [n, experts]."""
-        shares = logits.flatten(0, -2).softmax(dim=-1)
+        shares = logits.flatten(0, -2).softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         chosen = shares.topk(self._top_k, dim=-1).indices.flatten()
         choices = shares.new_zeros(shares.shape[1]).index_add_(0, chosen, shares.new_ones(len(chosen)))
         return torch.cat((choices, shares.sum(dim=0), shares.new_full((1,), len(shares))))

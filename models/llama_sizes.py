@@ -55,7 +55,7 @@ LLAMA3 = {
     "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 SIZES = {
-    "tiny": Size(128, 4, 4, 2, 32, 384, 50304, 1024),
+    "tiny": Size(128, 4, 4, 2, 32, 384, 50304, 8192),
     "135M": Size(576, 30, 9, 3, 64, 1536, 49152, 8192, 1e5, init_std=0.041666666666666664),
     "360M": Size(960, 32, 15, 5, 64, 2560, 49152, 8192, 1e5),
     "qwen2.5-0.5B": Size(896, 24, 14, 2, 64, 4864, 151936, 32768, 1e6, norm_eps=1e-6, qkv_bias=True),

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from cases import Layout, planned
 from torch import nn
 
+from common.errors import ModelError
 from data.dataset import Batch
+from models.auxiliary import attach, collecting
 from models.causal_lm import causal_lm
 from models.chain import Chain
 from models.losses import IGNORED
@@ -241,3 +243,24 @@ def test_a_mixture_of_transformers_is_trained_as_by_the_library(ranks, tmp_path,
         assert all(bool(value) == (factor is not None and kind != "deepseek_v3") for value in auxiliary)
         for name, tensor in state.items():
             assert (tensor - model.state_dict()[name]).norm() <= near * tensor.norm(), name
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "moe"])
+def test_tokens_are_counted_exactly_in_16_bits(tmp_path, kind):
+    """A sum in bfloat16 does not count beyond 256, and there are 1,008 tokens."""
+    if kind == "moe":
+        chain = chain_of_case("losses")
+    else:
+        random_model(kind, output_router_logits=True).config.save_pretrained(tmp_path)
+        chain = causal_lm(str(tmp_path))
+    batch, losses = batch_at(1, ignores=False), {}
+    batch = Batch(*(tensor.repeat(21, 1) for tensor in (batch.inputs, batch.targets)))
+    for precision in ("fp64", "bf16"):
+        strategy = strategy_of(chain, Layout("single"), precision=precision, sample=batch)
+        losses[precision] = strategy.train_step(batch, 1).metrics["auxiliary_loss"]
+    assert losses["bf16"] == pytest.approx(losses["fp64"], rel=1e-2)
+
+
+def test_sums_of_16_bits_are_refused():
+    with collecting(), pytest.raises(ModelError, match="do not count beyond 256"):
+        attach(torch.ones(2), "choices", torch.ones(3, dtype=torch.bfloat16), torch.sum)
