@@ -189,6 +189,14 @@ def test_a_mixture_of_transformers_is_divided_by_the_form_of_its_experts(ranks, 
     assert_same_training(ranks.run(2, train_mixture, TWO, recipe), reference, EXACT)
 
 
+@pytest.mark.parametrize("layout", [TWO, FOUR], ids=str)
+def test_a_rank_has_its_part_of_the_experts_and_all_other_parameters(ranks, layout):
+    sizes = {name: p.numel() for name, p in mixture().skeleton().named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    for result in ranks.run(layout.processes, train_mixture, layout, replace(RECIPE, steps=1)):
+        assert result.parameters == sum(sizes.values()) - experts + experts // layout.ep
+
+
 # -- the exchange, beside plain arithmetic -----------------------------------------------------------------------------
 
 
