@@ -1,24 +1,37 @@
-"""A computation of the experts of transformers' models, one expert after the other."""
+"""A computation of the experts of transformers' models, by grouped products (``models.grouped``)."""
 
 from __future__ import annotations
 
-from torch import Tensor, compiler, nn
+from typing import Any
 
-NAME = "one_by_one"
+import torch
+from torch import Tensor
+
+from models.grouped import by_expert, product
+
+NAME = "grouped_products"
 
 
-def experts(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute the output of each token's ``chosen`` experts, as the model's own code does.
+def experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Compute the output of each token's ``chosen`` experts. Only rounding differs from the model's loop over experts.
 
-    The shapes in the model's code depend on the chosen experts. Tensors without values and compiled graphs need fixed
-    shapes. For them, one batched product copies the weights of each token's experts.
+    The library's wrapper of experts describes their form by attributes (``use_experts_implementation``, 5.24).
     """
-    from torch._subclasses.fake_tensor import FakeTensor  # private: torch 2.13
-    from transformers.integrations.moe import batched_mm_experts_forward
 
-    if compiler.is_compiling() or hidden.is_meta or isinstance(hidden, FakeTensor):
-        return batched_mm_experts_forward(self, hidden, chosen, weights)
-    return type(self).forward.__wrapped__(self, hidden, chosen, weights)  # the library's wrapper calls this function
+    def linear(rows: Tensor, ends: Tensor, name: str) -> Tensor:
+        matrices = getattr(self, name)
+        y = product(rows, matrices if self.is_transposed else matrices.transpose(1, 2), ends)
+        if self.has_bias:
+            expert = torch.bucketize(torch.arange(len(rows), device=rows.device), ends, right=True)
+            y = y + getattr(self, f"{name}_bias")[expert]
+        return y
+
+    def compute(rows: Tensor, ends: Tensor) -> Tensor:
+        inner = linear(rows, ends, "gate_up_proj" if self.has_gate else "up_proj")
+        y = linear(self._apply_gate(inner) if self.has_gate else self.act_fn(inner), ends, "down_proj")
+        return self.post_expert_norm(y) if self.has_post_expert_norm else y
+
+    return by_expert(hidden, chosen, weights, len(self.down_proj), compute)
 
 
 def register() -> None:

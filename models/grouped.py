@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
@@ -29,13 +28,12 @@ def by_expert(
     Returns:
         [n, d] in the dtype of ``hidden``.
     """
-    n, k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     ones = torch.ones_like(order)
     ends = ones.new_zeros(count).scatter_add_(0, chosen.flatten(), ones).cumsum(0).int()
     place = torch.empty_like(order).scatter_(0, order, ones.cumsum(0) - 1)  # the row of each pair of token and expert
-    outputs = compute(hidden.index_select(0, order // k), ends).index_select(0, place)
-    return torch.bmm(weights.to(outputs.dtype)[:, None], outputs.unflatten(0, (n, k)))[:, 0].to(hidden.dtype)
+    outputs = compute(hidden.index_select(0, order // chosen.shape[1]), ends).index_select(0, place)
+    return (outputs.unflatten(0, chosen.shape) * weights[..., None]).sum(dim=1).to(hidden.dtype)
 
 
 def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -57,25 +55,24 @@ def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 @custom_op("one_word_parallel::grouped_mm", mutates_args=())
 def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    if _has_kernel(rows, matrices):
-        return F.grouped_mm(rows, matrices, offs=ends)
-    parts = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices.unbind(), strict=True)])
+    # On a CPU torch's F.grouped_mm takes as long, and has no float64 (torch 2.13).
+    y = rows.new_empty(len(rows), matrices.shape[2])
+    for part, matrix, out in zip(_parts(rows, ends), matrices, _parts(y, ends), strict=True):
+        torch.mm(part, matrix, out=out)
+    return y
 
 
 @custom_op("one_word_parallel::grouped_outer_mm", mutates_args=())
 def _outer_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     """[n, i] and [n, o] -> [groups, i, o]: the sum over each group's rows."""
-    if _has_kernel(rows, others):
-        return F.grouped_mm(rows.t(), others, offs=ends)
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    pairs = zip(rows.split(sizes), others.split(sizes), strict=True)
-    return torch.stack([part.t() @ other for part, other in pairs])
+    y = rows.new_empty(len(ends), rows.shape[1], others.shape[1])
+    for part, other, out in zip(_parts(rows, ends), _parts(others, ends), y, strict=True):
+        torch.mm(part.t(), other, out=out)
+    return y
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
-    """Return whether torch has a kernel: not for float64, and only for rows of 16 bytes each."""
-    return all(t.dtype != torch.float64 and t.shape[-1] * t.itemsize % 16 == 0 and t.numel() for t in tensors)
+def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    return rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 
 @_product.register_fake
@@ -88,13 +85,10 @@ def _(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(len(ends), rows.shape[1], others.shape[1])
 
 
-def _keep(ctx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx, gradient: Tensor):
     rows, matrices, ends = ctx.saved_tensors
-    gradient, (of_rows, of_matrices, _) = gradient.contiguous(), ctx.needs_input_grad
+    of_rows, of_matrices, _ = ctx.needs_input_grad
+    gradient = gradient.contiguous()
     return (
         _product(gradient, matrices.transpose(1, 2), ends) if of_rows else None,
         _outer_product(rows, gradient, ends) if of_matrices else None,
@@ -102,4 +96,4 @@ def _backward(ctx, gradient: Tensor):
     )
 
 
-_product.register_autograd(_backward, setup_context=_keep)
+_product.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))

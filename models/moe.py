@@ -1,4 +1,4 @@
-"""A small mixture-of-experts decoder: Llama's attention, and in each layer a router that sends each token to experts.
+"""A small mixture-of-experts decoder: Llama, with a router in each layer that sends each token to some experts.
 
 The parts follow Switch Transformers (Fedus et al. 2022: the load-balance loss), ST-MoE (Zoph et al. 2022: the z-loss)
 and DeepSeek-V3 (2024: shared experts, sigmoid scores, a bias that balances without a loss). No token is dropped.
@@ -6,7 +6,6 @@ and DeepSeek-V3 (2024: shared experts, sigmoid scores, a bias that balances with
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,25 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ModelError
+from models import llama
 from models.auxiliary import attach
-from models.chain import Chain, LayerSpec, check_sizes, draw_normal
-from models.cut import Columns, CutOf, Rows, Vocabulary
+from models.chain import Chain, check_sizes, draw_normal
+from models.cut import Columns, CutOf, Rows
 from models.cut import Experts as DividedExperts
-from models.fused_cross_entropy import Head
 from models.grouped import by_expert, product
-from models.llama import MLP, Attention, Norm
 from models.llama_sizes import Size
-from models.losses import TokenCrossEntropy
-
-_EMBEDDING = "embedding.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens are sent to experts. The attributes are the arguments of ``moe``."""
+    """How tokens are sent to experts. The attributes are arguments of ``moe``."""
 
     experts: int
     top_k: int
+    shared_experts: int
     scores: str
     renormalize: bool
     balance: float
@@ -57,27 +53,17 @@ class Router(nn.Module):
 
     def __init__(self, size: Size, routing: Routing) -> None:
         super().__init__()
-        self.routing = routing
-        self.weight = nn.Parameter(torch.empty(routing.experts, size.n_embd))
-        if routing.bias_rate > 0:
+        self.routing, self.weight = routing, nn.Parameter(torch.empty(routing.experts, size.n_embd))
+        if routing.bias_rate:
             self.register_buffer("bias", torch.empty(routing.experts))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weights as ``nn.Linear`` does, and set the bias to zero."""
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
-        if self.routing.bias_rate > 0:
-            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for tokens [n, n_embd]. Return their indices and weights, [n, top_k] each."""
-        how = self.routing
-        kind = x.device.type
+        how, kind = self.routing, x.device.type
         with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             logits = F.linear(x.to(self.weight.dtype), self.weight)
         scores = logits.softmax(dim=-1) if how.scores == "softmax" else logits.sigmoid()
-        ranked = scores.detach() + self.bias if how.bias_rate > 0 else scores
-        chosen = ranked.topk(how.top_k, dim=-1).indices
+        chosen = (scores + self.bias if how.bias_rate else scores).topk(how.top_k, dim=-1).indices
         weights = scores.gather(1, chosen)
         if how.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -87,28 +73,19 @@ class Router(nn.Module):
 
     def _balanced(self, weights: Tensor, chosen: Tensor, scores: Tensor, logits: Tensor) -> Tensor:
         """Attach the auxiliary losses of tokens: [n, top_k] weights and choices, [n, experts] scores and logits."""
-        how = self.routing
-        choices = scores.new_zeros(how.experts).index_add_(0, chosen.flatten(), scores.new_ones(chosen.numel()))
-        shares = scores if how.scores == "softmax" else scores / scores.sum(dim=-1, keepdim=True)
-        sums = [
-            choices,
-            shares.sum(dim=0),
-            logits.logsumexp(dim=-1).square().sum()[None],
-            scores.new_full((1,), len(scores)),
-        ]
-        return attach(
-            weights,
-            self.full_name,
-            torch.cat(sums),
-            loss=self._added if how.balance or how.z_loss else None,
-            after_step=self._move_bias if how.bias_rate else None,
-        )
+        how, ones = self.routing, scores.new_ones(chosen.numel())
+        choices = scores.new_zeros(how.experts).index_add_(0, chosen.flatten(), ones)
+        shares = (scores / scores.sum(dim=-1, keepdim=True)).sum(dim=0)
+        others = torch.stack((logits.logsumexp(dim=-1).square().sum(), scores.new_tensor(len(scores))))
+        loss = self._added if how.balance or how.z_loss else None
+        after_step = self._move_bias if how.bias_rate else None
+        return attach(weights, self.full_name, torch.cat((choices, shares, others)), loss, after_step)
 
     def _added(self, totals: Tensor) -> Tensor:
-        n = self.routing.experts
-        choices, shares, z, tokens = totals.split((n, n, 1, 1))
-        balance = n * (choices / tokens * (shares / tokens)).sum()
-        return self.routing.balance * balance + self.routing.z_loss * (z / tokens).sum()
+        how, (*of_experts, z, tokens) = self.routing, totals
+        choices, shares = torch.stack(of_experts).view(2, -1)
+        balance = how.experts * (choices / tokens * (shares / tokens)).sum()
+        return how.balance * balance + how.z_loss * z / tokens
 
     def _move_bias(self, totals: Tensor) -> None:
         choices = totals[: self.routing.experts]
@@ -122,12 +99,6 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, n_embd))
         self.down_proj = nn.Parameter(torch.empty(experts, n_embd, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw each expert's matrices as ``nn.Linear`` does."""
-        for matrix in (*self.gate_up_proj, *self.down_proj):
-            nn.init.kaiming_uniform_(matrix, a=5**0.5)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute tokens [n, n_embd] -> same by the experts ``chosen`` [n, k], with ``weights`` [n, k]."""
@@ -141,33 +112,26 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """[b, t, n_embd] -> same: the weighted sum of each token's experts, and the shared experts of all tokens."""
 
-    def __init__(self, size: Size, routing: Routing, shared_experts: int) -> None:
+    def __init__(self, size: Size, routing: Routing) -> None:
         super().__init__()
-        self.gate = Router(size, routing)
+        self.gate, self.shared_experts = Router(size, routing), None
         self.experts = Experts(routing.experts, size.n_embd, size.mlp_width)
-        if shared_experts:
-            self.shared_experts = MLP(replace(size, mlp_width=shared_experts * size.mlp_width))
+        if shared := routing.shared_experts:
+            self.shared_experts = llama.MLP(replace(size, mlp_width=shared * size.mlp_width))
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, n_embd] -> same."""
         tokens = x.flatten(0, 1)
         y = self.experts(tokens, *self.gate(tokens)).view_as(x)
-        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y
+        return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
-class Block(nn.Module):
+class Block(llama.Block):
     """One layer of the decoder, [b, t, n_embd] -> same."""
 
-    def __init__(self, size: Size, routing: Routing, shared_experts: int) -> None:
-        super().__init__()
-        self.input_layernorm, self.self_attn = Norm(size.n_embd, eps=size.norm_eps), Attention(size)
-        self.post_attention_layernorm = Norm(size.n_embd, eps=size.norm_eps)
-        self.mlp = Mixture(size, routing, shared_experts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, t, n_embd] -> same."""
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __init__(self, size: Size, routing: Routing) -> None:
+        super().__init__(size)
+        self.mlp = Mixture(size, routing)
 
 
 def moe(
@@ -187,8 +151,6 @@ def moe(
     bias_rate: float = 0.0,
     block_size: int = 1024,
     vocab_size: int = 50304,
-    rope_theta: float = 10_000.0,
-    norm_eps: float = 1e-5,
     tied: bool = True,
     init_std: float = 0.02,
 ) -> Chain:
@@ -216,72 +178,37 @@ def moe(
             expert, or else shrinks. 0 for no bias.
         block_size: The length of the longest sequence, in tokens.
         vocab_size: The number of words.
-        rope_theta: The base of the rotations' wavelengths.
-        norm_eps: The number added to the mean square in a norm.
         tied: Whether the head and the embedding are one parameter.
         init_std: The standard deviation of the initial weights.
 
     Raises:
         ModelError, ValueError: If sizes do not fit together.
     """
-    size = Size(
-        n_embd, n_layer, n_head, kv_heads, head_dim, expert_width, vocab_size, block_size, rope_theta,
-        norm_eps=norm_eps, tied=tied, init_std=init_std,
-    )  # fmt: skip
-    check_sizes(
-        n_layer=n_layer, n_head=n_head, kv_heads=kv_heads, head_dim=head_dim, n_embd=n_embd, experts=experts,
-        top_k=top_k, expert_width=expert_width, block_size=block_size, vocab_size=vocab_size,
-    )  # fmt: skip
-    if n_head % kv_heads:
-        raise ModelError(f"model.kv_heads={kv_heads} does not divide model.n_head={n_head}; set another")
-    if head_dim % 2:
-        raise ModelError(f"model.head_dim={head_dim} must be even, because positions rotate pairs")
     if top_k > experts:
         raise ModelError(f"model.top_k={top_k} experts compute each token, and there are model.experts={experts}")
-    if scores not in ("softmax", "sigmoid"):
-        raise ModelError(f"model.scores={scores} must be softmax or sigmoid")
-    if wrong := [f"{k}={v}" for k, v in dict(shared_experts=shared_experts, balance=balance, z_loss=z_loss,
-                                             bias_rate=bias_rate).items() if v < 0]:  # fmt: skip
+    routing = Routing(experts, top_k, shared_experts, scores, renormalize, balance, z_loss, bias_rate)
+    if wrong := [f"{key}={value}" for key, value in vars(routing).items() if key != "scores" and value < 0]:
         raise ModelError(f"model.{wrong[0]} must be at least 0")
-    routing = Routing(experts, top_k, scores, renormalize, balance, z_loss, bias_rate)
-    block, norm = partial(Block, size, routing, shared_experts), partial(Norm, eps=norm_eps)
-    shared: dict[str, CutOf] = {
-        "layers.*.mlp.shared_experts.gate_proj": Columns(),
-        "layers.*.mlp.shared_experts.up_proj": Columns(),
-        "layers.*.mlp.shared_experts.down_proj": Rows(),
-    }
-    return Chain(
-        layers=[
-            LayerSpec("embedding", partial(_embedding, size)),
-            *(LayerSpec(f"layers.{i}", block) for i in range(n_layer)),
-            LayerSpec("head", partial(Head, "norm", norm, n_embd, vocab_size)),
-        ],
-        loss=TokenCrossEntropy(),
-        tied={"head.lm_head.weight": _EMBEDDING} if tied else {},
+    check_sizes(experts=experts, top_k=top_k, expert_width=expert_width)
+    size = Size(n_embd, n_layer, n_head, kv_heads, head_dim, expert_width, vocab_size, block_size, tied=tied)
+    dense = llama.llama(None, **{key: value for key, value in vars(size).items() if key != "rope_scaling"})
+    block, mlp = partial(Block, size, routing), "layers.*.mlp"
+    cut: dict[str, CutOf] = {name: how for name, how in dense.cut.items() if not name.startswith(mlp)}
+    if shared_experts:
+        cut |= {f"{mlp}.shared_experts.{name}_proj": Columns() for name in ("gate", "up")}
+        cut[f"{mlp}.shared_experts.down_proj"] = Rows()
+    return replace(
+        dense,
+        layers=[replace(layer, build=block) if "." in layer.name else layer for layer in dense.layers],
         initialise=partial(_initialise, init_std),
-        limits={"positions": block_size, "vocabulary": vocab_size},
-        embedding=_EMBEDDING,
-        continues=True,
-        cut={
-            "embedding.embed_tokens": Vocabulary(),
-            "layers.*.self_attn.q_proj": Columns(unit=head_dim),
-            "layers.*.self_attn.[kv]_proj": Columns(unit=head_dim, shared=True),
-            "layers.*.self_attn.o_proj": Rows(),
-            "layers.*.mlp.experts": DividedExperts(),
-            **(shared if shared_experts else {}),
-            "head.lm_head": Vocabulary(),
-        },
+        hugging_face=None,
+        cut=cut | {f"{mlp}.experts": DividedExperts()},
     )
-
-
-def _embedding(size: Size) -> nn.Module:
-    """Token ids [b, t] -> [b, t, n_embd]."""
-    return nn.Sequential(OrderedDict(embed_tokens=nn.Embedding(size.vocab_size, size.n_embd)))
 
 
 def _initialise(std: float, name: str, module: nn.Module) -> None:
     if isinstance(module, Experts):
         for parameter in module.parameters():
             parameter.normal_(0.0, std)
-        return
-    draw_normal(name, module, std=std)
+    else:
+        draw_normal(name, module, std=std)

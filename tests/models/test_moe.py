@@ -79,9 +79,8 @@ def test_the_shapes_do_not_depend_on_what_tokens_choose():
     chain = moe(n_layer=1, n_embd=16, head_dim=4, expert_width=8, vocab_size=20, block_size=8)
     layers = chain.build(chain.names, 5, torch.device("cpu"))
     tokens = torch.arange(12).view(2, 6)
-    explained = torch._dynamo.explain(layers.eval())(tokens)
-    assert explained.graph_break_count == 0
-    assert torch.allclose(torch.compile(layers, backend="aot_eager")(tokens), layers(tokens), atol=1e-6)
+    compiled = torch.compile(layers.eval(), backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(tokens), layers(tokens), atol=1e-6)
     assert layers.to("meta")(tokens.to("meta")).shape == (2, 6, 20)
 
 
@@ -89,7 +88,6 @@ def test_the_shapes_do_not_depend_on_what_tokens_choose():
     "options, said",
     [
         (dict(top_k=9), "model.top_k=9 experts compute each token, and there are model.experts=8"),
-        (dict(scores="tanh"), "model.scores=tanh must be softmax or sigmoid"),
         (dict(bias_rate=-1.0), "model.bias_rate=-1.0 must be at least 0"),
         (dict(kv_heads=3), "model.kv_heads=3 does not divide model.n_head=4"),
     ],
