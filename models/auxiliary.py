@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.errors import ModelError
 
-T = TypeVar("T")
 Function = Callable[[Tensor], Tensor]  # [n] totals in float64 -> the loss, a scalar
 
 
@@ -32,14 +31,14 @@ class Collected:
     Attributes:
         sums: The sums of each key in float64 (float32 on MPS), until now.
         losses: The loss of each key that has one.
-        after: What follows a step, by key: functions that get the totals.
+        after: The function that follows the step, by key.
         gradients: The gradient of each key's loss with respect to its sums. A step sets it before a backward.
         open: Whether forwards still add sums. Recomputations in a backward never do.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     losses: dict[str, Function] = field(default_factory=dict)
-    after: dict[str, dict[Callable[[Tensor], None], None]] = field(default_factory=dict)
+    after: dict[str, Callable[[Tensor], None]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     open: bool = True
 
@@ -48,27 +47,16 @@ _step: Collected | None = None
 
 
 @contextmanager
-def collecting(into: Collected | None = None) -> Iterator[Collected]:
+def collecting(into: Collected) -> Iterator[Collected]:
     """Collect the sums of the forwards in the block."""
     global _step
-    _step = Collected() if into is None else into
+    _step = into
     try:
-        yield _step
+        yield into
     finally:
         _step = None
 
 
-def _uncompiled(function: T) -> T:
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
-
-
-@_uncompiled
-def collects() -> bool:
-    """Return whether ``attach`` has an effect now, so that sums that nothing needs are not computed."""
-    return _step is not None
-
-
-@_uncompiled
 def attach(
     x: Tensor,
     key: str,
@@ -82,8 +70,8 @@ def attach(
 
     Args:
         x: A tensor on which the loss of the targets depends. The gradient of ``sums`` is computed with its gradient.
-        key: The name of the sums. Layers with the same key are added up. A module with an attribute ``full_name`` finds
-            its name in the whole model there.
+        key: The name of the sums. Sums of layers with the same key are added up, and have one loss. A module with an
+            attribute ``full_name`` finds its name in the whole model there.
         sums: [n] in float32 or float64, this micro-batch's sums, on any device.
         loss: A function of the totals, [n] in float64: a differentiable scalar, which is added to the mean loss.
         after_step: A function that gets the totals, detached, after each step that updates the weights.
@@ -94,6 +82,15 @@ def attach(
     Raises:
         ModelError: If ``sums`` has 16 bits.
     """
+    return _attach(x, key, sums, loss, after_step)
+
+
+def _uncompiled(function: Any) -> Any:
+    return torch.compiler.disable(function)
+
+
+@_uncompiled
+def _attach(x: Tensor, key: str, sums: Tensor, loss: Function | None, after_step: Any) -> Tensor:
     step = _step
     if step is None:
         return x
@@ -103,10 +100,8 @@ def attach(
     if step.open and torch._C._current_graph_task_id() == -1:
         wide = sums.detach().to(torch.float32 if sums.device.type == "mps" else torch.float64)
         step.sums[key] = step.sums[key] + wide.to(step.sums[key].device) if key in step.sums else wide
-        if loss is not None:
-            step.losses[key] = loss
-        if after_step is not None:
-            step.after.setdefault(key, {})[after_step] = None
+        step.losses |= {} if loss is None else {key: loss}
+        step.after |= {} if after_step is None else {key: after_step}
     return x if loss is None else _Attached.apply(x, sums, key, step)
 
 
@@ -115,10 +110,9 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, sums: Tensor, key: str, step: Collected) -> Tensor:
-        ctx.key, ctx.step, ctx.kind = key, step, (sums.dtype, sums.device)
+        ctx.key, ctx.step, ctx.kind = key, step, (sums.device, sums.dtype)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        dtype, device = ctx.kind
-        return gradient, ctx.step.gradients[ctx.key].to(device, dtype), None, None
+        return gradient, ctx.step.gradients[ctx.key].to(*ctx.kind), None, None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ModelError
-from models.auxiliary import attach, collects
+from models.auxiliary import attach
 
 _KEY = "router_logits"
 
@@ -45,9 +45,9 @@ class Balance:
 
     def _attached(self, seen: list[Tensor], layer: nn.Module, given: Any, hidden: Tensor) -> Tensor:
         logits, seen[:] = [*seen], []
-        if not logits or not collects():
+        if not logits:
             return hidden
-        return attach(hidden, _KEY, sum(map(self._sums, logits)), self._loss)  # pyright: ignore[reportArgumentType]
+        return attach(hidden, _KEY, torch.stack([*map(self._sums, logits)]).sum(dim=0), self._loss)
 
     def _sums(self, logits: Tensor) -> Tensor:
         """Return [2 experts + 1]: how often experts are chosen, their scores, and the number of tokens [n, experts]."""

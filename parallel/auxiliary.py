@@ -32,22 +32,18 @@ class AuxiliaryLosses:
         """``divides`` has the mesh axes along which ranks compute different terms of the loss."""
         self.exist, self._sizes = bool(plan.facts["auxiliary"]), dict(sorted(plan.auxiliary.items()))
         self.in_advance = self.exist and (plan.chunks > 1 or plan.pipelined)
-        self._stages, self._alone = stages, mesh.size == 1
         # Whether this rank's terms of the loss, and its sums, count: ranks along the other axes compute the same ones.
-        self._counts_terms = mesh.owns(divides)
-        self._counts_sums = mesh.owns({*divides, *[TENSOR] * plan.sequence})
-        self._zero = torch.zeros((), dtype=sum_dtype(device), device=device)
-        self.value, self._factor = self._zero, 0.0
+        self._terms_count = mesh.owns(divides)
+        self._sums_count = mesh.owns({*divides, *[TENSOR] * plan.sequence})
+        self.value = self._zero = torch.zeros(1, dtype=sum_dtype(device), device=device)
+        self._stages, self._alone, self._factor = stages, mesh.size == 1, 0.0
         self._collected, self._totals = Collected(), dict[str, Tensor]()
 
     @contextmanager
     def step(self, factor: float) -> Iterator[None]:
         """Collect the sums of a step. Its loss is multiplied by ``factor`` before the backward."""
-        if not self._sizes:
-            yield
-            return
-        with collecting() as self._collected:
-            self._factor = factor
+        self._collected, self._factor = Collected(open=bool(self._sizes)), factor
+        with collecting(self._collected):
             yield
             self.close()
 
@@ -57,32 +53,29 @@ class AuxiliaryLosses:
 
         The number of targets is added up as well, because the loss of the targets is later divided by it.
         """
-        step = self._collected
-        if not (self._sizes and step.open):
+        step, zero = self._collected, self._zero
+        if not step.open:
             return
         step.open = False
-        counts = [sums[1].to(self._zero) for stage in self._stages for sums in stage.sums]
-        mine = [sum(counts, self._zero)[None] * self._counts_terms]
-        sums = (step.sums.get(key, self._zero.expand(n)) for key, n in self._sizes.items())
-        mine += [own.to(self._zero) * self._counts_sums for own in sums]
-        holds = torch.tensor([float(key in step.losses) for key in self._sizes])  # several ranks may have a loss
-        total = torch.cat((*mine, holds.to(self._zero)))
+        counts = [sums[1].to(zero) for stage in self._stages for sums in stage.sums]
+        mine = [sum(counts, zero) * self._terms_count]
+        for key, n in self._sizes.items():
+            mine += [step.sums.get(key, zero.expand(n)).to(zero) * self._sums_count, zero + (key in step.losses)]
+        total = torch.cat(mine)
         if not self._alone:
             dist.all_reduce(total)
-        count, *totals = total[: -len(holds)].split((1, *self._sizes.values()))
-        self._totals = dict(zip(self._sizes, totals, strict=True))
-        holders = dict(zip(self._sizes, total[-len(holds) :].unbind(), strict=True))
-        self.value = self._zero
+        count, *pairs = total.split((1, *(size for n in self._sizes.values() for size in (n, 1))))
+        self._totals, ranks = (dict(zip(self._sizes, pairs[i::2], strict=True)) for i in range(2))
+        self.value = zero
         for key, loss in step.losses.items():
-            with torch.enable_grad(), torch.autocast(self._zero.device.type, enabled=False):
+            with torch.enable_grad(), torch.autocast(zero.device.type, enabled=False):
                 value = loss(at := self._totals[key].detach().requires_grad_())
             (gradient,) = torch.autograd.grad(value, at)
             step.gradients[key] = gradient * (self._factor * count)
-            self.value = self.value + value.detach() / holders[key]
+            self.value = self.value + value.detach() / ranks[key]  # the ranks that have layers with this key
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Call what follows a step. Called if the step updates the weights."""
-        for key, functions in self._collected.after.items():
-            for function in functions:
-                function(self._totals[key])
+        for key, function in self._collected.after.items():
+            function(self._totals[key])

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import PlanError
 from data.dataset import Batch
-from models.auxiliary import collecting
+from models.auxiliary import Collected, collecting
 from models.batchnorm import StepBatchNorm
 from models.chain import CPU, LOSS, Chain, LayerSpec, Tensors, as_tuple, checked, converted, is_within
 from models.losses import Sums, copy_to_try, is_by_sample, loss_of, replicas
@@ -252,7 +252,7 @@ class _Examiner:
         effects = Effects(module, followed, self.ranges)
         replicas.called, notes = False, []
         try:
-            with collecting() as collected:
+            with collecting(Collected()) as collected:
                 output = self._called(call, module, tensors, batch, notes, effects if watched else nullcontext())
             facts.auxiliary = bool(collected.losses)
             facts.sums = {key: len(sums) for key, sums in collected.sums.items()}

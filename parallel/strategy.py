@@ -261,7 +261,7 @@ class Strategy(ABC):
         if not self._counts_terms or not any(stage.ends_chain for stage in self.stages):
             targets = 0  # other ranks count them
         squares = self.gradients.squared_norm().to(loss)
-        losses = [self.auxiliary.value] if self.auxiliary.exist else []
+        losses = [self.auxiliary.value[0]] if self.auxiliary.exist else []
         mine = [loss, count, loss.new_full((), targets), squares, loss.new_full((), stop), *losses, *metrics]
         loss, count, targets_of_all, squares, stops, *metrics = self.all_sum(torch.stack(mine))
         auxiliary = metrics.pop(0) if losses else 0.0

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import ModelError
-from models.auxiliary import collecting
+from models.auxiliary import Collected, collecting
 from models.grouped import by_expert, product
 from models.moe import moe
 from tests.models.random_models import POSITIONS, WORDS, random_model
@@ -34,7 +34,7 @@ def test_logits_gradients_and_the_balance_of_a_layer_are_those_of_mixtral(balanc
     targets = tokens.roll(-1, 1)
     wanted = model(tokens, labels=targets, shift_labels=targets, use_cache=False)
     wanted.loss.backward()
-    with collecting() as step:
+    with collecting(Collected()) as step:
         logits = layers(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         for key, added in step.losses.items():
@@ -75,6 +75,7 @@ def test_the_product_of_each_expert_is_that_of_each_token_alone(chosen, dtype, w
         assert torch.allclose(mine, torch.zeros_like(mine) if other is None else other)
 
 
+@pytest.mark.slow
 def test_the_shapes_do_not_depend_on_what_tokens_choose():
     chain = moe(n_layer=1, n_embd=16, head_dim=4, expert_width=8, vocab_size=20, block_size=8)
     layers = chain.build(chain.names, 5, torch.device("cpu"))

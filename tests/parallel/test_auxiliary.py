@@ -14,7 +14,7 @@ from torch import nn
 
 from common.errors import ModelError
 from data.dataset import Batch
-from models.auxiliary import attach, collecting
+from models.auxiliary import Collected, attach, collecting
 from models.causal_lm import causal_lm
 from models.chain import Chain
 from models.losses import IGNORED
@@ -262,5 +262,5 @@ def test_tokens_are_counted_exactly_in_16_bits(tmp_path, kind):
 
 
 def test_sums_of_16_bits_are_refused():
-    with collecting(), pytest.raises(ModelError, match="do not count beyond 256"):
+    with collecting(Collected()), pytest.raises(ModelError, match="do not count beyond 256"):
         attach(torch.ones(2), "choices", torch.ones(3, dtype=torch.bfloat16), torch.sum)
