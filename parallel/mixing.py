@@ -31,7 +31,7 @@ from parallel.layout import Layout
 
 _FEW, _MANY = 17, 257  # numbers of positions; odd, so that a shift by a power of two does not end where it began
 _QUICK, _SLOW = 2**28, 2**33  # parameters of a layer times positions: for a short sequence, and for whole ones at most
-_LARGE, _MOST = 2**20, 2**29  # numbers of elements: of a parameter that is not drawn, of a layer that is not views
+_LARGE = 2**20  # elements of a parameter that is not drawn, and parameters of a layer that is compared with others
 _SAME = 1e-5  # relative difference that may come from rounding
 
 
@@ -266,13 +266,18 @@ def _with_numbers(chain: Chain, name: str, used: bool) -> nn.Module:
     with _Undrawn():
         module = chain.build([name], 0, CPU)[name]
     parameters = list(module.requires_grad_(False).parameters())
-    copied = used and sum(p.numel() for p in parameters) <= _MOST  # otherwise each product copies the views
-    noise = torch.randn(max((sum(p.shape) for p in parameters), default=0) + len(parameters))
+    noise = torch.randn(max((sum(p.shape) for p in parameters), default=0) + len(parameters) + 1)
     for start, parameter in enumerate(parameters):
         # The product with a matrix is about as large as its input. Vectors scale and shift.
         numbers = noise[start:] * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1 + 0.05 * noise[start:]
         view = numbers.to(parameter.dtype).as_strided(parameter.shape, [1] * parameter.dim())
-        parameter.data = view.contiguous() if copied else view
+        if parameter.dim() == 3 and parameter.shape[0] <= parameter.shape[2]:  # experts, which begin side by side
+            rows = view[0].new_empty(parameter.shape[1] + 1, parameter.shape[2])
+            rows.copy_(numbers.as_strided(rows.shape, (1, 1)))
+            view = rows.as_strided(parameter.shape, (1, parameter.shape[2], 1))
+        elif used:  # otherwise each product would copy the view
+            view = view.contiguous()
+        parameter.data = view
     return module
 
 

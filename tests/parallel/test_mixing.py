@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import architectures
 from common.errors import ModelError, PlanError
@@ -112,6 +113,11 @@ class Alternates(nn.Module):
         return x + x.unflatten(1, (-1, 2)).mean(2, keepdim=True).expand(-1, -1, 2, -1).flatten(1, 2)
 
 
+class Recomputed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class InEights(nn.Module):
     """Computes eight positions at a time, each on its own."""
 
@@ -148,6 +154,10 @@ def linear_attention(q, k, v):
     return torch.einsum("bhtd,bhtde->bhte", q, torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2))
 
 
+def _places(x):
+    return sequence.positions(x.shape[1], x.device)
+
+
 def state_space(x, w):
     state, states = torch.zeros_like(x[:, 0]), []
     for each in x.unbind(1):
@@ -165,6 +175,14 @@ def top(x, w):
     """Only the eighth of the positions with the highest scores is changed."""
     best = x.sum(-1).topk(max(1, x.shape[1] // 8), dim=1).indices[..., None].expand(-1, -1, x.shape[2])
     return x.scatter_add(1, best, x.gather(1, best))
+
+
+def by_capacity(x, w):
+    """Each of four experts takes an eighth of the positions at most."""
+    rows = x.flatten(0, 1)
+    chosen = F.one_hot((rows @ w)[:, :4].argmax(-1), 4)
+    taken = chosen * (chosen.cumsum(0) <= len(rows) // 8)
+    return (rows * taken.sum(-1, keepdim=True)).view_as(x)
 
 
 def shifted(by, x, w):
@@ -197,6 +215,9 @@ MIXES = {
     "last position": lambda: Does(lambda x, w: x + x[:, -1:]),
     "pairs": Alternates,
     "highest positions": lambda: Does(top),
+    "experts with a capacity": lambda: Does(by_capacity),
+    "a small share": lambda: Does(lambda x, w: x + 1e-3 * x.mean(1, keepdim=True)),
+    "counts from the first": lambda: Does(lambda x, w: x + _places(x)[:, None] - _places(x)[0]),
     "sorted": lambda: Does(lambda x, w: x.sort(1).values),
     "attention of torch": lambda: Heads(partial(F.scaled_dot_product_attention, is_causal=True)),
     "attention by hand": lambda: Heads(lambda q, k, v: (q @ k.mT).softmax(-1) @ v),
@@ -231,6 +252,9 @@ FINE = {
     "eight at a time": InEights,
     "experts": lambda: Does(lambda x, w: torch.where(x.argmax(-1, keepdim=True) > 3, x @ w, -x)),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "recomputed": lambda: Recomputed(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)),
+    "in place": lambda: Does(lambda x, w: x.mul_(2)),
+    "constant": lambda: Does(lambda x, w: x.softmax(-1).sum(-1, keepdim=True) * w[0]),
     "rounded": lambda: Does(lambda x, w: x.round()),
 }  # fmt: skip
 
