@@ -50,8 +50,10 @@ def attend(
     """
     if (part := sequence.part()) is not None:
         return part.attend(q, k, v, scale=scale, window=window, softcap=softcap, documents=documents, dropout=dropout)
-    here, of = torch.arange(q.shape[2], device=q.device), () if documents is None else (documents, documents)
-    mask = None if window is None and documents is None else visible(here, here, window, *of)
+    mask, length = None, q.shape[2]
+    if window is not None or documents is not None:
+        here = torch.arange(length, device=q.device)
+        mask = visible(here, here, window, *(() if documents is None else (documents, documents)))
     p = dropout.p if dropout is not None and dropout.training else 0.0
     samples = samples_of(q) if p > 0.0 else None
     grouped = q.shape[1] != k.shape[1]
@@ -61,9 +63,9 @@ def attend(
         return _sample_by_sample(q, k, v, scale, dropout, samples)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    mask = visible(here, here) if mask is None else mask
-    unseen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
-    in_product = softcap is None and mask.dim() == 2
+    unseen = torch.full((length, length) if mask is None else mask.shape, -math.inf, dtype=q.dtype, device=q.device)
+    unseen = unseen.triu(1) if mask is None else unseen.masked_fill_(mask, 0.0)
+    in_product = softcap is None and unseen.dim() == 2
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     added, products = unseen if in_product else unseen.new_zeros(()), (q.flatten(0, 1), k.flatten(0, 1).mT)
     scores = torch.baddbmm(added, *products, alpha=scale).unflatten(0, q.shape[:2])
