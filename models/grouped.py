@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
@@ -32,8 +33,10 @@ def by_expert(
     ones = torch.ones_like(order)
     ends = ones.new_zeros(count).scatter_add_(0, chosen.flatten(), ones).cumsum(0).int()
     place = torch.empty_like(order).scatter_(0, order, ones.cumsum(0) - 1)  # the row of each pair of token and expert
-    outputs = compute(hidden.index_select(0, order // chosen.shape[1]), ends).index_select(0, place)
-    return (outputs.unflatten(0, chosen.shape) * weights[..., None]).sum(dim=1).to(hidden.dtype)
+    outputs = compute(hidden.index_select(0, order // chosen.shape[1]), ends)
+    # The weighted sum of each token's rows, without a copy of the rows in another order.
+    weights, bags = weights.to(outputs.dtype), place.view_as(chosen)
+    return F.embedding_bag(bags, outputs, per_sample_weights=weights, mode="sum").to(hidden.dtype)
 
 
 def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

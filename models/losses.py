@@ -21,16 +21,8 @@ from common.errors import ModelError
 IGNORED = -100  # torch's own ignore_index
 # Names that metrics cannot have, because a step's record in metrics.jsonl has them.
 _RECORDED = {
-    "step",
-    "loss",
-    "lr",
-    "grad_norm",
-    "step_time_s",
-    "samples_per_s",
-    "tokens_per_s",
-    "skipped",
-    "auxiliary_loss",
-}
+    "step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped", "auxiliary_loss",
+}  # fmt: skip
 
 
 # The losses of these modules are sums over samples, without the samples of weight 0.

@@ -264,3 +264,51 @@ def test_tokens_are_counted_exactly_in_16_bits(tmp_path, kind):
 def test_sums_of_16_bits_are_refused():
     with collecting(Collected()), pytest.raises(ModelError, match="do not count beyond 256"):
         attach(torch.ones(2), "choices", torch.ones(3, dtype=torch.bfloat16), torch.sum)
+
+
+def overflowing(layout: Layout) -> list[dict]:
+    """A step whose gradients overflow, then two that do not, in float16 from a large scale of the loss."""
+    strategy = strategy_of(chain_of_case("sigmoid scores, a shared expert, a bias"), layout, precision="fp16")
+    found, strategy.loss_scale.scale = [], 2.0**14
+    for step in range(1, STEPS + 1):
+        mine = batch_at(step).chunks(strategy.plan.dp)[strategy.mesh.replica]
+        first = next(iter(strategy.parameters()))
+        hook = first.register_hook(lambda gradient: gradient * float("inf")) if step == 1 else None
+        result = strategy.train_step(mine, step)
+        if hook is not None:
+            hook.remove()
+        strategy.loss_scale.update(result)
+        biases = [tensor.clone() for name, tensor in strategy.state_dict().items() if name.endswith("gate.bias")]
+        found.append({"finite": result.finite, "loss": result.loss, "norm": result.grad_norm, "biases": biases})
+    return found
+
+
+def test_the_scale_of_the_loss_scales_auxiliary_losses_and_a_skipped_step_moves_no_bias(ranks):
+    (one,) = ranks.run(1, overflowing, Layout("single"))
+    assert [step["finite"] for step in one] == [False, True, True]
+    assert not any(bias.any() for bias in one[0]["biases"]) and all(bias.any() for bias in one[1]["biases"])
+    for rank in ranks.run(2, overflowing, Layout("ddp", dp=2, chunks=2)):
+        for mine, wanted in zip(rank[1:], one[1:], strict=True):
+            assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+            assert mine["norm"] == pytest.approx(wanted["norm"], rel=2e-2)
+            assert all(map(torch.equal, mine["biases"], wanted["biases"]))
+
+
+def resumed(layout: Layout, case: str, state: dict) -> dict:
+    """The numbers of the last step, from the weights and biases that the steps before have left."""
+    strategy = strategy_of(chain_of_case(case), layout)
+    strategy.load_state_dict(state)
+    mine = batch_at(STEPS).chunks(strategy.plan.dp)[strategy.mesh.replica]
+    evaluation = strategy.all_sum(strategy.eval_step(mine))
+    result = strategy.train_step(mine, STEPS)  # moves biases
+    return {"loss": result.loss, **result.metrics, "evaluation": evaluation[0] / evaluation[1]}
+
+
+@pytest.mark.parametrize("layout", [Layout("single", chunks=2), Layout("fsdp", dp=2, chunks=2)], ids=str)
+def test_a_step_goes_on_with_biases_and_an_evaluation_has_the_loss_of_the_tokens_alone(ranks, loops, layout):
+    case = "sigmoid scores, a shared expert, a bias"
+    before, wanted = loops[case][-2:]
+    state = {name: tensor for name, tensor in before.items() if isinstance(tensor, torch.Tensor)}
+    for found in ranks.run(layout.processes, resumed, layout, case, state):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
+        assert found["evaluation"] == pytest.approx(wanted["loss"] - wanted["auxiliary_loss"], rel=1e-12)
