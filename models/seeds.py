@@ -233,9 +233,10 @@ class BySample(nn.modules.dropout._DropoutNd):
         here = sequence.part()
         if here is None:
             return {}
-        sizes = {dim: n for dim, n in enumerate((shape[0] // drawn.count, *shape[1:]))}
+        sizes = dict(enumerate((shape[0] // drawn.count, *shape[1:])))
         sizes |= {dim: part.size for dim, part in drawn.parts.items()}
-        dims = [dim for dim in (0, *((2, 1) if len(shape) == 4 else (1,))) if sizes.get(dim) == len(here.positions)]
+        order = (0, 2, 1) if len(shape) == 4 else (0, 1)
+        dims = [dim for dim in order if sizes.get(dim) == len(here.positions)]
         if not dims:
             raise ModelError(
                 f"the dropout {self.full_name} gets {tuple(shape)}, and no dimension of this is the "
