@@ -57,6 +57,11 @@ def collecting(into: Collected) -> Iterator[Collected]:
         _step = None
 
 
+def _uncompiled(function: Any) -> Any:
+    return torch.compiler.disable(function)
+
+
+@_uncompiled
 def attach(
     x: Tensor,
     key: str,
@@ -82,15 +87,6 @@ def attach(
     Raises:
         ModelError: If ``sums`` has 16 bits.
     """
-    return _attach(x, key, sums, loss, after_step)
-
-
-def _uncompiled(function: Any) -> Any:
-    return torch.compiler.disable(function)
-
-
-@_uncompiled
-def _attach(x: Tensor, key: str, sums: Tensor, loss: Function | None, after_step: Any) -> Tensor:
     step = _step
     if step is None:
         return x

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import ModelError
 from models.auxiliary import attach
 
 _KEY = "router_logits"
@@ -22,26 +21,22 @@ class Balance:
     """The load-balance loss of a model of transformers."""
 
     def __init__(self, model: Any) -> None:
-        """Find the routers of a model. Raises ModelError if the model does not name them."""
+        """Find the routers of a model, whose logits the library records (``_can_record_outputs``, 5.24)."""
         recorder = (getattr(model.base_model, "_can_record_outputs", None) or {}).get(_KEY)
-        if recorder is None:
-            raise ModelError(
-                f"{type(model).__name__} adds a loss of its routers, and transformers does not say which modules they "
-                "are; set +model.settings.output_router_logits=false to train without it"
-            )
-        self._kind, self._index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
+        self._kind, self._index = getattr(recorder, "target_class", ()), getattr(recorder, "index", 0)
         self._top_k, self._factor = model.num_experts_per_tok, model.router_aux_loss_coef
 
     def watch(self, layer: nn.Module) -> None:
         """Let a layer, which returns hidden states, attach the sums of the routers inside it."""
         logits: list[Tensor] = []
+
+        def note(_module: nn.Module, _given: Any, output: Any) -> None:
+            logits.append(output[self._index] if isinstance(output, tuple) else output)
+
         for module in layer.modules():
             if isinstance(module, self._kind):
-                module.register_forward_hook(lambda _module, _given, output: logits.append(self._of(output)))
+                module.register_forward_hook(note)
         layer.register_forward_hook(partial(self._attached, logits))
-
-    def _of(self, output: Any) -> Tensor:
-        return output[self._index] if isinstance(output, tuple) else output
 
     def _attached(self, seen: list[Tensor], layer: nn.Module, given: Any, hidden: Tensor) -> Tensor:
         logits, seen[:] = [*seen], []

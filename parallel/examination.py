@@ -94,7 +94,7 @@ class Facts:
     def of(self, name: str) -> Facts:
         """Return the facts of a layer that differs from this one only in its name."""
         sums = {
-            name + key.removeprefix(self.name) if is_within(key, [self.name]) else key: n
+            name + key.removeprefix(self.name) if is_within(f"{key}.", [self.name]) else key: n
             for key, n in self.sums.items()
         }
         return replace(self, name=name, sums=sums)
@@ -141,7 +141,7 @@ class Examination:
         """Return the fields ``facts``, ``sample_dims`` and ``auxiliary`` of a plan."""
         facts = {fact: sorted(self.may(fact)) for fact in ("writes", "fills", "random")}
         facts |= {fact: self.which(fact) for fact in ("draws", "passes", "auxiliary")}
-        sums = {key: n for layer in self.layers for key, n in layer.sums.items()}
+        sums = {key: n for of in self._found for key, n in of.sums.items()}
         return {"facts": facts, "sample_dims": self.sample_dims, "auxiliary": sums}
 
     @property

@@ -14,6 +14,7 @@ from common.packages import load_transformers
 from data.dataset import Batch
 from models.attention import Reordered
 from models.causal_lm import causal_lm
+from models.causal_lm_balance import Balance
 from models.causal_lm_config import read_config
 from models.cut import GatherInput, Vocabulary, check_table
 from models.sequence import computing_part
@@ -134,6 +135,15 @@ def test_experts_do_not_copy_their_weights_for_each_token(tmp_path, monkeypatch)
     copied = "transformers.integrations.moe.batched_mm_experts_forward"
     monkeypatch.setattr(copied, lambda *_: pytest.fail("the weights were copied"))
     assert_same(chain, layers, reference)
+
+
+def test_a_loss_of_routers_must_be_the_library_s(tmp_path, monkeypatch):
+    random_model("mixtral", output_router_logits=True).config.save_pretrained(tmp_path)
+    causal_lm(str(tmp_path)).prove()
+    chain = causal_lm(str(tmp_path))
+    monkeypatch.setattr(Balance, "_loss", lambda self, totals, own=Balance._loss: 1.1 * own(self, totals))
+    with pytest.raises(ModelError, match="MixtralForCausalLM adds something to the loss of its logits"):
+        chain.prove()
 
 
 @pytest.mark.parametrize("kind", REFUSED)

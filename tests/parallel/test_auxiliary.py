@@ -3,6 +3,7 @@
 import inspect
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from common.errors import ModelError
 from data.dataset import Batch
 from models.auxiliary import Collected, attach, collecting
 from models.causal_lm import causal_lm
-from models.chain import Chain
-from models.losses import IGNORED
+from models.chain import Chain, LayerSpec
+from models.losses import IGNORED, SquaredError
 from models.moe import moe
 from parallel.examination import examine
 from parallel.strategy import Options, build_strategy
@@ -312,3 +313,34 @@ def test_a_step_goes_on_with_biases_and_an_evaluation_has_the_loss_of_the_tokens
     for found in ranks.run(layout.processes, resumed, layout, case, state):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
         assert found["evaluation"] == pytest.approx(wanted["loss"] - wanted["auxiliary_loss"], rel=1e-12)
+
+
+class Penalized(nn.Linear):
+    """Adds the mean square of its outputs to the loss."""
+
+    full_name = ""
+
+    def forward(self, x):
+        y = super().forward(x)
+        sums = torch.stack((y.square().sum(), y.new_tensor(y.numel())))
+        return attach(y, self.full_name, sums, lambda totals: totals[0] / totals[1])
+
+
+@pytest.mark.parametrize("layout", [Layout("single", chunks=2), Layout("pipelined", pp=2, chunks=2)], ids=str)
+def test_layers_of_one_kind_have_a_loss_each(ranks, layout):
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    layers = penalized().build(["first", "last"], 7, torch.device("cpu"), torch.float64)
+    hidden = layers["first"](x)
+    wanted = hidden.square().mean().item() + layers["last"](hidden).square().mean().item()
+    for found in ranks.run(layout.processes, penalty, layout, x):
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def penalized() -> Chain:
+    build = partial(Penalized, 3, 3)
+    return Chain([LayerSpec("first", build), LayerSpec("last", build)], SquaredError())
+
+
+def penalty(layout: Layout, x: torch.Tensor) -> float:
+    strategy = strategy_of(penalized(), layout, sample=Batch(x, x))
+    return strategy.train_step(Batch(x, x), 1).metrics["auxiliary_loss"]
