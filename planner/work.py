@@ -228,15 +228,11 @@ def weights_of(chain: Chain) -> list[LayerWork]:
             for key, p in layer.named_parameters(name)
             if key in chain.tied and (owner := owners[chain.tied[key]]) != name
         ]
-        parameters = list(layer.parameters())
+        own = [*layer.parameters()]
         experts = [p for module in experts_of(chain.cut, layer, name).values() for p in module.parameters()]
-        (own, frozen), of_experts = _sizes(parameters), _sizes(experts)
-        layers.append(
-            LayerWork(
-                name, 0, 0, 0, 0, own, 0, 0, tuple(ties), len(parameters), frozen,
-                experts=of_experts[0], frozen_experts=of_experts[1],
-            )
-        )  # fmt: skip
+        (parameters, frozen), of_experts = _sizes(own), _sizes(experts)
+        work = LayerWork(name, 0, 0, 0, 0, parameters, 0, 0, tuple(ties), len(own), frozen)
+        layers.append(replace(work, experts=of_experts[0], frozen_experts=of_experts[1]))
     return layers
 
 
