@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from commandline import ROOT, records
@@ -110,7 +111,9 @@ def training(cfg, folder: Path, world=None) -> dict:
 
     world = world or World.alone()
     adopt(cfg, world)
-    return run(build_setup(cfg, planned(cfg, world), world), folder, world)
+    setup = build_setup(cfg, planned(cfg, world), world)
+    setup.plan = replace(setup.plan, **setup.examination.for_plan())
+    return run(setup, folder, world)
 
 
 def for_rank(folder: Path, *overrides: str, **sections) -> tuple[dict, str, str]:
