@@ -36,7 +36,7 @@ from parallel.layout import Layout
 from parallel.mesh import EXPERTS, REPLICAS, SHARDS, Mesh
 from parallel.placement import Split
 from parallel.plan import Plan
-from parallel.strategies import StrategyInfo
+from parallel.strategies import StrategyInfo, names_where
 
 
 class ExpertParallel(AxisOfStage):
@@ -56,6 +56,11 @@ class ExpertParallel(AxisOfStage):
     @classmethod
     def check_keys(cls, section: Any, info: StrategyInfo) -> None:
         """See ``Axis.check_keys``."""
+        if section.ep != 1 and not info.replicas:
+            raise PlanError(
+                f"parallel={section.name} has one replica, and parallel.ep={section.ep} shares experts among replicas; "
+                f"use parallel={', '.join(names_where(replicas=True))}"
+            )
         super().check_keys(section, info)
         if section.dp is not None and section.dp % section.ep:
             fits = [str(n) for n in range(2, section.dp + 1) if section.dp % n == 0]

@@ -301,8 +301,8 @@ LAYOUTS = {
         Refusal(MOE + EXPERT + "parallel.ep=1", "parallel=expert", "parallel.ep=1 is one", "set parallel.ep=2"),
         Refusal(MOE + EXPERT + "parallel.ep=0", "parallel.ep=0 must be at least 1"),
         Refusal(MOE + "parallel=ddp parallel.dp=4 parallel.ep=3", "does not divide the parallel.dp=4 replicas",
-                "can be 2, 4, or set parallel.dp=3"),
-        Refusal(GPT2 + EXPERT + "parallel.ep=2", "ep=2 divides experts", "does not say where it has any", "Experts()"),
+                "set parallel.dp=3, or parallel.ep to 2 or 4"),
+        Refusal(GPT2 + EXPERT + "parallel.ep=2", "ep=2 divides experts", "has no Experts()", "or set parallel.ep=1"),
         *(Refusal(MOE + f"parallel={name} parallel.ep=2", f"parallel={name} has one replica",
                   "use parallel=ddp, pipe_ddp, fsdp, hsdp, pipe_fsdp, expert")
           for name in ("single", "model_parallel", "data_parallel", "context")),
