@@ -71,13 +71,15 @@ def parity() -> list[dict]:
     ]
 
 
-def parity_tensor() -> list[dict]:
-    """Return one row per layout in which ranks share layers: the largest difference of each model."""
+def parity_of(name: str) -> list[dict]:
+    """Return one row per layout in which ranks share something: the largest difference of each model."""
     found: dict[str, dict[str, str]] = {}
-    for row in table.read("parity_tensor"):
+    rows = table.read(name)
+    models = dict.fromkeys((f"`{row['model']}`" for row in rows), "")
+    for row in rows:
         largest = max(float(size) for kind, size in row.items() if kind in COMPARED)
-        found.setdefault(row["run"], {})[f"`{row['model']}`"] = f"{largest:.0e}" if largest else "0"
-    return [{"layout": f"`{layout}`", **models} for layout, models in found.items()]
+        found.setdefault(row["run"], {**models})[f"`{row['model']}`"] = f"{largest:.0e}" if largest else "0"
+    return [{"layout": f"`{layout}`", **sizes} for layout, sizes in found.items()]
 
 
 def architectures() -> list[dict]:
@@ -146,7 +148,7 @@ def _same(*columns: str) -> dict[str, str]:
 # What a page shows of results/NAME.csv, if not all of it: for each title the column or columns, or what makes the rows.
 SHOWN: dict[str, Mapping[str, str | tuple[str, ...]] | Callable[[], list[dict]]] = {
     "parity": parity,
-    "parity_tensor": parity_tensor,
+    **{name: partial(parity_of, name) for name in ("parity_tensor", "parity_context", "parity_experts")},
     "architectures": architectures,
     "pipelining": {
         **_same("model", "run"),

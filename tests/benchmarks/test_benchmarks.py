@@ -17,6 +17,7 @@ from benchmarks.timing import Spread, paired, take_turns
 from conf import options
 from models.gpt2 import gpt2 as chain_of_gpt2
 from models.gpt2_sizes import SIZES
+from parallel.layout import Layout
 
 # -- the runner ----------------------------------------------------------------------------------------------------
 
@@ -134,6 +135,14 @@ def test_parity_has_a_row_for_every_layout_with_all_that_was_compared(monkeypatc
         "model": "toy", "parameters": 7, "run": "parallel=ddp dp=2", "loss": "0e+00", "gradients": "0e+00",
     }  # fmt: skip
     assert set(parity.SIZES) < set(options("model"))
+
+
+@pytest.mark.slow
+def test_parity_has_rows_of_ranks_that_share_sequences_and_experts():
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    (row,) = parity.shared_rows("moe", [Layout("expert", dp=2, ep=2, cp=2, context="ring", chunks=2)])
+    assert row["run"] == "parallel=expert dp=2 cp=2 context=ring ep=2"
+    assert all(float(row[kind]) <= 1e-12 for kind in ("loss", "gradients", "optimizer", "next step", "evaluation"))
 
 
 @pytest.mark.slow
