@@ -248,6 +248,13 @@ def context() -> Iterable[Cell]:
         yield cell("gpt2", alone, widths=(16, 32), slow=i != 2, **exact)
         yield cell("gpt2", alone, slow=True)
         yield cell("gpt2", alone, 5e-2, precision="bf16", reference=Layout("single", chunks=2), slow=True)
+    for way, layout in {
+        "ulysses": Layout("ddp", dp=2),
+        "ring": Layout("fsdp", dp=2),
+        "gather": Layout("pipelined", pp=2, chunks=4, schedule="1f1b"),
+    }.items():
+        yield cell("gpt2", replace(layout, cp=4, context=way), slow=True, **exact)
+    yield cell("gpt2", Layout("tensor", tp=2, sequence=True, cp=4, context="ring"), slow=True, **exact)
 
 
 def experts() -> Iterable[Cell]:
@@ -268,6 +275,8 @@ def experts() -> Iterable[Cell]:
         yield cell("moe", Layout("ddp", dp=2, **beside), slow=i != 0, **exact)
         yield cell("moe", Layout("fsdp", dp=4, **beside), slow=True, **exact)
         yield cell("moe", Layout("pipe_ddp", dp=2, pp=2, chunks=2, **beside), slow=True, **exact)
+    for layout in (Layout("fsdp", dp=4), Layout("ddp", dp=4, tp=2), Layout("pipe_ddp", dp=4, pp=2, chunks=2)):
+        yield cell("moe", replace(layout, ep=4), slow=True, **exact)
     yield cell("moe", Layout("ddp", dp=2, ep=2), padded=True, slow=True, **exact)
     yield cell("moe", Layout("fsdp", dp=2, ep=2), lora=("q_proj", "o_proj"), slow=True, **exact)
 
