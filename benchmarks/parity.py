@@ -71,7 +71,7 @@ EXPERTS = [
     Layout("fsdp", dp=4, ep=2),
     Layout("hsdp", dp=4, ep=2, shard=2),
     Layout("pipe_ddp", dp=2, ep=2, pp=2, chunks=2, schedule=ZERO_BUBBLE),
-    Layout("pipe_fsdp", dp=4, ep=2, pp=2, schedule="1f1b"),
+    Layout("pipe_fsdp", dp=2, ep=2, pp=2, chunks=2, schedule="1f1b"),
     Layout("expert", dp=2, ep=2, cp=2, context="ring", chunks=2),
     Layout("fsdp", dp=4, ep=4, cp=2),
     Layout("pipe_ddp", dp=2, ep=2, cp=2, context="ulysses", pp=2, chunks=2, schedule="1f1b"),
