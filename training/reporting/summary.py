@@ -110,7 +110,7 @@ def summarize(
         "parallel": plan.strategy,
         "device": plan.device_type,
         "world_size": plan.processes,
-        **{axis: getattr(plan, axis) for axis in plan.DEGREES},
+        **{axis: getattr(plan, axis) for axis in (*plan.DEGREES, "ep")},
         "shards": plan.shards,
         "chunks": plan.chunks,
         "schedule": plan.schedule,
