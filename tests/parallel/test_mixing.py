@@ -125,16 +125,6 @@ class InEights(nn.Module):
         return x.unflatten(1, (-1, 8)).square().flatten(1, 2)
 
 
-class NormalizedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient / gradient.norm()
-
-
 def own_positions(length, device):
     return torch.arange(length, device=device)
 
@@ -233,7 +223,6 @@ MIXES = {
     "a bias [t, c]": Table,
     "a bias [:t]": lambda: Does(lambda x, w: x + torch.linspace(0, 1, x.shape[1], device=x.device)[:, None]),
     "the length": lambda: Does(lambda x, w: x * x.shape[1] ** 0.5),
-    "the backward": lambda: Does(lambda x, w: NormalizedGradient.apply(x)),
     "heads and t exchanged": lambda: Heads(lambda q, k, v: attend(q.mT, k.mT, v.mT).mT),
 }  # fmt: skip
 FINE = {
@@ -488,7 +477,7 @@ OF_TRANSFORMERS = {
     "llama": "",
     "mixtral": "",
     "gpt_oss": "layer 'layers.0' .GptOssDecoderLayer.: GptOssAttention has attention with sinks",
-    "mpt": "layer 'layers.0' .MptBlock. mixes positions",
+    "mpt": "layer 'layers.0' .MptBlock. does not compute 32 of 64 positions",
 }
 
 
