@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +56,12 @@ def collecting(into: Collected) -> Iterator[Collected]:
         _step = None
 
 
-def _uncompiled(function: Any) -> Any:
-    return torch.compiler.disable(function)
+def leave_uncompiled() -> None:
+    """Exclude ``attach`` from torch.compile. Not done by importing this file, as importing the compiler takes time."""
+    global _attach
+    _attach = torch.compiler.disable(_attach)
 
 
-@_uncompiled
 def attach(
     x: Tensor,
     key: str,
@@ -87,6 +87,12 @@ def attach(
     Raises:
         ModelError: If ``sums`` has 16 bits.
     """
+    return _attach(x, key, sums, loss, after_step)
+
+
+def _attach(
+    x: Tensor, key: str, sums: Tensor, loss: Function | None, after_step: Callable[[Tensor], None] | None
+) -> Tensor:
     step = _step
     if step is None:
         return x

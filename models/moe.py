@@ -150,7 +150,7 @@ def moe(
     z_loss: float = 0.001,
     bias_rate: float = 0.0,
     block_size: int = 1024,
-    vocab_size: int = 50304,
+    vocab_size: int | None = None,
     tied: bool = True,
     init_std: float = 0.02,
 ) -> Chain:
@@ -177,7 +177,7 @@ def moe(
         bias_rate: The amount by which the bias of an expert grows after a step, if fewer tokens than the mean chose the
             expert, or else shrinks. 0 for no bias.
         block_size: The length of the longest sequence, in tokens.
-        vocab_size: The number of words.
+        vocab_size: The number of words; None for 50,304.
         tied: Whether the head and the embedding are one parameter.
         init_std: The standard deviation of the initial weights.
 
@@ -190,7 +190,8 @@ def moe(
     if wrong := [f"{key}={value}" for key, value in vars(routing).items() if key != "scores" and value < 0]:
         raise ModelError(f"model.{wrong[0]} must be at least 0")
     check_sizes(experts=experts, top_k=top_k, expert_width=expert_width)
-    size = Size(n_embd, n_layer, n_head, kv_heads, head_dim, expert_width, vocab_size, block_size, tied=tied)
+    words = vocab_size or 50304
+    size = Size(n_embd, n_layer, n_head, kv_heads, head_dim, expert_width, words, block_size, tied=tied)
     dense = llama.llama(None, **{key: value for key, value in vars(size).items() if key != "rope_scaling"})
     block, mlp = partial(Block, size, routing), "layers.*.mlp"
     cut: dict[str, CutOf] = {name: how for name, how in dense.cut.items() if not name.startswith(mlp)}

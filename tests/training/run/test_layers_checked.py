@@ -1,7 +1,7 @@
 """What a layer does that depends on the layout is noticed before a run starts, and by its name."""
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from data.tensors import TensorData
 from models.batchnorm import BatchNorm1d
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
+from parallel.layout import Layout
 from parallel.shape_inference import trace
 from planner.counting import Measure
 from training import train
@@ -95,7 +96,7 @@ def setup_of(layer, *, mode="train", compile=False, activation_checkpointing=Fal
     sample = Batch(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))
     train = SimpleNamespace(compile=compile)
     cfg = SimpleNamespace(mode=mode, train=train, model=SimpleNamespace(name="own"))
-    plan = SimpleNamespace(**{**SINGLE, "recompute": activation_checkpointing, **plan})
+    plan = SimpleNamespace(**{**asdict(Layout()), **SINGLE, "recompute": activation_checkpointing, **plan})
     chain = Chain(layers, ClassCrossEntropy())
     setup = GivenSample(cfg, chain, NO_DATA, plan)
     setup.sample = sample
