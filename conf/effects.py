@@ -29,6 +29,7 @@ _NEEDS_OF_RUN = {
     "parallel.balance": f"{_PIPELINES} or parallel=model_parallel or {_CHOSEN}", "sweep": "-m",
     "parallel.bucket_mb": f"parallel=ddp or parallel=pipe_ddp or {_CHOSEN} or mode=verify",
     "parallel.comm_hook": "parallel.dp!=1 or mode=verify", "parallel.sync_batchnorm": "parallel.dp!=1 or mode=verify",
+    "parallel.context": f"parallel.cp!=1 or {_CHOSEN} or mode=verify",
     "parallel.order": f"parallel=pipe_ddp or parallel=pipe_fsdp or {_CHOSEN} or mode=verify",
     **dict.fromkeys(("parallel.schedule", "parallel.stages_per_rank", "train.trace"), f"{_PIPELINES} or {_CHOSEN}"),
 }  # fmt: skip

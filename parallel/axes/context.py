@@ -13,6 +13,7 @@ function that all models call (``models.attention.attend``). Any other layer tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -33,7 +34,6 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.mixing import check_positions
 from parallel.plan import Plan
-from parallel.strategies import StrategyInfo
 
 
 class ContextParallel(AxisOfStage):
@@ -46,16 +46,6 @@ class ContextParallel(AxisOfStage):
     divides_batch = True
 
     # -- before a run ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def check_keys(cls, section: Any, info: StrategyInfo) -> None:
-        """See ``Axis.check_keys``."""
-        super().check_keys(section, info)
-        if section.context != WAYS[0] and section.cp == 1:
-            raise PlanError(
-                f"parallel.context={section.context} is how parallel.cp ranks exchange keys and values; set "
-                "parallel.cp=2"
-            )
 
     @classmethod
     def check_facts(cls, layout: Layout, chain: Chain, found: Examination) -> None:
@@ -79,15 +69,13 @@ class ContextParallel(AxisOfStage):
                 f"of one length: their tensors are {shapes}. Use a layout without parallel.cp"
             )
         widths, chunks = {sample.targets.shape[1], *getattr(data.train, "widths", ())}, 2 * layout.cp
-        if uneven := sorted(width for width in widths if width % chunks):
+        multiple = math.lcm(chunks, layout.cp * layout.tp if layout.sequence else 1)
+        if uneven := sorted(width for width in widths if width % multiple):
+            again = f", and parallel.tp={layout.tp} ranks divide these again (parallel.sequence=true)" * layout.sequence
+            way_out = "data.bucket_by_length=false" if len(widths) > 1 else f"data.seq_len to a multiple of {multiple}"
             raise PlanError(
-                f"parallel.cp={layout.cp} cuts each sequence into {chunks} equal chunks, two for each rank, and there "
-                f"are sequences of {', '.join(map(str, uneven))} positions; set data.seq_len to a multiple of {chunks}"
-            )
-        if layout.sequence and (uneven := sorted(width for width in widths if width // layout.cp % layout.tp)):
-            raise PlanError(
-                f"parallel.sequence=true divides what parallel.cp={layout.cp} leaves of {uneven[0]} positions among "
-                f"parallel.tp={layout.tp} ranks; set data.seq_len to a multiple of {layout.cp * layout.tp}"
+                f"parallel.cp={layout.cp} cuts each sequence into {chunks} equal chunks, two for each rank{again}, and "
+                f"there are sequences of {', '.join(map(str, uneven))} positions; set {way_out}"
             )
 
     @classmethod

@@ -275,7 +275,7 @@ LAYOUTS = {
         Refusal(GPT2 + CONTEXT + "parallel.cp=4 data.seq_len=20", "cp=4", "8 equal chunks", "20", "a multiple of 8"),
         Refusal(GPT2 + CONTEXT + "parallel.cp=1", "parallel=context", "parallel.cp=1 is one", "set parallel.cp=2"),
         Refusal(GPT2 + CONTEXT + "parallel.cp=0", "parallel.cp=0 must be at least 1"),
-        Refusal(GPT2 + "parallel=ddp parallel.context=ring", "parallel.context=ring is how", "set parallel.cp=2"),
+        Refusal(GPT2 + "parallel=ddp parallel.context=ring", "parallel.context has no effect", "parallel.cp!=1"),
         Refusal(CONVNET + CONTEXT + "parallel.cp=2", "divides sequences", "(1, 28, 28), ()", "without parallel.cp"),
         Refusal("parallel=ddp parallel.dp=2 parallel.cp=2", "cp=2 divides sequences", "(10,), (5,)"),
         Refusal(
