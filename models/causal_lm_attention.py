@@ -6,8 +6,9 @@ below. The mask of a layer becomes a stand-in that says which keys a query sees,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from common.errors import ModelError
 from models import attention, sequence
 
 _HIDDEN = -1e4  # a number that hides a key when it is added to a score
+_DISTANCES = 128  # number of distances between query and key at which a mask is compared
 # Arguments of attention that are passed on, or do not change what it computes from queries, keys, values and mask.
 _KNOWN = {"scaling", "softcap", "is_causal", "sliding_window", "position_ids", "cache_position"}
 _NAMES = {"s_aux": "sinks", "dropout": "dropout of its own (+model.settings.attention_dropout=0 turns it off)"}
@@ -79,9 +81,46 @@ def cut(calls: Any, longer: Any, positions: Tensor) -> Any:
 
 def seen_by(mask: Tensor) -> dict[str, int] | None:
     """Return options of ``attend`` for a mask [..., t, t], true or 0 where a key is seen; None if there are none."""
-    shown, rows = mask if mask.dtype == torch.bool else mask == 0, torch.arange(mask.shape[-1])
+    if mask.is_meta:
+        return vars(mask).get("seen")
+    shown = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not (shown | (mask < _HIDDEN)).all():
         return None
-    window = int(shown.flatten(0, -2)[-1].sum())
-    both = {}, {"window": window}
-    return next((each for each in both if (attention.visible(rows, rows, **each) == shown).all()), None)
+    return _recognized(lambda query, key: shown[..., query, key], mask.shape[-1])
+
+
+def _recognized(sees: Callable[[Tensor, Tensor], Tensor], length: int) -> dict[str, int] | None:
+    """Compare each query at some distances of keys, all edges among them: a mask [t, t] of a long text is too large."""
+    queries = torch.arange(length)[:, None]
+    window = int(sees(queries[-1:], queries.T).flatten(0, -2)[-1].sum())
+    edges = torch.tensor([-1, 0, 1, window - 1, window, window + 1])
+    distances = torch.cat((torch.linspace(-length, length, _DISTANCES).long(), edges)).unique()
+    keys = queries - distances
+    inside = (keys >= 0) & (keys < length)
+    wrong = sees(queries, keys.clamp(0, length - 1)) != (distances >= 0) & (distances < window)
+    return None if (wrong & inside).any() else {"window": window} if window < length else {}
+
+
+@contextmanager
+def masks_without_memory() -> Iterator[None]:
+    """Let transformers make masks on the meta device. Their attribute ``seen`` is what ``seen_by`` returns."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as functions
+
+    def described(name: str, batch_size: int, q_length: int, kv_length: int, **given: Any) -> Tensor | None:
+        if q_length != kv_length or given.get("attention_mask") is not None or given.get("use_vmap"):
+            return usual[name](batch_size=batch_size, q_length=q_length, kv_length=kv_length, **given)
+        rows = torch.arange(batch_size)[:, None, None, None]
+        seen = _recognized(partial(given["mask_function"], rows, torch.zeros_like(rows)), q_length)
+        if seen == {} and name == "sdpa" and given.get("allow_is_causal_skip", True):
+            return None
+        mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        vars(mask)["seen"] = seen
+        return mask
+
+    usual = {name: functions[name] for name in ("eager", "sdpa")}
+    try:
+        for name in usual:
+            functions[name] = partial(described, name)
+        yield
+    finally:
+        functions.update(usual)

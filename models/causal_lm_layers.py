@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from common.errors import ModelError
 from common.packages import load_transformers
 from models import sequence
-from models.causal_lm_attention import cut
+from models.causal_lm_attention import cut, masks_without_memory
 from models.causal_lm_balance import Balance
 from models.chain import CPU, nest, own_tensors, without_weights
 from models.fused_cross_entropy import FusedHead
@@ -232,9 +232,7 @@ class Forward:
             return _moved(self._calls_on(CPU, shape, dtype, part), device)
         compute = partial(self._called_with, shape, dtype)
         if part is not None:
-            lengths = part.length, part.length + 1
-            whole = [self._calls_on(CPU, (shape[0], length, shape[2]), dtype, None) for length in lengths]
-            compute = partial(cut, *whole, part.positions.to(CPU))
+            compute = partial(self._called_with_part, shape, dtype, part)
         with ThreadPoolExecutor(1) as thread:  # so that modes that compute without numbers do not reach it
             return thread.submit(compute).result()
 
@@ -248,9 +246,14 @@ class Forward:
                 self.set_numbers(name, module)  # its buffers
         return self.shell(units)
 
-    @torch.no_grad()
+    def _called_with_part(self, shape: Sequence[int], dtype: torch.dtype, part: SequencePart) -> Any:
+        with masks_without_memory():
+            lengths = part.length, part.length + 1
+            whole = [self._called_with((shape[0], length, shape[2]), dtype) for length in lengths]
+        return cut(*whole, part.positions.to(CPU))
+
     def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
-        with sequence.computing_part(None):
+        with sequence.computing_part(None), torch.no_grad():
             self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
 

@@ -1,6 +1,8 @@
 """Any causal language model of transformers as a chain: the model's own numbers, layer by layer, or a refusal."""
 
 import json
+import resource
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -113,6 +115,38 @@ def test_attention_that_needs_whole_sequences_is_named_when_it_is_computed(tmp_p
     layer = causal_lm(str(tmp_path)).build(["layers.0"], 3, CPU).train()
     with computing_part(Reordered(torch.arange(4))), pytest.raises(ModelError, match=says):
         layer(torch.zeros(1, 4, 64))
+
+
+class FewOfMany(Reordered):
+    """The first positions of long sequences, which attend to nothing."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(torch.arange(8))
+        self.length, self.windows = length, []
+
+    def attend(self, *tensors, window=None, **_):
+        self.windows.append(window)
+        return tensors[-1].repeat_interleave(tensors[0].shape[1] // tensors[-1].shape[1], dim=1)
+
+
+@pytest.mark.parametrize(
+    "kind, options, windows",
+    [
+        ("gemma2", {"sliding_window": 4096}, [4096, None]),
+        ("mistral", {"sliding_window": 19_999}, [19_999] * 2),
+        ("mistral", {"sliding_window": 20_000}, [None] * 2),
+        ("llama4_text", {**KINDS["llama4_text"], "attention_chunk_size": 9_999}, "a mask that is no causal one"),
+    ],
+)
+def test_masks_of_long_texts_are_known_without_their_memory(tmp_path, kind, options, windows):
+    random_model(kind, **options).config.save_pretrained(tmp_path)
+    layers = causal_lm(str(tmp_path)).build(["layers.0", "layers.1"], 3, CPU)
+    before, part, refused = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, FewOfMany(20_000), windows[0] == "a"
+    with computing_part(part), pytest.raises(ModelError, match=windows) if refused else nullcontext():
+        layers(torch.zeros(1, 8, 64))
+    assert refused or part.windows == windows
+    mask = 20_000**2 / 2**10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < mask, "KiB, and a mask alone has as many"
 
 
 @pytest.mark.parametrize("kind", KINDS)
