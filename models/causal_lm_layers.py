@@ -249,8 +249,8 @@ class Forward:
     def _called_with_part(self, shape: Sequence[int], dtype: torch.dtype, part: SequencePart) -> Any:
         with masks_without_memory():
             lengths = part.length, part.length + 1
-            whole = [self._called_with((shape[0], length, shape[2]), dtype) for length in lengths]
-        return cut(*whole, part.positions.to(CPU))
+            calls, longer = (self._called_with((shape[0], length, shape[2]), dtype) for length in lengths)
+        return cut(calls, longer, part.positions.to(CPU))
 
     def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
         with sequence.computing_part(None), torch.no_grad():
