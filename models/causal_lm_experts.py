@@ -22,7 +22,7 @@ def experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
         matrices = getattr(self, name)
         y = product(rows, matrices if self.is_transposed else matrices.transpose(1, 2), ends)
         if self.has_bias:
-            expert = torch.bucketize(torch.arange(len(rows), device=rows.device), ends, right=True)
+            expert = torch.bucketize(torch.arange(rows.shape[0], device=rows.device), ends, right=True)
             y = y + getattr(self, f"{name}_bias")[expert]
         return y
 

@@ -29,7 +29,8 @@ def by_expert(
     Returns:
         [n, d] in the dtype of ``hidden``.
     """
-    order = chosen.flatten().argsort(stable=True)
+    # ONNX has no stable sort.
+    order = chosen.flatten().argsort() if torch.compiler.is_exporting() else chosen.flatten().argsort(stable=True)
     ones = torch.ones_like(order)
     ends = ones.new_zeros(count).scatter_add_(0, chosen.flatten(), ones).cumsum(0).int()
     place = torch.empty_like(order).scatter_(0, order, ones.cumsum(0) - 1)  # the row of each pair of token and expert
@@ -53,7 +54,17 @@ def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     kind = rows.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         rows, matrices = (x.to(torch.get_autocast_dtype(kind)) for x in (rows, matrices))
-    return _product(rows, matrices, ends)
+    return (_plain_product if torch.compiler.is_exporting() else _product)(rows, matrices, ends)
+
+
+def _plain_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    # By torch's own operators, because a program is used without this module.
+    group = torch.bucketize(torch.arange(rows.shape[0], device=rows.device), ends, right=True)
+    y = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    for number, matrix in enumerate(matrices):
+        own = (group == number).nonzero()[:, 0]
+        y = y.index_copy(0, own, rows.index_select(0, own) @ matrix)
+    return y
 
 
 @custom_op("one_word_parallel::grouped_mm", mutates_args=())
@@ -80,7 +91,7 @@ def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
 
 @_product.register_fake
 def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(len(rows), matrices.shape[2])
+    return rows.new_empty(rows.shape[0], matrices.shape[2])
 
 
 @_outer_product.register_fake

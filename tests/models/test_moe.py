@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.export import Dim
 
 from common.errors import ModelError
 from models.auxiliary import Collected, collecting
@@ -96,3 +97,13 @@ def test_the_shapes_do_not_depend_on_what_tokens_choose():
 def test_sizes_that_do_not_fit_are_refused(options, said):
     with pytest.raises(ModelError, match=said):
         moe(**options)
+
+
+def test_an_exported_program_needs_no_code_of_this_project():
+    chain = moe(n_layer=1, n_embd=16, head_dim=4, expert_width=8, experts=4, block_size=16, vocab_size=WORDS)
+    layers, axes = chain.build(chain.names, 5, torch.device("cpu")).eval(), {0: Dim("texts"), 1: Dim("time", max=16)}
+    several, one, more = (torch.arange(b * t).view(b, t) for b, t in ((2, 5), (1, 1), (3, 9)))
+    program = torch.export.export(layers, (several,), dynamic_shapes=((axes,),), strict=False)
+    assert not [node for node in program.graph.nodes if "one_word_parallel" in str(node.target)]
+    for tokens in (several, one, more):
+        torch.testing.assert_close(program.module()(tokens), layers(tokens))
