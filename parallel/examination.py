@@ -114,6 +114,8 @@ class Examination:
             (``parallel.mixing``); empty if there is none, None if it is unknown.
         heads: The numbers of heads of queries, and of keys and values, in layers that call ``models.attention.attend``.
             Filled together with ``needs_others``.
+        mixes_experts: A sentence about experts whose output is not a weighted sum (``parallel.axes.experts``); empty if
+            there are none, None if it is unknown.
     """
 
     names: Sequence[str]
@@ -122,6 +124,7 @@ class Examination:
     loss: Facts | None = None
     needs_others: str | None = None
     heads: set[tuple[str, int, int]] = field(default_factory=set)
+    mixes_experts: str | None = None
 
     def which(self, fact: str) -> list[str]:
         """Return the names of the layers for which a fact is true; ``LOSS`` stands for the loss."""

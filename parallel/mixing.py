@@ -173,7 +173,7 @@ class _Trial:
                 f"{name} returns {wrong[0]} for one sample of {self.count} positions, not [1, {self.count}, ...]"
             )
         for rows, part in zip(self.rows[1:], of_parts, strict=True):
-            if not all(map(_equal, as_tuple(part), (x[:, rows] for x in as_tuple(output)))):
+            if not all(map(is_near, as_tuple(part), (x[:, rows] for x in as_tuple(output)))):
                 raise PlanError(
                     f"{name} mixes positions, or counts them itself (torch.arange): its output for {len(rows)} of "
                     f"{self.count} positions is different without the others"
@@ -190,7 +190,7 @@ class _Trial:
             whole, *parts = sums(targets.index_fill(1, self.rows[0][3::5], IGNORED))
         except _NotComputed:  # a user's loss may not know IGNORED
             whole, *parts = sums(targets)
-        if not _equal(sum(parts), whole):
+        if not is_near(sum(parts), whole):
             whole, both = ([round(value, 4) for value in x.tolist()] for x in (whole, sum(parts)))
             raise PlanError(
                 f"{name} is no sum over positions: [loss, count, metrics ...] of {self.count} positions are {whole}, "
@@ -217,17 +217,19 @@ class _Trial:
         return results
 
 
-def _equal(x: Any, y: Tensor) -> bool:
+def is_near(x: Any, y: Tensor, relative: float = 1e-5) -> bool:
     """Return whether two tensors are equal, up to rounding."""
     x, y = x.double(), y.double()
-    return x.shape == y.shape and torch.allclose(x, y, 0.0, 1e-5 * float(y.abs().max()))
+    return x.shape == y.shape and torch.allclose(x, y, 0.0, relative * float(y.abs().max()))
 
 
 def _with_noise(chain: Chain, name: str) -> nn.Module:
-    """Return a layer whose parameters repeat a few random numbers, so that a large layer takes little time."""
     module = chain.skeleton([name])[name].to_empty(device=CPU)
-    if any(True for _ in module.buffers()):
-        module = chain.build([name], 0, CPU)[name]
+    return with_noise(chain.build([name], 0, CPU)[name] if any(True for _ in module.buffers()) else module)
+
+
+def with_noise(module: nn.Module) -> nn.Module:
+    """Let the parameters of a module repeat a few random numbers, so that a large module takes little time."""
     parameters = list(module.parameters())
     noise = torch.randn(max((sum(p.shape) for p in parameters), default=0) + len(parameters) + 1)
     for start, parameter in enumerate(parameters):

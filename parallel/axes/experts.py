@@ -19,6 +19,7 @@ Known pitfalls of expert parallelism, and how this module handles them:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,15 +29,21 @@ from torch import Tensor, nn
 
 from common.errors import PlanError
 from data.dataset import DataSet
-from models.chain import Chain, Layers
+from models.auxiliary import Collected, collecting
+from models.chain import CPU, Chain, Layers, LayerSpec, as_tuple
 from models.cut import Experts, check_experts, experts_of
+from models.seeds import Samples, computing
 from parallel.axes.axis import AxisOfStage, Collective
 from parallel.examination import Examination
 from parallel.layout import Layout
 from parallel.mesh import EXPERTS, REPLICAS, SHARDS, Mesh
+from parallel.mixing import is_near, with_noise
 from parallel.placement import Split
 from parallel.plan import Plan
 from parallel.strategies import StrategyInfo, names_where
+
+_TOKENS = 16  # that try a module of experts
+_KNOWN = "models.moe.", "transformers."  # modules whose experts are not tried, because large ones take seconds
 
 
 class ExpertParallel(AxisOfStage):
@@ -82,13 +89,20 @@ class ExpertParallel(AxisOfStage):
 
     @classmethod
     def check_facts(cls, layout: Layout, chain: Chain, found: Examination) -> None:
-        """Raise PlanError if a backward is split and recomputes activations."""
+        """Raise PlanError if a backward is split and recomputes activations, or experts are not a weighted sum."""
         # A weight's backward recomputes its layer again. How many weights have a gradient depends on the rank.
         if layout.ep > 1 and layout.splits_backward and getattr(layout, "recompute", False) not in (False, "none"):
             raise PlanError(
                 f"parallel.schedule={layout.schedule} recomputes a layer for each of its weights, and ranks with other "
                 f"experts (parallel.ep={layout.ep}) would wait for each other; use parallel.schedule=interleaved_1f1b, "
                 "or train.activation_checkpointing=false"
+            )
+        if layout.ep > 1 and found.mixes_experts is None:
+            found.mixes_experts = _problem(chain, found)
+        if layout.ep > 1 and found.mixes_experts:
+            raise PlanError(
+                f"parallel.ep={layout.ep} computes each expert of a token by itself, with weight 1: "
+                f"{found.mixes_experts}. Normalize weights before the module, or set parallel.ep=1"
             )
 
     @classmethod
@@ -161,6 +175,56 @@ class ExpertParallel(AxisOfStage):
         reached = rows if rows.requires_grad else trained
         results = _Exchange.apply(computed, reached, received, sent, group).index_select(0, order.argsort())
         return (results.unflatten(0, chosen.shape) * weights[..., None]).sum(1).to(computed.dtype)
+
+
+def _problem(chain: Chain, found: Examination) -> str:
+    """Return what is wrong with experts whose output is not a weighted sum over a token's experts; empty if nothing."""
+    known = {facts.name: facts for facts in found.layers if facts.outputs}
+
+    def tried(spec: LayerSpec, given: tuple[Tensor, ...]) -> tuple[str, tuple[Tensor, ...]]:
+        layer, calls = spec.made(), {}
+        for path, experts in experts_of(chain.cut, layer, spec.name).items():
+            if f"{type(experts).__module__}.".startswith(_KNOWN):
+                continue
+            calls[path] = experts, experts.forward, []
+
+            def noted(*args: Any, calls: list = calls[path][-1], **others: Any) -> Tensor:
+                calls.append((args, others))
+                return torch.zeros_like([*args, *others.values()][0])
+
+            experts.forward = noted  # pyright: ignore[reportAttributeAccessIssue]
+        outputs: Any = known[spec.name].outputs[0] if spec.name in known else ()
+        with suppress(Exception), collecting(Collected()), computing(Samples(len(given[0]), notes=[])):  # a user's code
+            outputs = layer(*given)
+        for path, (experts, forward, [*seen]) in calls.items():
+            experts.forward = forward
+            name = f"{path} ({type(experts).__name__})"
+            try:
+                if not all(_is_weighted_sum(experts, *args, **others) for args, others in seen[:1]):
+                    return f"the output of {name} is not the sum over a token's experts of weight x output", ()
+            except Exception as error:  # a user's code
+                said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                return f"{name} does not compute forward(x [n, c], chosen [n, k], weights [n, k]) ({said})", ()
+        return "", as_tuple(outputs)
+
+    inputs = () if found.sample is None else found.sample.to("meta").input_tensors
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        return next(filter(None, chain.walk(inputs, lambda spec, x: tried(spec, x) if x else ("", ()))), "")
+
+
+def _is_weighted_sum(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> bool:
+    """Try few tokens, of which many choose the first experts. The tensors have no numbers."""
+    count, k, module = Experts().count(experts), chosen.shape[1], with_noise(experts.to_empty(device=CPU))
+    tokens, rows = torch.randn(_TOKENS, *x.shape[1:], dtype=x.dtype), torch.arange(_TOKENS)
+    scores = torch.rand(_TOKENS, count) + (torch.arange(count) < k) * (rows % 4 > 0)[:, None]
+    chosen, weights = scores.topk(k).indices.to(chosen.dtype), torch.rand(_TOKENS, k).to(weights.dtype) + 0.1
+    alone = torch.zeros_like(tokens)
+    for half in rows.chunk(2):
+        for one, weight in zip(chosen[half].T, weights[half].T, strict=True):
+            ones = torch.ones_like(weight)[:, None]
+            alone[half] += module(tokens[half], one[:, None], ones) * weight[:, None]
+    return is_near(module(tokens, chosen, weights), alone, 1e-2)  # the module may round to bfloat16
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Expert parallelism: replicas that share experts train as one process does, and it as plain arithmetic says."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from models.gpt2 import gpt2
 from models.lora import adapt
 from models.losses import TokenCrossEntropy
 from parallel.axes.experts import ExpertParallel
-from parallel.examination import Examination
+from parallel.examination import Examination, examine
 from parallel.mesh import EXPERTS as ALONG
 from parallel.mesh import Ranks
 from parallel.supported import check_facts
@@ -318,6 +319,48 @@ class Counting(Mlps):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("counts", torch.zeros(EXPERTS))
+
+
+class Normalizing(Mlps):
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, chosen, weights / weights.sum(-1, keepdim=True))
+
+
+class Limiting(Mlps):
+    """An expert computes the first three tokens that choose it."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        order = F.one_hot(chosen.flatten(), EXPERTS).cumsum(0).gather(1, chosen.flatten()[:, None])
+        return super().forward(x, chosen, weights * (order.view_as(chosen) <= 3))
+
+
+class OfTwo(Mlps):
+    def forward(self, x: Tensor, both: Tensor) -> Tensor:
+        return super().forward(x, both.long(), both)
+
+
+class Calling(Mixture):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.experts, self.both = kind(), kind is OfTwo
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x.flatten(0, 1)).softmax(-1).topk(CHOSEN, dim=-1)
+        return self.experts(x.flatten(0, 1), *([weights] if self.both else [chosen, weights])).view_as(x)
+
+
+@pytest.mark.parametrize("kind, words", [
+    (Mlps, None),
+    (Normalizing, r"ep=2 .*output of layers.1.experts \(Normalizing\) is not the sum over .* set parallel.ep=1$"),
+    (Limiting, r"output of layers.1.experts \(Limiting\) is not the sum"),
+    (OfTwo, r"layers.1.experts \(OfTwo\) does not compute forward\(x \[n, c\], chosen"),
+])  # fmt: skip
+def test_experts_that_are_no_weighted_sum_are_refused_before_a_run(kind, words):
+    first, usual, _, head = mixture().layers
+    chain = replace(mixture(), layers=[first, usual, LayerSpec("layers.1", partial(Calling, kind)), head])
+    found = examine(chain, batch_at(1))
+    with nullcontext() if words is None else pytest.raises(PlanError, match=words):
+        ExpertParallel.check_facts(TWO, chain, found)
 
 
 def alone(module):
