@@ -28,6 +28,7 @@ from parallel.watching import Effects, Refused
 
 MOST_OUTPUTS = 10**7  # elements of the model's output above which a loss is not tried on made-up outputs
 _ASKED = 8  # number of samples on which a loss is tried
+_SOME = 64  # number of samples that an examination keeps
 _SAME = 1e-3  # relative difference of losses that may come from rounding
 
 
@@ -109,7 +110,7 @@ class Examination:
         layers: The facts of the layers, up to the first one that cannot be computed.
         loss: The facts of the loss: the last layer's method if that layer computes the loss, otherwise the chain's
             loss. None if a layer cannot be computed.
-        sample: The micro-batch; None if nothing was examined.
+        sample: Some samples; None if nothing was examined.
         needs_others: A sentence about a layer, or the loss, that needs other positions of a sequence than a process has
             (``parallel.mixing``); empty if there is none, None if it is unknown.
         heads: The numbers of heads of queries, and of keys and values, in layers that call ``models.attention.attend``.
@@ -193,11 +194,12 @@ class _Examiner:
         self.ranges = {id(tensor): limits for tensor, limits in ranges if limits is not None}
         self.replaced: set[nn.Parameter] = set()
         self.targets = samples[0].targets if samples else None
+        self.some = samples[0].map(lambda x: x[:: 1 + len(x) // _SOME]) if samples else batch
 
     def examine(self) -> Examination:
         """See ``examine``."""
         chain, given, before, module = self.chain, self.inputs, self.inputs, nn.Module()
-        found = Examination([*chain.names, LOSS], self.batches[0])
+        found = Examination([*chain.names, LOSS], self.some)
 
         def observed(layer: LayerSpec, _: tuple) -> tuple[Facts, tuple]:
             nonlocal module

@@ -27,7 +27,8 @@ from parallel.layout import Layout
 
 _FEW, _MANY = 17, 257  # numbers of positions; odd, so that a shift by a power of two does not end where it began
 _QUICK = 2**28  # parameters of a layer times positions of a short sequence
-_LARGE = 2**20  # parameters of a layer that is compared with others
+_LARGE = 2**20  # parameters of a layer that is compared with others, and tried with two draws of integers at most
+_DRAWS = 32
 _REFUSED = {  # facts of a layer or a loss
     "draws": "draws random numbers by itself, the same for each part",
     "gathers": "calls models.losses.gather, which is for whole samples",
@@ -48,19 +49,20 @@ def check_positions(chain: Chain, found: Examination, layout: Layout) -> None:
     if found.needs_others is None:
         found.needs_others = _problem(chain, found)
     if found.needs_others:
+        own = "Use models.attention.attend, models.sequence.positions, nn.Dropout and a loss that sums over positions"
         raise PlanError(
-            f"parallel.cp={layout.cp} gives each process a part of every sequence: {found.needs_others}. Use "
-            "models.attention.attend, models.sequence.positions, nn.Dropout and a loss that is a sum over positions, "
-            "or set parallel.cp=1"
+            f"parallel.cp={layout.cp} gives each process a part of every sequence: {found.needs_others}. "
+            f"{own + ', or set' if chain.prove_parts is None else 'Set'} parallel.cp=1"
         )
     for name, heads, kv_heads in sorted(found.heads) if layout.context == "ulysses" else ():
         both, ranks = math.gcd(heads, kv_heads), layout.cp * layout.tp
         if both % ranks:
-            fit = [f"parallel.cp={n}, " for n in range(2, both + 1) if both % (n * layout.tp) == 0]
+            fit = [f"parallel.cp={n}" for n in range(2, both + 1) if both % (n * layout.tp) == 0]
             raise PlanError(
                 f"parallel.context=ulysses divides heads among {ranks} ranks (parallel.cp={layout.cp}, parallel.tp="
                 f"{layout.tp}), and {name} has {heads} heads of queries and {kv_heads} of keys and values; set "
-                f"{''.join(fit)}parallel.context=gather or parallel.context=ring"
+                f"{' or '.join(fit) + ' for ulysses, or ' if fit else ''}parallel.context=gather or "
+                "parallel.context=ring, which divide no heads"
             )
 
 
@@ -70,9 +72,9 @@ class _NotComputed(PlanError):
 
 def _problem(chain: Chain, found: Examination) -> str:
     """Return what is wrong with the first layer that needs other positions, or with the loss; empty if nothing is."""
-    for fact, problem in _REFUSED.items():
-        for name in found.which(fact):
-            return f"{_named(chain, name)} {problem}"
+    refused = [f"{_named(chain, name)} {says}" for fact, says in _REFUSED.items() for name in found.which(fact)][:1]
+    if refused and chain.prove_parts is None:
+        return refused[0]
     assert found.sample is not None
     inputs, targets = found.sample.input_tensors, found.sample.targets
     if targets.dim() < 2 or len({tensor.shape[1:2] for tensor in (*inputs, targets)}) > 1:
@@ -80,19 +82,22 @@ def _problem(chain: Chain, found: Examination) -> str:
     length = targets.shape[1]
     largest = max(sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items())
     short = min(length, max(_FEW, min(_MANY, _QUICK // max(largest, 1) | 1)))
+    distinct = max((len(x.unique()) for x in inputs if not x.is_floating_point()), default=0)
     problem = ""
     # Parts differ in size, so that quotas of positions do not add up. Some layers compute certain lengths only.
     for count, first in ((short, short * 2 // 5), (length, length // 2)):
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.default_generator.manual_seed(0)
-                trial = _Trial(chain, targets, found.heads, count, first)
-                list(chain.walk(tuple(map(trial.drawn, inputs)), trial.check))
-            return ""
+                for again in range(1 + min(1 if largest > _LARGE else _DRAWS, -(-2 * distinct // count))):
+                    torch.default_generator.manual_seed(again)
+                    trial = _Trial(chain, targets, found.heads, count, first, again)
+                    walk = chain.walk(tuple(map(trial.drawn, inputs)), trial.check)
+                    any(walk) if again else list(walk)  # again, up to a layer that returns no integers
+            return "".join(refused)
         except _NotComputed as error:
             problem = str(error)
-        except PlanError as error:
-            return str(error)
+        except PlanError as error:  # a layer of transformers says what draws
+            return refused[0] if refused and error.__cause__ is None else str(error)
     return problem
 
 
@@ -124,30 +129,42 @@ class _Part:
 class _Trial:
     """Layers and loss compute ``count`` positions of a sequence, any ``first`` of these, and the others."""
 
-    def __init__(self, chain: Chain, targets: Tensor, heads: set[tuple[str, int, int]], count: int, first: int) -> None:
-        self.chain, self.targets, self.heads, self.count = chain, targets, heads, count
+    def __init__(
+        self, chain: Chain, targets: Tensor, heads: set[tuple[str, int, int]], count: int, first: int, again: int
+    ) -> None:
+        self.chain, self.targets, self.heads, self.count, self.again = chain, targets, heads, count, again
         every, some = torch.arange(count), torch.randperm(count) < first
         self.rows = every, every[some], every[~some]
         self.outputs: dict[str, Any] = {}  # of each kind of layer, for all positions
 
     def drawn(self, like: Tensor) -> Tensor:
-        """Return numbers for one sample. Integers lie between the smallest and the largest number of ``like``."""
+        """Return numbers for one sample. Integers are those of ``like``: four occur often, and the others once."""
         shape = (1, self.count, *like.shape[2:])
         if like.is_floating_point():
             return torch.rand(shape)
-        low, high = (int(x) for x in like.where(like != IGNORED, like.max()).aminmax())
-        numbers = torch.randint(low, high + 1, shape, dtype=like.dtype)
-        numbers[:, 1::4], numbers[:, 2::4] = low, high  # where the numbers of special tokens are
-        numbers[:, 3::4].random_(low, min(low + 4, high + 1))
-        return numbers
+        values, counts = like.where(like != IGNORED, like.max()).unique(return_counts=True)
+        same = torch.Generator().manual_seed(0)  # so that draws differ in their integers
+        size, order = math.prod(shape), torch.randperm(len(values), generator=same)
+        most = size - size // 4
+        rank = (order + self.again * max(1, most - 5)) % len(values) if self.again else counts
+        rank[:4] = rank[-1:] = like.numel() + 1  # where the numbers of special tokens are
+        some = values[rank.argsort(descending=True)[:most]]
+        some = some[torch.randperm(len(some), generator=same)]
+        often = some.chunk(2)[-(self.again % 2)][:4]
+        numbers = torch.cat((some, often[torch.randint(len(often), (size - len(some),))]))
+        return numbers[torch.randperm(size)].view(shape)
 
-    def check(self, spec: LayerSpec, given: tuple[Tensor, ...]) -> tuple[None, tuple[Tensor, ...]]:
-        """Check a layer, and the loss after the last layer, as ``Chain.walk`` asks. Raises PlanError."""
+    def check(self, spec: LayerSpec, given: tuple[Tensor, ...]) -> tuple[bool, tuple[Tensor, ...]]:
+        """Check a layer, and the loss after the last layer, as ``Chain.walk`` asks. Raises PlanError.
+
+        Returns:
+            Whether the layer returns no integers; its output.
+        """
         name, skeleton, last = _named(self.chain, spec.name), self.chain.skeleton()[spec.name], self.chain.layers[-1]
         if spec is last and loss_of(skeleton) is not None:
             loss: Any = _with_noise(self.chain, spec.name).loss
             self._check_loss(f"the loss of {name}", loss, given, self.drawn(self.targets))
-            return None, ()
+            return True, ()
         kind = f"{_kind(spec.name, skeleton)} {[(x.shape, x.dtype) for x in given]}"
         if kind not in self.outputs:
             self.outputs[kind] = self._check_layer(name, _with_noise(self.chain, spec.name), given)
@@ -159,7 +176,8 @@ class _Trial:
             of_tensors = loss if isinstance(output, Tensor) else lambda *x: loss(x[:-2], *x[-2:])
             self._check_loss(_named(self.chain, LOSS), of_tensors, tensors, targets)
         # Positions differ, even if all tokens are equal.
-        return None, tuple(x * (torch.rand(x.shape) + 0.5) if x.is_floating_point() else x for x in tensors)
+        noisy = tuple(x * (torch.rand(x.shape) + 0.5) if x.is_floating_point() else x for x in tensors)
+        return all(x.is_floating_point() for x in tensors), noisy
 
     def _check_layer(self, name: str, module: nn.Module, given: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """Return the output for all positions, if the outputs for parts are the same."""

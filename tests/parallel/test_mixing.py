@@ -299,15 +299,34 @@ def test_each_tensor_of_a_tuple_is_tried():
         check(pair(lambda x: (x.argmax(-1) == 0).cumsum(1)))
 
 
-@pytest.mark.parametrize("token", [0, 3, WORDS - 1])
-def test_special_tokens_at_the_ends_of_the_vocabulary_are_tried(token):
-    class Documents(nn.Embedding):
-        def forward(self, x):
-            return super().forward(x) + (x == token).cumsum(1)[..., None]
+MANY = torch.randint(512, TOKENS.shape, generator=torch.Generator().manual_seed(2))
+OF_TOKENS = {
+    "documents": lambda x, token: (x == token).cumsum(1),
+    "any": lambda x, token: (x == token).any(1, keepdim=True),
+    "how many": lambda x, token: (x == token).sum(1, keepdim=True),
+    "the first": lambda x, token: (x == token).int().argmax(1, keepdim=True) * (x == token),
+    "before the first": lambda x, token: (x == token).cumsum(1) == 0,
+    "after it": lambda x, token: F.pad(x[:, :-1] == token, (1, 0)),
+    "the largest": lambda x, token: x == x.amax(1, keepdim=True),
+    "the smallest": lambda x, token: x == x.amin(1, keepdim=True),
+    "seen before": lambda x, token: (x[:, :, None] == x[:, None]).tril(-1).any(-1),
+    "like the one before": lambda x, token: F.pad(x[:, 1:] == x[:, :-1], (1, 0)),
+}
 
-    layers = [LayerSpec("embedding", lambda: Documents(WORDS, WIDTH)), HEAD]
-    with pytest.raises(PlanError, match=r"layer 'embedding' \(Documents\) mixes positions"):
-        check(Chain(layers, TokenCrossEntropy()))
+
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS % 5 * 7, TOKENS % 2 * 21, MANY], ids=[50, 5, 2, 512])
+@pytest.mark.parametrize("function", OF_TOKENS.values(), ids=OF_TOKENS)
+def test_an_embedding_that_derives_something_from_other_tokens_is_refused(function, tokens):
+    class Derives(nn.Embedding):
+        def forward(self, x):
+            return super().forward(x) + function(x, self.token)[..., None]
+
+    values = tokens[:, :-1].unique()
+    for token in values[[0, len(values) // 2, -1]].tolist():
+        Derives.token = token
+        layers = [LayerSpec("embedding", lambda: Derives(512, WIDTH)), HEAD]
+        with pytest.raises(PlanError, match=r"layer 'embedding' \(Derives\) mixes positions"):
+            check(Chain(layers, TokenCrossEntropy()), tokens[:, :-1], tokens[:, 1:] % WORDS)
 
 
 def test_layers_that_differ_in_a_function_or_a_buffer_only_are_tried_each():
@@ -462,9 +481,9 @@ def test_heads_that_ulysses_cannot_divide_are_refused_with_what_can_be_set():
         check_positions(chain, found, fits)
     check_positions(chain, found, Layout("context", cp=2, tp=2, context="ulysses"))
     refused = "layer 'layers.0' .* has 8 heads of queries and 4 of keys and values; set"
-    with pytest.raises(PlanError, match=rf"8 ranks.*{refused} parallel.cp=2, parallel.cp=4, parallel.context=gather"):
+    with pytest.raises(PlanError, match=rf"8 ranks.*{refused} parallel.cp=2 or parallel.cp=4 for ulysses"):
         check_positions(chain, found, Layout("context", cp=8, context="ulysses"))
-    with pytest.raises(PlanError, match=rf"parallel.tp=2\), and {refused} parallel.cp=2, parallel.context=gather"):
+    with pytest.raises(PlanError, match=rf"parallel.tp=2\), and {refused} parallel.cp=2 for ulysses, or"):
         check_positions(chain, found, Layout("context", cp=4, tp=2, context="ulysses"))
 
 
@@ -488,6 +507,13 @@ def test_models_of_transformers_pass_if_their_attention_goes_through_attend(tmp_
     architectures.write_config(tmp_path, kind, architectures.TINY)
     with pytest.raises(PlanError, match=refused) if refused else nullcontext():
         check(causal_lm(str(tmp_path)))
+
+
+def test_dropout_of_their_attention_is_refused_with_the_setting(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is a test dependency (requirements-dev.txt)")
+    architectures.write_config(tmp_path, "llama", architectures.TINY)
+    with pytest.raises(PlanError, match=r"\+model.settings.attention_dropout=0 turns it off.*\. Set parallel.cp=1"):
+        check(causal_lm(str(tmp_path), settings={"attention_dropout": 0.1}))
 
 
 def test_they_are_first_compared_with_themselves_for_positions_in_another_order(tmp_path):

@@ -290,7 +290,7 @@ LAYOUTS = {
     "parallel.context=ulysses": [
         Refusal(
             "model=llama data.seq_len=16 train.global_batch_size=4 parallel.context=ulysses parallel.cp=4 " + CONTEXT,
-            "4 heads of queries and 2 of keys", "parallel.cp=2, parallel.context=gather or parallel.context=ring",
+            "4 heads of queries and 2 of keys", "set parallel.cp=2 for ulysses, or parallel.context=gather or",
         ),
         Refusal(
             GPT2 + CONTEXT + "parallel.context=ulysses parallel.cp=2 parallel.tp=4",
