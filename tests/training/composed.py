@@ -14,6 +14,7 @@ from conf.composition import compose as composed_of
 from conf.instantiate import to_config, to_dict
 from data.loader import TrainBatches
 from launchers.world import STORE_FILE
+from models.cut import Experts
 from training.checkpoint.configuration import saved_config
 from training.checkpoint.files import with_checksum
 
@@ -112,7 +113,8 @@ def training(cfg, folder: Path, world=None) -> dict:
     world = world or World.alone()
     adopt(cfg, world)
     setup = build_setup(cfg, planned(cfg, world), world)
-    setup.plan = replace(setup.plan, **setup.examination.for_plan())
+    if any(isinstance(cut, Experts) for cut in setup.chain.cut.values()):  # its losses are facts of the plan
+        setup.plan = replace(setup.plan, **setup.examination.for_plan())
     return run(setup, folder, world)
 
 
