@@ -166,6 +166,18 @@ SHOWN: dict[str, Mapping[str, str | tuple[str, ...]] | Callable[[], list[dict]]]
         "rows read at random, rows/s": "random, rows/s",
         "memory, MiB": "grown, MiB",
     },
+    "context": {
+        "run": "run",
+        "seconds a step": "seconds a step (median)",
+        **_same("times one process", "MiB of activations", "times those of one process"),
+        **_same("MiB that a layer sends", "by formula"),
+    },
+    "experts": {
+        "run": "run",
+        "seconds a step": "seconds a step (median)",
+        **_same("times one process", "MiB of state", "times that of one process"),
+        **_same("MiB that a layer sends", "by formula"),
+    },
     "faults": _same("fault", "strategy", "tried", "survived", "steps lost", "bits equal"),
     "strategies": strategies,
     **{
