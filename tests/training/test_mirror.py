@@ -130,6 +130,7 @@ def test_the_plan_names_it(tmp_path):
     assert run.code == 0 and "4 processes on cpu" in run.stdout and "ranks mirror each other" in run.stdout, run.console
 
 
+@pytest.mark.slow
 def test_an_automatic_layout_keeps_it(tmp_path):
     run = train([*TOY, "parallel=auto", TWO], tmp_path / "run")
     assert run.code == 0, run.console

@@ -37,7 +37,7 @@ def words(text, tmp_path_factory):
 @pytest.mark.parametrize(
     "optimizer, layouts",
     [
-        ("adamw", ["two", "single", "four", "shards", "stages"]),
+        pytest.param("adamw", ["two", "single", "four", "shards", "stages"], marks=pytest.mark.slow),
         ("adamw", ["both", "single", "sequences"]),
         pytest.param("adamw", ["all shards", "two", "shards"], marks=pytest.mark.slow),
         pytest.param("adamw", ["single", "both, shards", "four", "sequences, stages"], marks=pytest.mark.slow),
