@@ -59,7 +59,7 @@ def collecting(into: Collected) -> Iterator[Collected]:
 def leave_uncompiled() -> None:
     """Exclude ``attach`` from torch.compile. Not done by importing this file, as importing the compiler takes time."""
     global _attach
-    _attach = torch.compiler.disable(_attach)
+    _attach = torch.compiler.disable(_attach)  # pyright: ignore[reportAssignmentType]
 
 
 def attach(
