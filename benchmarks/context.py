@@ -93,8 +93,8 @@ def side_by_side(
     fullest = {}
     for name in runs:
         several = [mine[name] for mine in every if name in mine]
-        held = {kind: max(one.held[kind] for one in several) for kind in several[0].held}
-        fullest[name] = Found(max(one.activations for one in several), held, max(one.sent for one in several))
+        held = {kind: max(rank.held[kind] for rank in several) for kind in several[0].held}
+        fullest[name] = Found(max(rank.activations for rank in several), held, max(rank.sent for rank in several))
     return take_turns(steps, rounds, barrier=dist.barrier), fullest
 
 
