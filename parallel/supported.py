@@ -75,7 +75,7 @@ def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: boo
             )
         _check_layer(facts, layout, recompute, trains)
     for axis in known_axes(layout):
-        axis.check_facts(layout, chain, found)
+        axis.check_facts(layout, chain, found, recompute)
 
 
 def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) -> None:

@@ -92,8 +92,11 @@ class Axis:
         """Check that the axis can divide stages, each given by the names of its layers. Raises PlanError."""
 
     @classmethod
-    def check_facts(cls, layout: Layout, chain: Chain, found: Examination) -> None:
-        """Check that the axis can divide the layers and the loss that an examination has observed. Raises PlanError."""
+    def check_facts(cls, layout: Layout, chain: Chain, found: Examination, recompute: bool = False) -> None:
+        """Check that the axis can divide the layers and the loss that an examination has observed. Raises PlanError.
+
+        ``recompute`` is whether activations are recomputed in the backward.
+        """
 
     @classmethod
     def check_data(cls, layout: Layout, data: DataSet) -> None:

@@ -48,7 +48,7 @@ class ContextParallel(AxisOfStage):
     # -- before a run ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def check_facts(cls, layout: Layout, chain: Chain, found: Examination) -> None:
+    def check_facts(cls, layout: Layout, chain: Chain, found: Examination, recompute: bool = False) -> None:
         """Check that only attention mixes positions. Raises PlanError or ModelError."""
         if layout.cp > 1:
             if chain.prove_parts is not None:

@@ -88,10 +88,10 @@ class ExpertParallel(AxisOfStage):
             check_experts(chain.cut, skeleton, layout.ep)
 
     @classmethod
-    def check_facts(cls, layout: Layout, chain: Chain, found: Examination) -> None:
+    def check_facts(cls, layout: Layout, chain: Chain, found: Examination, recompute: bool = False) -> None:
         """Raise PlanError if a backward is split and recomputes activations, or experts are not a weighted sum."""
         # A weight's backward recomputes its layer again. How many weights have a gradient depends on the rank.
-        if layout.ep > 1 and layout.splits_backward and getattr(layout, "recompute", False) not in (False, "none"):
+        if layout.ep > 1 and layout.splits_backward and recompute:
             raise PlanError(
                 f"parallel.schedule={layout.schedule} recomputes a layer for each of its weights, and ranks with other "
                 f"experts (parallel.ep={layout.ep}) would wait for each other; use parallel.schedule=interleaved_1f1b, "

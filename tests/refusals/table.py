@@ -301,6 +301,11 @@ LAYOUTS = {
         Refusal(MOE + EXPERT + "parallel.ep=3", "ep=3 does not divide the 8 experts of layers.0", "can be 2, 4, 8"),
         Refusal(MOE + EXPERT + "parallel.ep=1", "parallel=expert", "parallel.ep=1 is one", "set parallel.ep=2"),
         Refusal(MOE + EXPERT + "parallel.ep=0", "parallel.ep=0 must be at least 1"),
+        Refusal(
+            MOE + "parallel=pipe_ddp parallel.dp=2 parallel.pp=2 parallel.ep=2 parallel.chunks=2 "
+            "parallel.schedule=interleaved_zero_bubble parallel.stages_per_rank=2 train.activation_checkpointing=true",
+            "interleaved_zero_bubble recomputes", "parallel.ep=2", "interleaved_1f1b",
+        ),
         Refusal(MOE + "parallel=ddp parallel.dp=4 parallel.ep=3", "does not divide the parallel.dp=4 replicas",
                 "set parallel.dp=3, or parallel.ep to 2 or 4"),
         Refusal(GPT2 + EXPERT + "parallel.ep=2", "ep=2 divides experts", "has no Experts()", "or set parallel.ep=1"),
