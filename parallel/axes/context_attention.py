@@ -51,6 +51,7 @@ from common.errors import PlanError
 from models.attention import attend, visible
 from models.seeds import Dropout, Part, Parts
 from models.sequence import computing_part
+from parallel.axes.exchange import AllToAll
 from parallel.mesh import Ranks
 
 WAYS = ("gather", "ulysses", "ring")
@@ -133,7 +134,7 @@ class ContextAttention:
         """
         if self.way == "gather":
             of_ranks = torch.stack([*gradients]).roll(self.ranks.index, 0)
-            return _AllToAll.apply(of_ranks.to(dtype), self.ranks.group).sum(0, dtype=of_ranks.dtype)
+            return AllToAll.apply(of_ranks.to(dtype), self.ranks.group).sum(0, dtype=of_ranks.dtype)
         wait = self._pass_on(next(gradients))
         for gradient in gradients:
             wait = self._pass_on(gradient.add_(wait()))
@@ -155,13 +156,13 @@ class ContextAttention:
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """Exchange some positions of all heads for all positions of some heads."""
-        return _in_order(_AllToAll.apply(torch.stack(x.chunk(self.ranks.size, 1)), self.ranks.group), 2)
+        return _in_order(AllToAll.apply(torch.stack(x.chunk(self.ranks.size, 1)), self.ranks.group), 2)
 
     def _to_positions(self, x: Tensor) -> Tensor:
         """Undo ``_to_heads``."""
         chunks = x.chunk(2 * self.ranks.size, 2)
         parts = [torch.cat((chunks[i], chunks[-1 - i]), 2) for i in range(self.ranks.size)]
-        return torch.cat([*_AllToAll.apply(torch.stack(parts), self.ranks.group)], 1)
+        return torch.cat([*AllToAll.apply(torch.stack(parts), self.ranks.group)], 1)
 
     def _of_heads(self, whole: Dropout, heads: int) -> Dropout:
         """Return the dropout of the 1/n of ``heads`` that this rank computes."""
@@ -175,20 +176,6 @@ class ContextAttention:
         dropout = copy(whole)
         dropout.part = part
         return dropout
-
-
-class _AllToAll(torch.autograd.Function):
-    """Sends ``parts[i]`` to rank i, and returns what this rank gets, by rank. The gradients go back."""
-
-    @staticmethod
-    def forward(ctx, parts: Tensor, group: Any) -> Tensor:
-        ctx.group, received = group, torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _AllToAll.apply(grad.contiguous(), ctx.group), None
 
 
 def _in_order(parts: Tensor, dim: int) -> Tensor:

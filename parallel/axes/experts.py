@@ -9,7 +9,7 @@ gradient. Parameters outside of experts, and their gradients, are those of ``par
 Known pitfalls of expert parallelism, and how this module handles them:
 * A rank may get no rows, or one of its experts may get none. The module's own forward may then return a tensor without
   history, and the backward would leave out this rank's collectives, for which the other ranks wait. The second
-  ``_Exchange`` therefore also depends on the received rows, whose gradient is zero then.
+  ``AllToAll`` therefore also depends on the received rows, whose gradient is zero then.
 * A recomputation begins when the backward needs a tensor of the layer, and stops at the last one. The product with the
   weights saves a tensor after all collectives of a forward, so ranks with and without rows call the same ones.
 * An expert's gradient adds up over the tokens of all replicas along ``experts``, so only its copies along the other
@@ -34,6 +34,7 @@ from models.chain import CPU, Chain, Layers, LayerSpec, as_tuple
 from models.cut import Experts, check_experts, experts_of
 from models.seeds import Samples, computing
 from parallel.axes.axis import AxisOfStage, Collective
+from parallel.axes.exchange import AllToAll
 from parallel.examination import Examination
 from parallel.layout import Layout
 from parallel.mesh import EXPERTS, REPLICAS, SHARDS, Mesh
@@ -169,11 +170,11 @@ class ExpertParallel(AxisOfStage):
         experts = torch.arange(here, device=x.device).repeat(size).repeat_interleave(arriving)
         order = chosen.flatten().argsort(stable=True)
         # Indices that do not repeat have a deterministic backward.
-        rows = _Exchange.apply(x.repeat_interleave(k, 0).index_select(0, order), None, sent, received, group)
+        rows = AllToAll.apply(x.repeat_interleave(k, 0).index_select(0, order), group, sent, received)
         computed = forward(rows, experts[:, None], weights.new_ones(len(rows), 1))
         trained = next((p for p in module.parameters() if p.requires_grad), None) if torch.is_grad_enabled() else None
         reached = rows if rows.requires_grad else trained
-        results = _Exchange.apply(computed, reached, received, sent, group).index_select(0, order.argsort())
+        results = AllToAll.apply(computed, group, received, sent, reached).index_select(0, order.argsort())
         return (results.unflatten(0, chosen.shape) * weights[..., None]).sum(1).to(computed.dtype)
 
 
@@ -225,20 +226,3 @@ def _is_weighted_sum(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Ten
             ones = torch.ones_like(weight)[:, None]
             alone[half] += module(tokens[half], one[:, None], ones) * weight[:, None]
     return is_near(module(tokens, chosen, weights), alone, 1e-2)  # the module may round to bfloat16
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends rows [sum of sent, c] to ranks, and returns those that arrive. ``reached`` is reached in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx, rows: Tensor, reached: Tensor | None, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.back = received, sent, group
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _Exchange.apply(gradient, None, *ctx.back), None, None, None, None
