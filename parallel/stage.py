@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from inspect import unwrap
+from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,11 +15,12 @@ from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
 from models.auxiliary import leave_uncompiled
-from models.chain import LOSS, Chain, Tensors, converted
+from models.chain import LOSS, Chain, Tensors, as_tuple, converted
 from models.losses import Sums, is_by_sample, loss_of, replicas
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
 from parallel.axes import Axis, Shards
 from parallel.examination import some_samples
+from parallel.outputs import Taker
 
 # The attribute of an error with a description of the layer that raised it.
 RAISED_IN = "raised_in_layer"
@@ -40,6 +42,8 @@ class Stage(nn.Module):
             the argument of ``compute_layer``.
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model. If they are unknown, a
             stage that is the whole chain removes samples without weight from its inputs.
+        taker: Gets what the last layer returns in an evaluation (see ``parallel.outputs``); None if nobody asks.
+        taken: What the taker has selected of each micro-batch, with the index of its first sample.
     """
 
     layer_hook: ClassVar[Callable | None] = None
@@ -89,10 +93,13 @@ class Stage(nn.Module):
         self.sample_dims = sample_dims
         last = self.layers.get_submodule(self.layers.names[-1])
         loss = chain.loss if loss_of(last) is None else getattr(type(last), "loss", None)
+        self._loss_apart = loss_of(last) is None
         self.leaves_out = not self.ends_chain or is_by_sample(loss)
         self.step = 0
         self.loss_scale = 1.0
         self.sums: list[Tensor] = []
+        self.taker: Taker | None = None
+        self.taken: list[tuple[int, tuple[Tensor, ...]]] = []
         self._compiled_whole = False
         self._modes: list[tuple[nn.Module, bool]] = []  # the modes before an evaluation, restored at its end
 
@@ -160,7 +167,9 @@ class Stage(nn.Module):
         where = None if self._compiled_whole else (first, count)
         kept = nullcontext() if self.training else fork_rng([self.device] * (self.device.type == "cuda"))
         with kept:  # what an evaluation draws changes nothing after it
-            result = self._compute(where, tensors, targets, weights)
+            result, returned = self._compute(where, tensors, targets, weights)
+            if self.taker is not None and targets is not None:
+                self.taken.append((first, self.taker.select(self._rows(returned, counted, count), targets[:counted])))
         if not isinstance(result, Sums):
             return self._as_output(result)
         if counted:
@@ -169,8 +178,12 @@ class Stage(nn.Module):
 
     def _compute(
         self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: Tensor | None, weights: Tensor | None
-    ) -> Tensors | Sums:
-        """Compute all layers and, if there are targets, the loss. ``where`` is None if nothing is random."""
+    ) -> tuple[Tensors | Sums, tuple[Tensor, ...]]:
+        """Compute all layers and, if there are targets, the loss. ``where`` is None if nothing is random.
+
+        Returns:
+            The output or the loss; and for a taker a copy of the last layer's output, which the loss may change.
+        """
         layers = [(name, self.layers.get_submodule(name)) for name in self.layers.names]
         last_name, last = layers[-1]
         head_loss = None if targets is None else loss_of(last)
@@ -194,19 +207,31 @@ class Stage(nn.Module):
             if name != self._last:
                 output = converted(output, self._between_layers)
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))
+        returned = ()
         if targets is None:
-            return output
+            return output, returned
+        if self.taker is not None:
+            returned = output if head_loss is None else self.compute_layer(last_name, last, where, *tensors)
+            if self.taker.alone:
+                return torch.zeros((), device=tensors[0].device), as_tuple(returned)
+            returned = tuple(x.clone() for x in as_tuple(returned))
         if weights is not None and len(weights) > len(targets):
             dims = self.sample_dims or [[0]] * len(tensors)
             tensors = some_samples(tensors, dims, 0, len(targets), len(weights))
             weights, output = weights[: len(targets)], tensors if isinstance(output, tuple) else tensors[0]
             replicas.filled = None
         if head_loss is not None:
-            return self.compute_layer(last_name, head_loss, where, *tensors, targets, weights)
+            return self.compute_layer(last_name, head_loss, where, *tensors, targets, weights), returned
         if LOSS in self._writing:
             copies = self._copied(tensors)
             output = copies if isinstance(output, tuple) else copies[0]
-        return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights)
+        return self.compute_layer(LOSS, self.chain.loss, where, output, targets, weights), returned
+
+    def _rows(self, returned: tuple[Tensor, ...], counted: int, count: int) -> tuple[Tensor, ...]:
+        """Return the first ``counted`` samples of ``count``, in dimension 0; tensors without samples are left out."""
+        dims = self.sample_dims if self.sample_dims and self._loss_apart else [[0]] * len(returned)
+        rows = some_samples(returned, dims, 0, counted, count)
+        return tuple(x.movedim(of[0], 0) for x, of in zip(rows, dims, strict=True) if of)
 
     def _copied(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a layer's inputs in a form that the layer may change in place: inputs that must not change are copied.
@@ -309,6 +334,12 @@ class Stage(nn.Module):
         last = layers[-1][1]
         if (loss := loss_of(last)) is not None:
             last.loss = torch.compile(loss)  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
+
+    def take_outputs(self) -> list[Tensor]:
+        """Return what the taker has selected since the last call, of all micro-batches in order; empty if nothing."""
+        parts = [selected for _, selected in sorted(self.taken, key=itemgetter(0))]
+        self.taken.clear()
+        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
     def take_sums(self) -> Tensor | None:
         """Return the sums of all micro-batches since the last call, [2 + metrics] float64; None if there are none."""

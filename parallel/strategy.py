@@ -31,6 +31,7 @@ from parallel.dtensor import local
 from parallel.gathering import gathering
 from parallel.gradients import Gradients, sum_dtype
 from parallel.mesh import REPLICAS, Mesh
+from parallel.outputs import Taker, hand_out
 from parallel.pieces import Boxes, Piece, fill, piece_of
 from parallel.placement import Placement
 from parallel.plan import Plan
@@ -173,20 +174,40 @@ class Strategy(ABC):
             self.auxiliary.after_step()
         return result
 
-    def eval_step(self, batch: Batch, number: int = 1) -> Tensor:
+    def eval_step(self, batch: Batch, number: int = 1, taker: Taker | None = None) -> Tensor:
         """Evaluate this replica's batch, without gradients.
 
-        ``number`` is the number of the global batch in the split, from 1. Random numbers depend on it.
+        Args:
+            batch: This replica's equal part of the global batch, on any device.
+            number: The number of the global batch in the split, from 1. Random numbers depend on it.
+            taker: Gets the output of the last layer for the global batch, on rank 0. All ranks give one, or none does.
 
-        Returns [loss sum, count, metric sums...] in ``sum_dtype``; zeros if this rank does not compute the loss. Add up
-        the vectors of all batches and pass the sum to ``all_sum``.
+        Returns:
+            [loss sum, count, metric sums...] in ``sum_dtype``; zeros if this rank does not compute the loss. Add up the
+            vectors of all batches and pass the sum to ``all_sum``.
         """
         self._first = (number - 1) * self.plan.global_batch_size
         placed = self._placed(batch)
+        for stage in self.stages:
+            stage.taker = taker
         with self._step():
             self.forward(placed)
+        if taker is not None:
+            hand_out(self._outputs(placed), self.plan, self.mesh, self.device, taker)
         self._first = 0
         return self.take_sums()
+
+    def _outputs(self, batch: Batch) -> list[Tensor]:
+        """Return what the taker has selected of a batch, and the targets; empty if this rank has no last layer."""
+        counted = len(batch) if batch.weights is None else int(batch.weights.count_nonzero())
+        found = []
+        for stage in self.stages:
+            stage.taker = None
+            if stage.ends_chain:
+                found = [*(x.to(self.device) for x in stage.take_outputs()), batch.targets[:counted]]
+        for axis in reversed(self.axes):
+            found = [axis.whole_output(x) for x in found]
+        return found
 
     @abstractmethod
     def forward_backward(self, batch: Batch) -> None:

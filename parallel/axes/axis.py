@@ -160,6 +160,13 @@ class Axis:
         """Return this rank's part of the batch of its replica, or of one of its micro-batches."""
         return batch
 
+    def whole_output(self, x: Tensor) -> Tensor:
+        """Return the last layer's output, or targets, for the batch of the replica, from those for ``part_of_batch``.
+
+        The ranks along the axis call this together.
+        """
+        return x
+
     def step(self) -> AbstractContextManager:
         """Return a context for the forwards and backwards of a step of training or evaluation."""
         return nullcontext()

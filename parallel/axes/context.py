@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from common.errors import PlanError
@@ -128,6 +129,11 @@ class ContextParallel(AxisOfStage):
 
         inputs = tuple(map(part, batch.inputs)) if isinstance(batch.inputs, tuple) else part(batch.inputs)
         return replace(batch, inputs=inputs, targets=part(batch.targets))
+
+    def whole_output(self, x: Tensor) -> Tensor:
+        """See ``Axis.whole_output``. Tensors [b, t/n, ...] become [b, t, ...]."""
+        assert self.attention is not None  # a batch was divided
+        return torch.cat(self.ranks.all_gather(x), 1)[:, self.attention.positions_of.flatten().argsort()]
 
     def step(self) -> AbstractContextManager:
         """See ``Axis.step``."""

@@ -88,10 +88,26 @@ class Result:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # other names' copies, by the canonical name
     evaluations: list[list[float]] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)  # of the evaluations and their targets, on rank 0
     layers: list[str] = field(default_factory=list)
     parameters: int = 0  # the numbers of elements
     intervals: list[list[Interval]] = field(default_factory=list)
     waits: list[dict[str, int]] = field(default_factory=list)  # for a pretend GPU, by step
+
+
+class Kept:
+    """Keeps what the last layer returns in evaluations, and the targets."""
+
+    alone = False
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def select(self, outputs, targets):
+        return outputs
+
+    def take(self, selected, targets):
+        self.tensors += [*selected, targets]
 
 
 def parallel_section(layout: Layout, **changes) -> SimpleNamespace:
@@ -182,7 +198,8 @@ def train(layout: Layout, recipe: Recipe) -> Result:
         result.finite.append(outcome.finite)
         result.loss_scales.append(strategy.loss_scale.scale)
         if recipe.eval_every and step % recipe.eval_every == 0:
-            sums = strategy.eval_step(_pad_last(batch_at(0)).chunks(plan.dp)[share])
+            batch, kept = _pad_last(batch_at(0)).chunks(plan.dp)[share], Kept(result.outputs)
+            sums = strategy.eval_step(batch, taker=kept)
             result.evaluations.append(strategy.all_sum(sums))
     result.state = _copy(strategy, strategy.state_dict())
     for stage in strategy.stages:
@@ -267,6 +284,10 @@ def assert_same_training(run: list[Result], reference: Result, tolerance: float)
     ):
         assert count == wanted_count, f"an evaluation counted {count} terms, not {wanted_count}"
         far["evaluation"] = max(far.get("evaluation", 0.0), _farthest([loss], [wanted_loss]))
+    assert len(run[0].outputs) == len(reference.outputs) and not any(result.outputs for result in run[1:])
+    for i, (output, wanted) in enumerate(zip(run[0].outputs, reference.outputs, strict=True)):
+        assert output.shape == wanted.shape
+        far[f"output {i}"] = ((output.double() - wanted).norm() / wanted.double().norm().clamp(min=1e-30)).item()
     weights = weights_of(run)
     assert weights.keys() == reference.state.keys()
     for name, wanted in reference.state.items():

@@ -1,0 +1,78 @@
+"""What the last layer returns in an evaluation: whole, in the order of the data, on rank 0, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh import Mesh
+from parallel.plan import Plan
+
+
+class Taker(Protocol):
+    """Gets what the last layer returns in an evaluation. All ranks of a run have one.
+
+    Attributes:
+        alone: Whether the loss is not needed, so that it is not computed.
+    """
+
+    alone: bool
+
+    def select(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+        """Return what rank 0 needs of a micro-batch. A rank with the last layer calls this.
+
+        Args:
+            outputs: What the last layer has returned, [samples, ...] each, without samples that fill up a batch. If
+                ranks divide sequences, these are the positions of this rank.
+            targets: [samples, ...], likewise.
+        """
+        ...
+
+    def take(self, selected: tuple[Tensor, ...], targets: Tensor) -> None:
+        """Take a global batch, on the CPU and in the order of the data. Rank 0 calls this.
+
+        Args:
+            selected: The results of ``select``, of all micro-batches and positions, [samples, ...] each. 16-bit floats
+                have become float32.
+            targets: [samples, ...].
+        """
+        ...
+
+
+def hand_out(mine: Sequence[Tensor], plan: Plan, mesh: Mesh, device: torch.device, taker: Taker) -> None:
+    """Send what was selected of a global batch to rank 0, for its ``taker``. All ranks call this together.
+
+    Args:
+        mine: What was selected of the batch of this rank's replica, and the targets; empty without the last layer.
+        plan: The layout.
+        mesh: The ranks.
+        device: The device of this rank.
+        taker: The taker of this rank.
+    """
+    last = next(p for p in range(plan.pp) if plan.stages[-1] in plan.stages_of(p))
+    owners = [mesh.pipeline(replica)[last if plan.pipelined else 0] for replica in range(mesh.dp)]
+    described = [[str(x.dtype).removeprefix("torch."), *x.shape] for x in mine]
+    shapes = mesh.gather(described if mesh.rank in owners else [])
+    received = []
+    for owner in owners:
+        if mesh.rank == owner > 0:
+            for x in mine:
+                if x.numel():
+                    dist.send(x.contiguous(), 0)
+        elif mesh.rank == 0:
+            tensors = mine
+            if owner > 0:
+                tensors = [
+                    torch.empty(shape, dtype=getattr(torch, kind), device=device) for kind, *shape in shapes[owner]
+                ]
+                for x in tensors:
+                    if x.numel():
+                        dist.recv(x, owner)
+            received.append([(x.float() if x.is_floating_point() and x.itemsize < 4 else x).cpu() for x in tensors])
+    if mesh.rank == 0:
+        *selected, targets = map(torch.cat, zip(*received, strict=True))
+        taker.take(tuple(selected), targets)
