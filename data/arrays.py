@@ -10,12 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import DataSet, Source, check_fractions, given_path, once, to_tensor
+from data.dataset import Source, check_fractions, given_path, once, to_tensor
 from data.documents import SPLITS
+from data.folds import Folded
 from data.loader import permute
 
 
-class Arrays(DataSet):
+class Arrays(Folded):
     """The rows of root/INPUTS.npy and root/TARGETS.npy, or of the arrays of these names in a file root.npz.
 
     Splits are the folders root/train, root/valid (or val) and root/test, or root/train.npz and so
@@ -59,11 +60,13 @@ class Arrays(DataSet):
             elif size := int(fraction * len(train)):
                 sources[split] = _Rows(train, start, size, self.seed)
                 start += size
-        self.train = _Rows(train, start, len(train) - start, self.seed)
+        back = 0 if self.folds is None or "valid" in stored else len(sources.pop("valid", ()))
+        self.train = _Rows(train, start, len(train) - start + back, self.seed)
         self.valid, self.test = sources.get("valid"), sources.get("test")
         shares = {s: "its own files" if s in stored else f"data.{s}={f:g}" for s, f in self.held_out.items()}
         counts = ", ".join(f"{split} {len(sources.get(split, ())):,} ({shares[split]})" for split in shares)
         self.description = f"arrays of {self.root}: train {len(self.train):,} rows, {counts}"
+        self.deal()
 
     def _places(self) -> dict[str, Path]:
         """Return the folder or .npz file of each split that has one; of "train" only if nothing is divided."""
@@ -137,7 +140,7 @@ def _opened(place: Path, name: str) -> np.ndarray:
 
 
 class _Rows(Source):
-    """Some rows: in an order drawn from ``seed``, ``size`` of them from ``start`` on."""
+    """Some rows: in an order drawn from ``seed``, ``size`` of them from ``start`` on, around its end."""
 
     def __init__(self, stored: _Stored, start: int, size: int, seed: int) -> None:
         self.stored, self.start, self.size, self.seed = stored, start, size, seed
@@ -147,5 +150,5 @@ class _Rows(Source):
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
         """See Source."""
-        rows = self.start + np.asarray(indices, dtype=np.int64)
+        rows = (self.start + np.asarray(indices, dtype=np.int64)) % len(self.stored)
         return self.stored.read(permute(rows, len(self.stored), (self.seed,)))

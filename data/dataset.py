@@ -81,9 +81,11 @@ class Source(ABC):
 
     Attributes:
         ordered: Whether training uses the samples in order in every epoch instead of shuffling them.
+        augment: Changes samples to train on, if it is not None. Samples that validate a fold are read without it.
     """
 
     ordered: bool = False
+    augment: Any = None
 
     @abstractmethod
     def __len__(self) -> int:

@@ -32,5 +32,5 @@ class Digits(ImageData):
         images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
         tenth = len(images) // 10
         rest, test = Images(images, labels, self, self.title).hold_out(tenth)
-        train, valid = rest.hold_out(tenth)
+        train, valid = rest.hold_out(0 if self.folds else tenth)
         return {"train": train, "valid": valid, "test": test}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -36,11 +37,10 @@ class ImageFolder(ImageData):
         channels: int = 3,
         mean: Sequence[float] = (0.485, 0.456, 0.406),
         std: Sequence[float] = (0.229, 0.224, 0.225),
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        **options: Any,
     ):
         """See ImageData; ``mean`` and ``std`` are of red, green and blue from 0 to 1, by default ImageNet's."""
-        super().__init__(image_size, channels, cache_dir=cache_dir, num_workers=num_workers)
+        super().__init__(image_size, channels, **options)
         self.root = given_path(root, "data=image_folder needs the folder of the images, data.root=FOLDER")
         self.title = f"images of {self.root}"
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
@@ -63,7 +63,7 @@ class ImageFolder(ImageData):
         images = Images(files, labels, self, f"data.root={self.root} (CLASS/*.jpg and *.png)")
         split_of = np.array([SPLITS[path.parts[0]] if depth else "train" for path in paths])
         rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
-        selected = select_rows({split: len(listed) for split, listed in rows.items()})
+        selected = select_rows({split: len(listed) for split, listed in rows.items()}, self.folds)
         chosen = {s: rows.get(s, rows["train"])[part.row(np.arange(len(part)))] for s, part in selected.items()}
         return {split: images.part(part) for split, part in chosen.items()}
 

@@ -18,7 +18,8 @@ from common.files import expand_home
 from common.machine import check_memory
 from common.packages import load_torchvision
 from data.cache import cached_folder, downloading
-from data.dataset import DataSet, Source, check_at_least, once
+from data.dataset import Source, check_at_least, once
+from data.folds import Folded
 from data.loader import permute
 
 # (images uint8 [b, c, h, w], indices int64 [b], epoch) -> images of the same shape
@@ -27,7 +28,7 @@ Augment = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 _LUMA = (0.299, 0.587, 0.114)  # the shares of red, green and blue in a gray value (ITU-R BT.601)
 
 
-class ImageData(DataSet):
+class ImageData(Folded):
     """Images fp32 [b, channels, image_size, image_size], and their classes int64 [b] in [0, num_classes).
 
     Attributes:
@@ -79,6 +80,7 @@ class ImageData(DataSet):
         sizes = ", ".join(f"{name} {len(source):,}" for name, source in splits.items())
         shape = "x".join(map(str, self.image_shape))
         self.description = f"{self.title}, {shape}, {self.num_classes:,} classes: {sizes} images"
+        self.deal()
 
 
 class PublishedImages(ImageData):
@@ -87,12 +89,12 @@ class PublishedImages(ImageData):
     Samples to validate on are always the same training images, with equal shares of each class.
 
     Attributes:
-        folds: One in ``folds`` training images is held out to validate.
+        parts: One in ``parts`` training images is held out to validate.
         way_out: The fix for missing or damaged files, for messages.
         augmentation: The function that augments training images; None if they are not augmented.
     """
 
-    folds: int
+    parts: int
     way_out: str
     augmentation: Augment | None = None
 
@@ -110,7 +112,7 @@ class PublishedImages(ImageData):
         if root is None:
             root = cached_folder(self.cache_dir, type(self).__name__.lower(), self._download)
         published = self.read(root, "train")
-        train, valid = published.hold_out(len(published) // self.folds)
+        train, valid = published.hold_out(0 if self.folds else len(published) // self.parts)
         train.augment = self.augmentation
         return {"train": train, "valid": valid, "test": self.read(root, "test")}
 

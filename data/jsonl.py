@@ -22,8 +22,9 @@ from torch import Tensor
 from common.errors import DataError
 from common.machine import usable_cores
 from data.cache import MappedFile, cached_folder, key_of
-from data.dataset import DataSet, Source, by_part, check_at_least, given_path, once
+from data.dataset import Source, by_part, check_at_least, given_path, once
 from data.documents import TO_UTF8, files_of, is_utf16, split_of
+from data.folds import Folded
 from data.loader import VariableLength, bucket_widths
 from data.packed import SUFFIXES, unpacked
 from data.prompts import Row, RowProblem, RowTokens, is_chat
@@ -46,7 +47,7 @@ _AT_A_TIME = 256  # the number of rows that are read at a time if all are read i
 _VALID, _TEST = 9, 19
 
 
-class RowData(DataSet):
+class RowData(Folded):
     """A file or a folder of files of rows, each with its text in one or several fields.
 
     A sample is a row's tokens and the end token, cut to seq_len + 1 tokens, as inputs and as targets shifted by one,
@@ -107,7 +108,7 @@ class RowData(DataSet):
                 more = f" and {len(part.files) - 1} more files" if len(part.files) > 1 else ""
                 raise DataError(f"{part.files[0]}{more}: there is no row; give a file of {self.title}")
         seen = {split: self._check(part) for split, part in rows.items()}
-        selected = select_rows({split: len(part) for split, part in rows.items()})
+        selected = select_rows({split: len(part) for split, part in rows.items()}, self.folds)
         sources = {
             split: TokenRows(rows.get(split, rows["train"]), part, self.row_tokens, self.seq_len)
             for split, part in selected.items()
@@ -118,6 +119,7 @@ class RowData(DataSet):
             counts = cached_counts(rows["train"], self.row_tokens, self.seq_len + 1, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], selected["train"], self.row_tokens, self.seq_len)
         self.description = self._describe(seen["train"])
+        self.deal()
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts to continue: of texts, or of prompts if rows have answers, as they are in rows."""
@@ -214,16 +216,19 @@ class RowSelection:
         return period * PERIOD + np.asarray(self.kept, dtype=np.int64)[number]
 
 
-def select_rows(sizes: dict[str, int]) -> dict[str, RowSelection]:
+def select_rows(sizes: dict[str, int], folds: int | None = None) -> dict[str, RowSelection]:
     """Return which rows are "train", "valid" and "test".
 
     Args:
         sizes: The number of rows of each split that has files; "train" must be one of them. Without "valid", the
             10th of every 20 training rows goes to valid; with "train" only, the 20th goes to test.
+        folds: The number of folds; with folds, the rows that would go to valid stay in train.
     """
     taken = {"valid": (_VALID,)} if "valid" not in sizes else {}
     if sizes.keys() == {"train"}:
         taken["test"] = (_TEST,)
+    if folds:
+        taken.pop("valid", None)
     kept = {split: tuple(range(PERIOD)) for split in sizes} | taken
     kept["train"] = tuple(i for i in range(PERIOD) if (i,) not in taken.values())
     return {s: RowSelection(sizes.get(s, sizes["train"]), kept.get(s, ())) for s in ("train", "valid", "test")}

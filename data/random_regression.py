@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from common.machine import check_memory
-from data.dataset import DataSet, InMemory, check_at_least, once
+from data.dataset import InMemory, check_at_least, once
+from data.folds import Folded
 
 
-class RandomRegression(DataSet):
+class RandomRegression(Folded):
     """y = W x + noise, where x is standard normal and W random, scaled so that W x has the variance 1.
 
     It is made from the seed by numpy's generator, which gives the same numbers on every machine, and held as fp32.
@@ -49,6 +50,7 @@ class RandomRegression(DataSet):
             f"random regression from {self.in_features} to {self.out_features} numbers, noise {self.noise}: "
             f"train {self.samples:,} samples, valid {few:,}, test {few:,}"
         )
+        self.deal()
 
     def _draw(self, teacher: np.ndarray, stream: int, samples: int) -> InMemory:
         # Each split has its own stream, so that the size of one does not change the others.

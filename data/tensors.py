@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import Batch, DataSet, InMemory, check_fractions, to_tensor
+from data.dataset import Batch, InMemory, check_fractions, to_tensor
+from data.folds import Folded, first_of
 
 _IGNORED = -100  # torch's own ignore_index
 
@@ -20,7 +21,7 @@ _IGNORED = -100  # torch's own ignore_index
 Samples = tuple[Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...], Tensor | np.ndarray]  # inputs and targets
 
 
-class TensorData(DataSet):
+class TensorData(Folded):
     """Samples in two tensors. Some are held out. Every process of a run holds them once.
 
     Attributes:
@@ -35,6 +36,8 @@ class TensorData(DataSet):
         test: float | Samples = 0.1,
         vocab_size: int | None = None,
         seed: int = 0,
+        folds: int | None = None,
+        fold: int | None = None,
     ) -> None:
         """Divide the samples.
 
@@ -46,11 +49,13 @@ class TensorData(DataSet):
             test: What to test on, as ``valid``.
             vocab_size: The number of tokens; None for data that is not language.
             seed: The seed by which rows are drawn.
+            folds: Into how many folds the samples outside of the test split are dealt; None for no folds.
+            fold: The fold that validates in place of ``valid``, from 0 to folds - 1; the others train.
 
         Raises:
             DataError: If the tensors or the fractions do not fit together.
         """
-        super().__init__()
+        super().__init__(folds, fold)
         whole = _samples(inputs, targets, vocab_size)
         others = {"valid": valid, "test": test}
         for split, part in others.items():
@@ -61,10 +66,17 @@ class TensorData(DataSet):
         given = {split: part for split, part in others.items() if isinstance(part, tuple)}
         fractions = {split: part for split, part in others.items() if not isinstance(part, tuple)}
         check_fractions(fractions)
+        shares = dict.fromkeys(given, "as given") | {split: f"{part:g} of all" for split, part in fractions.items()}
         sizes = {split: int(fraction * len(whole)) for split, fraction in fractions.items()}
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
         drawn = order.split([*sizes.values(), len(whole) - sum(sizes.values())])
         self.rows = dict(zip((*sizes, "train"), drawn, strict=True))
+        if folds is not None and fold is not None:
+            left = torch.cat([self.rows.get("valid", order[:0]), self.rows["train"]])
+            start, end = (first_of(one, len(left), folds) for one in (fold, fold + 1))
+            self.rows |= {"valid": left[start:end], "train": torch.cat([left[:start], left[end:]])}
+            given.pop("valid", None)
+            shares["valid"] = f"fold {fold} of {folds}"
         parts = {split: InMemory(*whole.read(rows.numpy(), epoch=0)) for split, rows in self.rows.items() if len(rows)}
         if "train" not in parts:
             raise DataError(f"{len(whole)} samples leave none to train on")
@@ -74,10 +86,7 @@ class TensorData(DataSet):
         self.train, self.valid, self.test = parts["train"], parts.get("valid"), parts.get("test")
         first = _tensors(whole)[0]
         self.vocab_size, self.seq_len = vocab_size, first.shape[1] if vocab_size is not None else None
-        shares = {
-            split: "as given" if split in given else f"{fractions[split]:g} of all" for split in ("valid", "test")
-        }
-        counts = ", ".join(f"{split} {len(parts.get(split, ())):,} ({share})" for split, share in shares.items())
+        counts = ", ".join(f"{split} {len(parts.get(split, ())):,} ({shares[split]})" for split in ("valid", "test"))
         self.description = f"tensors: train {len(self.train):,} samples, {counts}"
         tensors = [tensor for samples in (whole, *(parts[split] for split in given)) for tensor in _tensors(samples)]
         self.fingerprint = hashlib.sha256(b"".join(map(_bytes, tensors))).hexdigest()[:16]

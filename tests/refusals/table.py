@@ -73,6 +73,9 @@ WORDS = {
         Refusal(OWN + "experiment=own", "train.stepz", file=option("experiment/own", "train: {stepz: 1}")),
         Refusal(OWN + "experiment=own", file=option("experiment/own", "train: !!python/object/apply:os.system [id]")),
     ],
+    "sweep.repeat: no job has the key sed": Refusal(
+        "-m seed=1,2 sweep.repeat=[sed] hydra.sweep.dir=sweep", "did you mean seed?"
+    ),
     "hydra.run.dir is empty": Refusal("hydra.run.dir="),
     "hydra.run.dir=~/runs": Refusal("hydra.run.dir=\\'~/runs\\'", "~ is not replaced here; write a whole path"),
     "hydra.sweep.dir=~/runs": Refusal("-m seed=1,2 hydra.sweep.dir=\\'~/runs\\'", "write a whole path"),
@@ -373,6 +376,7 @@ DATA = {
         Refusal(GPT2 + "data=text", "data.root=FILE_OR_FOLDER"),
         Refusal(GPT2 + f"data=text data.root={NOWHERE}", f"data.root={NOWHERE}", "does not exist", "folder"),
     ],
+    "data.fold=3": Refusal("data.folds=3 data.fold=3", "from 0 to data.folds - 1"),
     "MNIST": Refusal("model=convnet data=mnist", "download", "data.root=FOLDER"),
     NOWHERE: Refusal(GPT2 + f"data=wikitext2 data.root={NOWHERE}", "train.txt"),
     "HERE/x.jsonl line 42": _row(
