@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ from conf.masking import mask_secrets
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+# Speeds say nothing about learning, and a perplexity is drawn as its loss.
+_NOT_DRAWN = ("step", "skipped", "step_time_s", "samples_per_s", "tokens_per_s", "mfu", "val_perplexity")
+
+Points = Mapping[str, Sequence[tuple[int, float]]]  # by name, each number of a run with its step
 
 log = logging.getLogger("training")
 
@@ -158,6 +162,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
                 break
             records.append(record)
     return records
+
+
+def points_of(records: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) -> Points:
+    """Return the numbers with these names (by default all that tell of learning) in the records of a run."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for key in names or record.keys() - {*_NOT_DRAWN}:
+            if isinstance(value := record.get(key), int | float):
+                points.setdefault(key, []).append((record["step"], value))
+    return points
 
 
 def after_warmup(seconds: Sequence[float]) -> Sequence[float]:

@@ -41,6 +41,7 @@ from training.reporting.console import describe_results, numbers, what_to_type
 from training.reporting.loggers import Loggers, sections
 from training.reporting.metrics import METRICS, SUMMARY, flat, read_object, truncate_after
 from training.reporting.monitor import Monitor
+from training.reporting.page import write_page
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarize
 from training.run.changes import changes, earlier_batches, follows_total
@@ -53,6 +54,7 @@ from training.run.setup import Setup
 
 # Another balance is suggested if the slowest rank of a pipeline computes this many times as long as the fastest.
 _UNEVEN = 1.5
+_CURVES_FROM = 20  # steps; importing matplotlib would take longer than many a shorter run
 
 
 @exit_is_failure()
@@ -296,7 +298,7 @@ def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, Any]:
 def _report(
     setup: Setup, world: World, run_dir: Path, outcome: Outcome, summary: dict, ranks: list[RankResult]
 ) -> None:
-    """Write the timeline, if train.trace is set and steps were trained, and print the results."""
+    """Draw the timeline, if train.trace is set and steps were trained; print the results; draw the curves."""
     if setup.cfg.train.trace and setup.plan.pipelined and outcome.seconds:
         from training.reporting.timeline import write_timeline  # it imports matplotlib
 
@@ -311,6 +313,11 @@ def _report(
         where = setup.cfg.get(COMMAND, {}).get("where", [])
         rest.append(what_to_type(link, length, where, python=given_objects() is not None))
     print("\n".join([styled(headline, "bold", sys.stdout), *rest]), flush=True)
+    if outcome.steps >= _CURVES_FROM:
+        from training.reporting.curves import write_curves  # it imports matplotlib
+
+        write_curves(run_dir)
+    write_page(run_dir)
 
 
 def _rate_at_end(setup: Setup, step: int) -> list[str]:

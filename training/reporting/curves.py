@@ -1,0 +1,67 @@
+"""Learning curves of a run and of the jobs of a sweep. It imports matplotlib, so it is imported only to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from training.reporting import plot
+from training.reporting.metrics import METRICS, Points, points_of, read_records, write_or_warn
+
+PICTURE = "curves.png"
+_HEIGHT = 2.9  # inches of a panel
+_MARKERS = 0.1  # distance between the markers of a curve, as a fraction of the figure's diagonal
+_POINTS = 400  # points of a curve, however long the run
+
+
+def write_curves(run_dir: Path) -> None:
+    """Draw all numbers in the metrics.jsonl of a run into curves.png; log a warning if it cannot be written."""
+    picture = BytesIO()
+    if (figure := draw({"": [points_of(read_records(run_dir / METRICS))]}, columns=2)) is not None:
+        figure.savefig(picture)
+        write_or_warn(run_dir / PICTURE, picture.getvalue())
+
+
+@plot.style()
+def draw(runs: Mapping[str, Sequence[Points]], columns: int = 1) -> Figure | None:
+    """Draw a panel for each number, over the steps; None if no number has two points.
+
+    A number of the validation is a dashed curve in the panel of the same number of the training.
+
+    Args:
+        runs: By label, one run; or several runs, whose mean is drawn in a band of one sample standard deviation.
+        columns: The number of panels side by side.
+    """
+    whole = {key for run in runs.values() for points in run for key, own in points.items() if len(own) > 1}
+    names = sorted({key.removeprefix("val_") for key in whole}, key=lambda name: (name != "loss", name))
+    if not names:
+        return None
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(plot.NARROW if columns == 1 else plot.MEDIUM, rows * _HEIGHT))
+    for number, name in enumerate(names, 1):
+        axes, starts = figure.add_subplot(rows, columns, number), []
+        for place, ((label, run), color) in enumerate(zip(runs.items(), cycle(plot.COLORS), strict=False)):
+            for key, line in ((name, "-"), (f"val_{name}", "--")):
+                tables = [dict(points[key]) for points in run if len(points.get(key, ())) > (line == "-")]
+                steps = sorted(set.intersection(*map(set, tables))) if tables else []
+                steps = steps[:: max(1, len(steps) // _POINTS)]
+                values = np.array([[table[step] for step in steps] for table in tables])
+                if not values.size:
+                    continue
+                # Equal curves coincide. Their markers take turns, so that all of them are visible.
+                turns = {"marker": "o", "ms": 4, "markevery": (_MARKERS * place / len(runs), _MARKERS)}
+                axes.plot(steps, mean := values.mean(0), line, c=color, label=label * (line == "-"), **turns)
+                starts.append(abs(mean[0]))
+                if len(tables) > 1:
+                    spread = values.std(0, ddof=1)
+                    axes.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
+        if "loss" in name:  # a diverging curve would flatten all other curves
+            axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(starts) or 1))
+        axes.locator_params("x", integer=True)
+        axes.set(xlabel="step", title=name + " (dashed: validation)" * (f"val_{name}" in whole))
+    return figure
