@@ -41,6 +41,9 @@ else:
     Schedule = _Choice("Schedule", "gpipe 1f1b interleaved_1f1b looped_bfs interleaved_zero_bubble planned")
 
 
+REPEAT = ["seed", "*.fold"]
+
+
 class Section:
     """The base of the schemas. Sections are OmegaConf's mappings, which can only be read after composition."""
 
@@ -128,6 +131,7 @@ class Sweep(Section):
 
     objective: str | None = None  # a number such as val_accuracy or step_time_s; null: train.monitor (docs/sweeps.md)
     direction: Direction | None = None  # what is better; null: by the objective's name (more accuracy, more speed)
+    repeat: list[str] = field(default_factory=REPEAT.copy)  # jobs that differ only in these keys are averaged
 
 
 @dataclass

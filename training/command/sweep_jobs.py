@@ -26,8 +26,9 @@ from conf.composition import Composed, pop_hydra
 from conf.effects import check_effects
 from conf.instantiate import to_dict
 from conf.masking import mask_files, mask_secrets
-from conf.messages import explain
-from conf.words import expand_lists, hydra_word
+from conf.messages import explain, nearest
+from conf.schema import REPEAT
+from conf.words import expand_lists, hydra_word, key_of
 from launchers import Interrupted
 from launchers.slurm.follow import wait
 from launchers.stopping import Stopped
@@ -39,7 +40,7 @@ from training.reporting.job_record import Job, Status, label, read_job, read_job
 from training.reporting.loggers import sections
 from training.reporting.metrics import METRICS
 from training.reporting.run_directory import check_free, hold, release
-from training.studies.sweep.table import value_for_sweeper
+from training.studies.sweep.table import is_repeated, value_for_sweeper
 
 _OWN_SWEEPER = "hydra_plugins.sweeps.JobSweeper"  # it reads how a job ended from the job's record
 
@@ -113,6 +114,10 @@ def compose_all(sweeper: Any, jobs: Iterable[list[str]]) -> list[Entry]:
                 checked.add(of)
         except (HydraException, OmegaConfBaseException, UserError) as error:
             raise TrainingError(f"job {num} ({' '.join(job.overrides)}): {explain(error)}") from None
+    typed = sorted({key_of(word) for entry in entries for word in entry.job.overrides})
+    for key in {*sweeper.config.sweep.repeat} - {*REPEAT, "data.fold"}:
+        if not any(is_repeated(name, [key]) for name in typed):
+            raise TrainingError(f"sweep.repeat: no job has the key {key}{nearest('{}', key, typed)}")
     return entries
 
 

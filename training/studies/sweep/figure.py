@@ -10,19 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from training.reporting import plot
+from training.reporting.curves import draw
 from training.reporting.job_record import label
 from training.studies.sweep.table import TIME, Row, Table
 
 CHUNKS = "parallel.chunks"
 _HEIGHT = 3.8  # inches
 _LEGEND = 16  # maximum number of entries; beyond it colors repeat
-_MARKERS = 0.1  # distance between the markers of a curve, as a fraction of the figure's diagonal
-_POINTS = 400  # points of a loss curve, however long the run
 
 
 @plot.style()
 def score_figure(table: Table) -> Figure:
-    """Draw the objective against the swept value, and mark the best job. Times are drawn with their spread.
+    """Draw the objective against the swept value with error bars (see ``_spread``), and mark the best row.
 
     One numeric override is the x axis, and the other overrides distinguish curves. Without a numeric override, each job
     is a bar. Over ``parallel.chunks`` of a pipeline, the ideal time is also drawn (see ``ideal_times``).
@@ -43,21 +42,14 @@ def score_figure(table: Table) -> Figure:
 
 @plot.style()
 def loss_figure(table: Table) -> Figure | None:
-    """Draw the training loss of each job over its steps; None if no job has a training loss."""
-    rows = [row for row in table.rows if len(row.curve) > 1]
-    if not rows:
-        return None
-    figure, axes = _canvas(_HEIGHT)
-    for place, (row, color) in enumerate(zip(rows, cycle(plot.COLORS), strict=False)):
-        points = zip(*row.curve[:: max(1, len(row.curve) // _POINTS)], strict=True)
-        # The curves of jobs with equal training coincide. Their markers take turns, so that all curves are visible.
-        turns = {"marker": "o", "markevery": (_MARKERS * place / len(rows), _MARKERS)}
-        axes.plot(*points, c=color, label=row.label, **turns)
-    # A diverging curve would flatten all other curves.
-    axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(abs(row.curve[0][1]) for row in rows) or 1))
-    axes.locator_params("x", integer=True)
-    axes.set(xlabel="step", ylabel="training loss")
-    _add_legend(figure, axes)
+    """Draw the losses of each row over its steps (see ``curves.draw``); None if there are none.
+
+    Failed jobs of a setting are left out, unless all have failed.
+    """
+    jobs = {row.label: [job for job in row.repeats if job.finished] or row.repeats or [row] for row in table.rows}
+    figure = draw({label: [job.points for job in own] for label, own in jobs.items()})
+    if figure is not None:
+        _add_legend(figure, figure.axes[0])
     return figure
 
 
@@ -99,8 +91,9 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
 
     others = [key for key in table.keys if key != axis]
     groups: dict[str, list[Row]] = {}
+    measured = "mean ± standard deviation" if table.repeated else "measured"
     for row in sorted(table.scored, key=place):
-        groups.setdefault(label(row.job, others) if others else "measured", []).append(row)
+        groups.setdefault(label(row.job, others) if others else measured, []).append(row)
     for (name, rows), color in zip(groups.items(), cycle(plot.COLORS), strict=False):
         x = [place(row) for row in rows]
         y = [row.score for row in rows]
@@ -135,7 +128,13 @@ def _bars(axes: Axes, table: Table) -> None:
 
 
 def _spread(table: Table, rows: list[Row]) -> np.ndarray | None:
-    """Return the distances from the median to the 10th and the 90th percentile, [2, rows]; None if not of times."""
+    """Return the length of error bars: the standard deviations of settings, [rows], 0 for a single job.
+
+    Of jobs, return the distances from the median time to the 10th and the 90th percentile, [2, rows], and None if the
+    objective is not the time.
+    """
+    if table.repeated:
+        return np.nan_to_num([row.deviation for row in rows])
     times = [row.times for row in rows if row.times is not None]
     return np.diff(times).T if table.objective.name == TIME and len(times) == len(rows) else None
 

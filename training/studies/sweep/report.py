@@ -1,4 +1,4 @@
-"""The report of a sweep: its table on the console, and sweep.csv, sweep.png and report.html in its directory."""
+"""The report of a sweep: its table on the console, and files with tables, figures and a page in its directory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import datetime
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -18,10 +19,9 @@ from conf.words import config_folder, key_of
 from training.reporting.console import columns
 from training.reporting.metrics import read_object
 from training.reporting.monitor import Monitor
-from training.reporting.page import render
+from training.reporting.page import PAGE, render
+from training.studies.sweep.latex import latex
 from training.studies.sweep.table import ENOUGH_STEPS, TIME, Row, Table, read_table, write_csv
-
-CSV, FIGURE, PAGE = "sweep.csv", "sweep.png", "report.html"
 
 
 @contextmanager
@@ -56,57 +56,68 @@ def set_direction(config: DictConfig) -> None:
 
 
 def _report(config: DictConfig) -> bool:
-    """Write sweep.csv, sweep.png (if a job has trained) and report.html, and print the table.
+    """Write the table in its forms, the figures (if a job has trained) and report.html, and print the table.
 
     Returns whether the files are written and all jobs have finished. Queued jobs for which the sweep does not wait may
     be unfinished.
     """
     folder, direction = Path(config.hydra.sweep.dir), config.sweep.direction
-    table = read_table(folder, config.sweep.objective, direction and direction.name)
-    if not table.rows:
+    jobs = read_table(folder, config.sweep.objective, direction and direction.name, config.sweep.repeat)
+    if not jobs.rows:
         return True
+    table = jobs.settings(config.sweep.repeat)
+    command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(sys.argv[1:])])
     print("\n".join(["", *results(table), describe(table)]))
-    try:
-        write_csv(table, folder / CSV)
-        command = shlex.join(["python", Path(sys.argv[0]).name, *mask_secrets(sys.argv[1:])])
-        (folder / PAGE).write_text(page(table, command), encoding="utf-8")
-        if table.scored:
-            from training.studies.sweep.figure import score_figure
+    files: dict[str, Callable[[Path], object]] = {"sweep.csv": partial(write_csv, table)}
+    if table.repeated:
+        files["jobs.csv"] = partial(write_csv, jobs)
+    if table.scored:
+        from training.studies.sweep.figure import loss_figure, score_figure
 
-            score_figure(table).savefig(folder / FIGURE)
-        print(f"files: {folder}: {' '.join([CSV, *[FIGURE] * bool(table.scored), PAGE])}", flush=True)
+        files |= {"sweep.tex": lambda path: path.write_text(latex(table)), "sweep.png": score_figure(table).savefig}
+        if (losses := loss_figure(table)) is not None:
+            files["curves.png"] = losses.savefig
+    files[PAGE] = lambda path: path.write_text(page(jobs, command, table), encoding="utf-8")
+    try:
+        for name, write in files.items():
+            write(folder / name)
+        print(f"files: {folder}: {' '.join(files)}", flush=True)
     except OSError as error:
         print(f"error: the sweep's report cannot be written ({error})", file=sys.stderr)
         return False
     # With launcher.wait=false the jobs are still queued or running.
     expected = ("finished",) if config.launcher.get("wait", True) else ("finished", "waiting", "running")
-    return all(row.job.status in expected for row in table.rows)
+    return all(row.job.status in expected for row in jobs.rows)
 
 
 def describe(table: Table) -> str:
-    """Format the table for the console, one line per job. The line of a failed job ends with the reason."""
-    lines = [["job", *table.cells[table.rows[0]]]]
+    """Format the table for the console, one line per row. The line of a failed job ends with the reason."""
+    lines = [["jobs" if table.repeated else "job", *table.cells[table.rows[0]]]]
     for row, cells in table.cells.items():
-        texts = [str(row.job.num), *cells.values()]
+        texts = [" ".join(str(one.job.num) for one in row.repeats or [row]), *cells.values()]
         lines.append(texts if row.finished else texts[: len(table.keys) + 2])
     return columns(lines)
 
 
 def results(table: Table) -> Iterator[str]:
-    """Yield a sentence about the best job of each model, the command to run that job again, and a note on losses."""
+    """Yield a sentence about the best row of each model, the command to run it again, and notes on numbers."""
     for row in table.best:
         of_model = f" of {row.summary['model']}" if len(table.best) > 1 else ""
         rivals, equals = table.rivals(row), table.equals(row)
         worst = max(rivals, key=lambda rival: table.objective.sign * rival.score)
-        alike = f", the fastest of {len(equals)} jobs that have it" if len(equals) > 1 else ""
+        rows = "settings" if table.repeated else "jobs"
+        alike = f", the fastest of {len(equals)} {rows} that have it" if len(equals) > 1 else ""
         last = f"; the worst, {worst.label}, has {table.show_score(worst)}" if len(equals) < len(rivals) else ""
         doubt = _doubt(table, row) if table.objective.is_speed else ""
         kind = "Best median" if doubt else "Fastest" if table.objective.is_speed else "Best"
+        kind = "Mean" if len(rivals) == 1 else kind
         yield (
             f"{kind}{of_model}: {row.label} with {table.objective.name} {table.show_score(row)}"
             f"{'' if table.objective.is_speed else alike}{last}.{doubt}"
         )
         yield f"The same again{of_model}: {_command_of(row)}"
+    if table.repeated:
+        yield f"Numbers are means over {', '.join(table.repeated)} ± their sample standard deviation (n - 1)."
     if table.references:
         yield "Loss difference: the largest at any step, relative to the training loss of the job marked as reference."
 
@@ -125,23 +136,28 @@ def _doubt(table: Table, row: Row) -> str:
 
 
 def _command_of(row: Row) -> str:
-    """Return the command that runs one job again, with the sweep's ``--config-dir``."""
+    """Return the command that runs one job, or all jobs of a setting, again, with the sweep's ``--config-dir``."""
     own = config_folder(sys.argv[1:])
-    options = [] if own is None else [f"--config-dir={own}"]
-    words = [word for word in row.job.overrides if word != "train.resume=auto"]
+    options = ["-m"] * (len(row.repeats) > 1) + ([] if own is None else [f"--config-dir={own}"])
+    typed = ([word for word in job.job.overrides if word != "train.resume=auto"] for job in row.repeats or [row])
+    several = [[*dict.fromkeys(words)] for words in zip(*typed, strict=False)]  # one word, or those of repetitions
+    words = [",".join([word, *(other.partition("=")[2] for other in more)]) for word, *more in several]
     return shlex.join(["python", "train.py", *options, *words])
 
 
-def page(table: Table, command: str) -> str:
+def page(jobs: Table, command: str, settings: Table | None = None) -> str:
     """Return the HTML text of a page that opens offline: results, figures, jobs, errors, environment and command.
 
     Args:
-        table: The table of the sweep, which must have a row.
+        jobs: The table of the jobs, which must have a row.
         command: The command line that started the sweep, with secrets masked.
+        settings: The table of the settings, whose results are shown; None for that of the jobs.
     """
+    table = settings or jobs
     return render(
         Path(__file__).with_name("report.html.jinja"),
-        next(filter(None, (read_object(row.folder / "environment.json") for row in table.rows)), None),
+        next(filter(None, (read_object(row.folder / "environment.json") for row in jobs.rows)), None),
+        jobs=jobs,
         table=table,
         command=command,
         time=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
@@ -155,12 +171,14 @@ def _figures(table: Table) -> Iterator[tuple[str, str]]:
     from training.reporting.plot import embedded
     from training.studies.sweep.figure import loss_figure, score_figure
 
-    caption = f"{table.objective.title}: {'larger' if table.objective.sign < 0 else 'smaller'} is better"
+    means = f". Means over {', '.join(table.repeated)} with a sample standard deviation (n - 1)" * bool(table.repeated)
+    caption = f"{table.objective.title}: {'larger' if table.objective.sign < 0 else 'smaller'} is better{means}"
     if table.objective.name == TIME:
+        spread = ", with whiskers from the 10th to the 90th percentile" * (not table.repeated)
         caption += (
-            ". Medians after the warm-up, with whiskers from the 10th to the 90th percentile. Ideal, of pipelines: if "
-            "splitting the batch cost nothing but the schedule's bubble"
+            f". Medians after the warm-up{spread}. Ideal, of pipelines: if splitting the batch cost nothing but the "
+            "schedule's bubble"
         )
     yield caption, embedded(score_figure(table))
     if (losses := loss_figure(table)) is not None:
-        yield "training loss over the steps", embedded(losses)
+        yield f"losses over the steps{means}", embedded(losses)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from common.errors import TrainingError
-from conf.schema import Root
+from conf.schema import REPEAT, Root
 from parallel.strategies import names_where
+from training.reporting import metrics
 from training.reporting.job_record import Job, label, read_jobs, short, swept_keys, values
-from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, read_object, read_records, write_table
+from training.reporting.metrics import METRICS, SUMMARY, after_warmup, flat, points_of, read_object, read_records
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor, direction_of
 
 TIME, TRAINING_LOSS = "step_time_s", "final_loss"
@@ -68,17 +70,22 @@ def choose_objective(
         name: ``sweep.objective``. If None, the objective is the time per step if only settings of speed vary. Otherwise
             it is the jobs' ``train.monitor``, or the training loss if nothing was validated.
         direction: ``sweep.direction``. If None, the direction is the monitor's, or follows from the objective's name.
-        keys: The overrides that vary.
+        keys: The overrides that vary, without those of repetitions.
         summaries: The contents of the jobs' summary.json.
     """
     monitors = {Monitor(one.get("monitor", LOSS), one.get("monitor_direction", MINIMIZE)) for one in summaries if one}
     monitor, known = monitors.pop() if len(monitors) == 1 else Monitor(LOSS, MINIMIZE)
     if name is None:
-        # Jobs of different models are not compared, and different seeds are repetitions.
-        compared = [key for key in keys if key not in ("model", "seed")]
+        # Jobs of different models are not compared.
+        compared = [key for key in keys if key != "model"]
         validated = any(summary.get("best_val_loss") is not None for summary in summaries)
         name = TIME if compared and all(map(is_of_speed, compared)) else monitor if validated else TRAINING_LOSS
     return Objective(name, direction or (known if name == monitor else None) or direction_of(name) or MINIMIZE)
+
+
+def is_repeated(key: str, repeat: Sequence[str]) -> bool:
+    """Return whether jobs that differ only in ``key`` are repetitions, by ``sweep.repeat``."""
+    return any(fnmatchcase(key, pattern) for pattern in repeat)
 
 
 def is_of_speed(key: str) -> bool:
@@ -105,19 +112,22 @@ def value_for_sweeper(cfg: Root, folder: Path) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A job, with the results in its directory.
+    """A job, with the results in its directory; or a setting, with the means of the finished jobs that repeat it.
 
     Attributes:
-        job: The job's record.
+        job: The job's record; of a setting, that of its first job.
         folder: The job's directory.
         label: The overrides that distinguish the job from the other jobs.
-        values: All overrides of the job, by key.
+        values: All overrides of the job, by key; of a setting, without those of repetitions.
         summary: The contents of summary.json; empty unless the job has finished.
-        curve: The step and the training loss of every step.
+        points: By "loss" and "val_loss", the step and the loss of every step and of every evaluation.
         timed: The number of steps after the warm-up.
         times: The 10th, 50th and 90th percentile of the step times in seconds; None unless the job has finished and
             trained.
         score: The objective; NaN if the job has none.
+        repeats: The jobs of a setting; empty for a job.
+        deviations: Of a setting, the sample standard deviations (n - 1) of the summary's numbers.
+        deviation: Of a setting, that of the score; NaN if only one of its jobs has a score.
     """
 
     job: Job
@@ -125,15 +135,23 @@ class Row:
     label: str
     values: dict[str, str]
     summary: dict[str, Any]
-    curve: list[tuple[int, float]]
+    points: metrics.Points
     timed: int
     times: np.ndarray | None
     score: float
+    repeats: Sequence[Row] = ()
+    deviations: Mapping[str, float] = field(default_factory=dict)
+    deviation: float = math.nan
+
+    @property
+    def number(self) -> int:
+        """The number n of a setting's jobs that have the objective."""
+        return sum(not math.isnan(row.score) for row in self.repeats)
 
     @property
     def finished(self) -> bool:
-        """Whether the job has finished without an error."""
-        return self.job.status == "finished"
+        """Whether the job, or a job of the setting, has finished without an error."""
+        return any(row.finished for row in self.repeats) if self.repeats else self.job.status == "finished"
 
     @property
     def problem(self) -> str:
@@ -147,6 +165,9 @@ class Row:
     @property
     def status(self) -> str:
         """The job's status, with the reason for a missing result and the number of skipped steps."""
+        if self.repeats:
+            failed = [f"; job {row.job.num} {row.status}" for row in self.repeats if not row.finished]
+            return f"{len(self.repeats) - len(failed)} of {len(self.repeats)} finished{''.join(failed[:1])}"
         if skipped := self.summary.get("skipped_steps"):
             return f"{self.job.status}, {skipped} of {self.summary['steps']} steps skipped"
         return f"{self.job.status}: {self.problem}".removesuffix(": ")
@@ -154,19 +175,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """All jobs of a sweep.
+    """All jobs of a sweep, or all of its settings.
 
     Attributes:
         folder: The sweep's directory.
-        keys: The overrides that differ between jobs, in their order.
-        rows: One row per job, by number.
-        objective: The number by which jobs are compared.
+        keys: The overrides that differ between rows, in their order.
+        rows: One row per job, by number; or one per setting.
+        objective: The number by which rows are compared.
+        repeated: The overrides in which the jobs of a setting differ; empty for a table of jobs.
     """
 
     folder: Path
     keys: list[str]
     rows: list[Row]
     objective: Objective
+    repeated: Sequence[str] = ()
+
+    def settings(self, repeat: Sequence[str] = REPEAT) -> Table:
+        """Return the table of settings by ``sweep.repeat``; without repetitions, this table."""
+        repeated = [key for key in self.keys if is_repeated(key, repeat)]
+        keys = [key for key in self.keys if key not in repeated]
+        groups: dict[tuple, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault(tuple(row.values.get(key) for key in keys), []).append(row)
+        rows = [_setting(jobs, keys, repeated) for jobs in groups.values()]
+        return Table(self.folder, keys, rows, self.objective, repeated) if repeated else self
 
     @cached_property
     def scored(self) -> list[Row]:
@@ -175,15 +208,16 @@ class Table:
 
     @cached_property
     def best(self) -> list[Row]:
-        """The best job of each model with several scored jobs; the fastest best job if several are equally good."""
+        """The best row of each model with several scored rows; the fastest best row if several are equally good."""
         sign = self.objective.sign
         groups = {row.summary["model"]: self.rivals(row) for row in self.scored}
-        best = [min(rivals, key=lambda row: sign * row.score) for rivals in groups.values() if len(rivals) > 1]
+        compared = [rivals for rivals in groups.values() if len(rivals) > 1 or self.repeated]
+        best = [min(rivals, key=lambda row: sign * row.score) for rivals in compared]
         return [min(self.equals(row), key=lambda equal: equal.summary.get(TIME) or math.inf) for row in best]
 
     def equals(self, row: Row) -> list[Row]:
         """Return the rivals of ``row``, including itself, that have the same score in all digits that are shown."""
-        return [other for other in self.rivals(row) if self.show_score(other) == self.show_score(row)]
+        return [other for other in self.rivals(row) if f"{other.score:.4g}" == f"{row.score:.4g}"]
 
     def rivals(self, row: Row) -> list[Row]:
         """Return the scored rows of the same model as ``row``, including ``row``."""
@@ -195,7 +229,7 @@ class Table:
         alone = names_where(stages=False, replicas=False, gpu_only=False, degree="")
         groups: dict[tuple, list[Row]] = {}
         for row in self.rows:
-            if row.finished and row.curve:
+            if row.finished and "loss" in row.points:
                 learned = tuple(row.values.get(key) for key in self.keys if not is_of_speed(key))
                 groups.setdefault(learned, []).append(row)
         return {
@@ -213,14 +247,14 @@ class Table:
         reference = self.references.get(row, row)
         if reference is row:
             return None
-        (steps, losses), (same, expected) = (np.array(curve).T for curve in (row.curve, reference.curve))
+        (steps, losses), (same, expected) = (np.array(one.points["loss"]).T for one in (row, reference))
         if not np.array_equal(steps, same):
             return float("inf")
         return float((np.abs(losses - expected) / np.maximum(np.abs(expected), np.finfo(float).tiny)).max())
 
     def show_score(self, row: Row) -> str:
-        """Format the score of a row. The row must have a score."""
-        return seconds(row.score) if self.objective.name == TIME else f"{row.score:.4g}"
+        """Format the score of a row, of a setting with its standard deviation. The row must have a score."""
+        return plus_minus(row.score, row.deviation, seconds if self.objective.name == TIME else None)
 
     @cached_property
     def cells(self) -> dict[Row, dict[str, str]]:
@@ -238,7 +272,7 @@ class Table:
         difference, ranks = self.loss_difference(row), row.summary.get("peak_memory_bytes")
         compared = {None: "", float("inf"): "other steps"}.get(difference, f"{difference or 0:.1g}")
         results = {
-            "time per step": median,
+            "time per step": plus_minus(row.summary[TIME], row.deviations.get(TIME), seconds) if median else "",
             "10–90 %": f"{low} – {high}" if low else "",
             "samples/s": _shown(row, "samples_per_s"),
             "tokens/s": _shown(row, "tokens_per_s"),
@@ -254,31 +288,76 @@ class Table:
         return results
 
 
-def read_table(folder: Path, objective_name: str | None = None, direction: str | None = None) -> Table:
+def read_table(
+    folder: Path, objective_name: str | None = None, direction: str | None = None, repeat: Sequence[str] = REPEAT
+) -> Table:
     """Read the results of the jobs below ``folder``. For the other arguments, see ``choose_objective``."""
     jobs = read_jobs(folder)
     keys = swept_keys([job for _, job in jobs])
     summaries = [read_object(path / SUMMARY) if job.status == "finished" else {} for path, job in jobs]
-    objective = choose_objective(objective_name, direction, keys, summaries)
+    compared = [key for key in keys if not is_repeated(key, repeat)]
+    objective = choose_objective(objective_name, direction, compared, summaries)
     rows = []
     for (path, job), summary in zip(jobs, summaries, strict=True):
         records = read_records(path / METRICS)
         timed = after_warmup([record["step_time_s"] for record in records if record.get("step_time_s") is not None])
-        curve = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
+        points = points_of(records, ("loss", LOSS))
         times = np.percentile(timed, (10, 50, 90)) if summary and timed else None
         score = objective.of(summary, records) if summary else None
         score = math.nan if score is None else score
-        rows.append(Row(job, path, label(job, keys), values(job), summary, curve, len(timed), times, score))
+        rows.append(Row(job, path, label(job, keys), values(job), summary, points, len(timed), times, score))
     return Table(folder, keys, rows, objective)
 
 
+def _setting(jobs: Sequence[Row], keys: list[str], repeated: Sequence[str]) -> Row:
+    done = [row for row in jobs if row.finished]
+    summary, deviations = average([row.summary for row in done])
+    score, deviation = average([{"": row.score} for row in done if not math.isnan(row.score)])
+    times = [row.times for row in done if row.times is not None]
+    first, named = jobs[0], label(jobs[0].job, keys) if keys else "all repetitions"
+    return Row(
+        first.job, first.folder, named, {key: first.values[key] for key in first.values if key not in repeated},
+        summary, {}, min((row.timed for row in done), default=0), np.mean(times, axis=0) if times else None,
+        score.get("", math.nan), jobs, deviations, deviation.get("", math.nan),
+    )  # fmt: skip
+
+
+def average(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the means of the numbers that all records have, and their sample standard deviations (n - 1).
+
+    Lists of numbers have means only. Other values are kept if all records have the same, and otherwise are None.
+    """
+    means: dict[str, Any] = {}
+    deviations: dict[str, float] = {}
+    for key in dict.fromkeys(key for record in records for key in record):
+        values: list[Any] = [record.get(key) for record in records]
+        if all(value == values[0] for value in values):  # of which numpy's mean may differ in the last bit
+            means[key], deviation = values[0], 0.0
+        else:
+            try:
+                means[key], deviation = np.mean(values, axis=0).tolist(), np.std(values, axis=0, ddof=1)
+            except (TypeError, ValueError):  # not numbers, or lists of different lengths
+                means[key] = None
+        if isinstance(means[key], int | float) and len(values) > 1:
+            deviations[key] = float(deviation)
+    return means, deviations
+
+
 def write_csv(table: Table, path: Path) -> None:
-    """Write one line per job: its overrides, its status, and its summary with the spread of the step times."""
-    own = ("job", *dict.fromkeys(key for row in table.rows for key in row.values), "status", "error", "seconds")
-    write_table(path, [dict.fromkeys(own) | dict(_record(table, row)) for row in table.rows])
+    """Write one line per row: its overrides, its status, and its summary with the spread of the step times.
+
+    That of a setting has the number n of jobs with the objective, and means. NAME_std is a standard deviation.
+    """
+    name = table.objective.name
+    first, last = ("n", (name, f"{name}_std")) if table.repeated else ("job", ("error", "seconds"))
+    own = (first, *dict.fromkeys(key for row in table.rows for key in row.values), "status", *last)
+    metrics.write_table(path, [dict.fromkeys(own) | dict(_record(table, row)) for row in table.rows])
 
 
 def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
+    yield from ((f"{key}_std", deviation) for key, deviation in row.deviations.items() if deviation)
+    if not math.isnan(row.deviation):
+        yield f"{table.objective.name}_std", row.deviation
     for key, value in flat(row.summary).items():
         if not isinstance(value, list):
             yield key, value
@@ -291,6 +370,10 @@ def _record(table: Table, row: Row) -> Iterator[tuple[str, Any]]:
     if (difference := table.loss_difference(row)) is not None:
         yield "loss_difference", difference
     # Added last, because an override may have the same name as a number of the summary.
+    yield table.objective.name, None if math.isnan(row.score) else row.score
+    if row.repeats:
+        yield from {"n": row.number, **row.values, "status": row.status}.items()
+        return
     yield from {"job": row.job.num, **row.values, "status": row.job.status, "error": row.problem}.items()
     yield "seconds", row.job.seconds
 
@@ -300,6 +383,20 @@ def seconds(value: float) -> str:
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
 
 
+def plus_minus(mean: Any, deviation: float | None, form: Callable[..., str] | None = None, sign: str = "±") -> str:
+    """Format a mean and its standard deviation with two digits, or both with ``form``; without one, the mean alone."""
+    show = form or "{:.4g}".format
+    if deviation is None or math.isnan(deviation):
+        return show(mean)
+    if form or not 1e-6 < deviation < math.inf:
+        return f"{show(mean)} {sign} {show(deviation)}"
+    digits = max(0, 1 - math.floor(math.log10(deviation)))
+    return f"{mean:.{digits}f} {sign} {deviation:.{digits}f}"
+
+
 def _shown(row: Row, key: str, form: str = "") -> str:
-    value = row.summary.get(key)
-    return "" if value is None else format(value, form or (",.0f" if abs(value) >= 100 else ".4g"))
+    value, deviation = row.summary.get(key), row.deviations.get(key)
+    if value is None:
+        return ""
+    own = format(value, form or (",.0f" if abs(value) >= 100 else ".4g"))
+    return own if form or deviation is None else plus_minus(value, deviation)
