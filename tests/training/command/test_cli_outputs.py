@@ -133,7 +133,7 @@ def test_the_circumstances_of_the_run_are_kept_with_the_command_that_was_typed(g
 
 def test_a_run_leaves_nothing_else(gpt2, toy):
     usual = {".hydra", "metrics.jsonl", "summary.json", "environment.json", "checkpoints"}
-    assert usual <= set(os.listdir(toy.folder)) <= usual | {"train.log"}
+    assert usual <= set(os.listdir(toy.folder)) <= usual | {"train.log", "curves.png", "report.html"}
     more = {"wandb", "wandb_id.txt", "logs", "train.log"}
     assert usual | {"wandb"} <= set(os.listdir(gpt2.folder)) <= usual | more
     assert len([*gpt2.folder.glob("wandb/offline-run-*/*.wandb")]) == 1

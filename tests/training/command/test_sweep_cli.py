@@ -42,7 +42,7 @@ def test_the_table_has_overrides_and_results_and_is_printed_at_the_end(three):
     assert float(first["step_time_s"]) > 0 and float(first["final_loss"]) == pytest.approx(float(last["final_loss"]))
     table = three.stdout.splitlines()[-5:]
     assert table[0].startswith("job  parallel.chunks  status") and table[2].startswith("1    3                failed: ")
-    assert table[-1] == f"files: {three.folder}: sweep.csv sweep.png report.html"
+    assert table[-1] == f"files: {three.folder}: sweep.csv sweep.tex sweep.png curves.png report.html"
     assert (three.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "python train.py -m train.epochs=null" in (three.folder / "report.html").read_text()
 
