@@ -70,6 +70,8 @@ class Train(Section):
     grad_clip: float | None = None  # largest norm of the whole model's gradient
     clip_value: float | None = None  # largest absolute value of a gradient element, before grad_clip
     max_skipped: int = 10  # the run ends after more skipped steps in a row (loss or gradient not finite, or no target)
+    label_smoothing: float | None = None  # of a language model: the part of each target that all words share
+    z_loss: float | None = None  # of a language model: factor of logsumexp(logits)^2, such as 1e-4
     spike_factor: float | None = None  # skip steps whose loss exceeds this multiple of the mean of the last 20 or so
     spike_rollback: int | None = None  # spikes in a row after which the newest checkpoint's weights are loaded
     compile: bool = False  # compile each layer with torch.compile

@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -30,8 +30,9 @@ from torch.nn.parameter import is_lazy
 
 from common.errors import ModelError, TrainingError
 from models.cut import CutOf
+from models.fused_cross_entropy import FusedHead
 from models.huggingface import HuggingFace
-from models.losses import Loss, as_sums, check_is_loss, loss_of
+from models.losses import Loss, TokenCrossEntropy, as_sums, check_is_loss, loss_of
 from models.seeds import by_sample, derive_seed, seeded
 
 _MOST_LAYERS = 10_000  # each layer takes several Python objects
@@ -309,6 +310,12 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 _NO_LAYERS = Layers([])
 
 
+def _with_terms(build: Callable[[], FusedHead], loss: TokenCrossEntropy) -> FusedHead:
+    head = build()
+    head.terms = loss
+    return head
+
+
 @dataclass(frozen=True)
 class Chain:
     """A model that is not built yet.
@@ -382,14 +389,18 @@ class Chain:
         return [layer.name for layer in self.layers]
 
     def with_loss(self, loss: Loss) -> Chain:
-        """Return this chain with another loss. Raise TrainingError if the last layer computes the loss."""
-        last = self.names[-1]
-        if loss_of(self.skeleton([last])[last]) is not None:
-            raise TrainingError(
-                f"model.loss: the last layer of this model, {last}, computes the loss together with the logits; leave "
-                "model.loss out, or write a model without a loss in its last layer"
-            )
-        return replace(self, loss=loss)
+        """Return this chain with another loss. Raise TrainingError if the last layer computes a loss of its own."""
+        *layers, last = self.layers
+        head = self.skeleton([last.name])[last.name]
+        if loss_of(head) is None:
+            return replace(self, loss=loss)
+        if type(loss) is TokenCrossEntropy and isinstance(head, FusedHead):
+            last = replace(last, build=partial(_with_terms, last.build, loss))
+            return replace(self, layers=[*layers, last], loss=loss)
+        raise TrainingError(
+            f"model.loss: the last layer of this model, {last.name}, computes the loss together with the logits; leave "
+            "model.loss out, or write a model without a loss in its last layer"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields for pickling, without the fields that can be built from others."""

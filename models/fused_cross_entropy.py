@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.losses import IGNORED, Sums, assert_all, mask_targets
+from models.losses import IGNORED, Sums, TokenCrossEntropy, assert_all, mask_targets
 from models.seeds import passes
 
 # Rows per block. On a CPU 16 (16 x 50,304 x 4 bytes are 3 MiB) was the fastest of 16, 64 and 256 on one and two
 # threads. On other devices blocks are large, and limit the float32 copy to 1.6 GB.
 CPU_ROWS, OTHER_ROWS = 16, 8192
+PLAIN = TokenCrossEntropy()
 _ELSEWHERE = -1  # the column of a target that belongs to another rank, or that does not count
 # The smallest log-probability in a gradient: the logarithm of 1e-30. A confident model has many probabilities below
 # 1e-38. These are subnormal in float32, and a CPU multiplies subnormal numbers up to eighty times as slowly.
@@ -48,20 +49,34 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
     return total
 
 
-def _by_vocabulary_part(logits: Tensor, targets: Tensor, needs_grad: bool, words: Any) -> Tensor:
-    """Compute the result of ``_by_blocks`` from this rank's part of the vocabulary, ``logits`` [n, v].
+def _by_statistics(
+    logits: Tensor, targets: Tensor, needs_grad: bool, words: Any, loss: TokenCrossEntropy
+) -> tuple[Tensor, Tensor]:
+    """Return the summed ``loss`` and cross entropy of ``logits`` [n, v], this rank's ``words``; None: all words.
 
-    The ranks exchange three numbers per row, and no logits.
+    If the gradient is needed, it replaces the logits. The ranks exchange three numbers per row, four with label
+    smoothing, and no logits.
     """
-    counted = targets != IGNORED
-    columns = targets - words.start
-    columns = columns.where(counted & (columns >= 0) & (columns < logits.shape[1]), _ELSEWHERE)
-    largest, total, of_target = _statistics(logits, columns)
-    most = words.largest(largest.clone())
-    total, of_target = words.sum(torch.stack([total * (largest - most).exp(), of_target]))
+    counted, smoothing, count = targets != IGNORED, loss.label_smoothing, logits.shape[1]
+    columns = targets if words is None else targets - words.start
+    columns = columns.where(counted & (columns >= 0) & (columns < count), _ELSEWHERE)
+    largest, *sums = _statistics(logits, columns)
+    if smoothing:
+        sums.append(logits.sum(dim=1, dtype=largest.dtype))
+    if words is not None:
+        most, count = words.largest(largest.clone()), words.count
+        sums[0] = sums[0] * (largest - most).exp()
+        largest, sums = most, words.sum(torch.stack(sums))
+    total, of_target, *of_all = sums
     if needs_grad:
-        _gradient(logits, columns, most, total)
-    return ((most + total.log() - of_target) * counted).sum()
+        _gradient(logits, columns, largest, total, smoothing, smoothing / count, loss.z_loss)
+    normaliser = largest + total.log()
+    cross_entropy = terms = (normaliser - of_target) * counted
+    if smoothing:
+        terms = terms + smoothing * (of_target - of_all[0] / count) * counted
+    if loss.z_loss:
+        terms = terms + loss.z_loss * normaliser.square() * counted
+    return terms.sum(), cross_entropy.sum()
 
 
 def _statistics_by_blocks(logits: Tensor, columns: Tensor, rows: int) -> Tensor:
@@ -75,12 +90,20 @@ def _statistics_by_blocks(logits: Tensor, columns: Tensor, rows: int) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def _gradient_by_blocks(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, rows: int) -> None:
-    """Replace ``logits`` by their gradient. ``largest`` and ``total`` belong to the whole vocabulary."""
+def _gradient_by_blocks(
+    logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, rows: int, smoothing: float, each: float, z: float
+) -> None:
+    """Replace ``logits`` by their gradient. ``largest`` and ``total`` belong to the whole vocabulary.
+
+    ``each`` is the part of ``smoothing`` for a word, and ``z`` the factor of the z-loss.
+    """
     parts = (tensor.split(rows) for tensor in (logits, columns, largest + total.log()))
     for block, column, normaliser in zip(*parts, strict=True):
         gradient = (block.to(normaliser.dtype) - normaliser[:, None]).clamp_(min=_LEAST).exp_()
-        gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0)[:, None].to(gradient.dtype))
+        if smoothing or z:
+            gradient.mul_(1.0 + 2.0 * z * normaliser[:, None]).sub_(each)
+        of_target = (smoothing - 1.0) * (column >= 0)[:, None].to(gradient.dtype)
+        gradient.scatter_add_(1, column.clamp(min=0)[:, None], of_target)
         block.copy_(gradient)
 
 
@@ -100,14 +123,16 @@ def _(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("one_word_parallel::cross_entropy_gradient_", mutates_args={"logits"})
-def _gradient(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -> None:
+def _gradient(
+    logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, smoothing: float, each: float, z: float
+) -> None:
     """Compute ``_gradient_by_blocks`` by the implementation for the device."""
     if _has_kernel(logits):
         from models.cross_entropy_kernel import gradient_of_rows
 
-        gradient_of_rows(logits, columns, largest, total)
+        gradient_of_rows(logits, columns, largest, total, smoothing, each, z)
     else:
-        _gradient_by_blocks(logits, columns, largest, total, _rows(logits))
+        _gradient_by_blocks(logits, columns, largest, total, _rows(logits), smoothing, each, z)
 
 
 # This is one operator, so torch.compile, and code that counts operators, need not know how it is computed.
@@ -151,7 +176,7 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
         torch.testing.assert_close(logits[::2], expected[::2], rtol=2e-2, atol=1e-6)
         found = statistics_of_rows(drawn, targets)
         torch.testing.assert_close(found, _statistics_by_blocks(drawn, targets, OTHER_ROWS), rtol=1e-3, atol=1e-6)
-        gradient_of_rows(drawn, targets, found[0], found[1])
+        gradient_of_rows(drawn, targets, found[0], found[1], 0.0, 0.0, 0.0)
         torch.testing.assert_close(drawn[::2], expected[::2], rtol=2e-2, atol=1e-6)
 
     return passes("cross entropy", check)
@@ -161,23 +186,23 @@ class _FusedCrossEntropy(torch.autograd.Function):
     """Computes the loss, and keeps tensors for the weight's gradient. Its backward handles hidden states and bias."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None, needs_grad: bool, words: Any):
-        logits = F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
-        if words is None:
+    def forward(ctx, x, cast, targets, bias, needs_grad: bool, words: Any, loss: TokenCrossEntropy):
+        logits, of_tokens = F.linear(x, cast, None if bias is None else bias.to(cast.dtype)), None
+        if words is None and not loss.metrics:
             total = _row_wise(logits, targets, needs_grad)
         else:
-            total = _by_vocabulary_part(logits, targets, needs_grad, words)
+            total, of_tokens = _by_statistics(logits, targets, needs_grad, words, loss)
         if not needs_grad:
-            return total, None, None
+            return total, of_tokens, None, None
         # Rows that do not count get no gradient. For the weight's gradient, zeros are written into x, which is smaller
         # than the logits.
         counted = (targets != IGNORED)[:, None]
         rows = x * counted
         ctx.save_for_backward(cast, logits, counted)
-        ctx.mark_non_differentiable(logits, rows)
+        ctx.mark_non_differentiable(logits, rows, *([] if of_tokens is None else [of_tokens]))
         ctx.set_materialize_grads(False)  # otherwise torch makes zeros of the size of the logits
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-        return total, logits, rows
+        return total, of_tokens, logits, rows
 
     @staticmethod
     def backward(ctx, scale: Tensor, *_):
@@ -189,7 +214,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         if bias_dtype is not None:  # a product, because that adds up in float32
             shrunk, shrink = _shrunk(counted.to(gradient.dtype), len(counted))
             grad_bias = (shrunk.t() @ gradient)[0].to(bias_dtype).mul_(scale.to(bias_dtype) / shrink)
-        return grad_x, None, None, grad_bias, None, None
+        return grad_x, None, None, grad_bias, None, None, None
 
 
 class _CrossEntropyOfWeight(torch.autograd.Function):
@@ -222,18 +247,26 @@ def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
 
 
 def fused_cross_entropy(
-    x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None = None, words: Any = None
-) -> Tensor:
-    """Compute the cross entropy of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
+    x: Tensor,
+    weight: Tensor,
+    cast: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    words: Any = None,
+    loss: TokenCrossEntropy = PLAIN,
+) -> tuple[Tensor, ...]:
+    """Compute the ``loss`` of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 
     ``x`` [n, c] is in the compute dtype. ``weight`` [v, c] is the parameter, which gets the gradient. ``cast`` [v, c]
     has the same numbers in the compute dtype (cast once per step by the caller). ``targets`` [n] are int64. ``bias`` is
     [v] or None. If ranks split the vocabulary, weight and bias belong to this rank's ``words``, and x gets a partial
-    gradient.
+    gradient. Returns the sum, and the sums of the loss's metrics.
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)
-    loss, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad, words)
-    return loss + _CrossEntropyOfWeight.apply(weight, rows, gradient, loss.detach()) if needs_grad else loss
+    total, of_tokens, gradient, rows = _FusedCrossEntropy.apply(x, cast, targets, bias, needs_grad, words, loss)
+    if needs_grad:
+        total = total + _CrossEntropyOfWeight.apply(weight, rows, gradient, total.detach())
+    return total, *[of_tokens] * len(loss.metrics)
 
 
 class FusedHead(nn.Module):
@@ -243,6 +276,7 @@ class FusedHead(nn.Module):
     """
 
     projection: nn.Linear
+    terms: TokenCrossEntropy = PLAIN  # the loss; ``Chain.with_loss`` sets another
     vocabulary: Any = None  # this rank's words if ranks split the vocabulary: parallel.axes.tensor.VocabularyShard
 
     def __init__(self) -> None:
@@ -275,8 +309,9 @@ class FusedHead(nn.Module):
         known = (targets >= 0) & (targets < count)
         assert_all(known | ~counted, f"targets must be from 0 to {count - 1}, or {IGNORED}, which is not counted")
         cast = self._weight_as(hidden.dtype)
-        loss = fused_cross_entropy(hidden, linear.weight, cast, targets, linear.bias, self.vocabulary)
-        return Sums(loss, counted.sum())
+        parts = hidden, linear.weight, cast, targets, linear.bias
+        loss, *metrics = fused_cross_entropy(*parts, self.vocabulary, self.terms)
+        return Sums(loss, counted.sum(), tuple(metrics))
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in the compute dtype. It is cast once per step and not once per micro-batch."""

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,7 +22,8 @@ from common.errors import ModelError
 IGNORED = -100  # torch's own ignore_index
 # Names that metrics cannot have, because a step's record in metrics.jsonl has them.
 _RECORDED = {
-    "step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped", "auxiliary_loss",
+    "step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "skipped", "mfu",
+    "auxiliary_loss",
 }  # fmt: skip
 
 
@@ -258,16 +260,28 @@ class TokenCrossEntropy:
     """Cross entropy of logits [b, t, v] against next tokens [b, t], summed over tokens.
 
     ``FusedHead.loss`` computes the same without storing the logits.
+
+    Args:
+        label_smoothing: As in ``F.cross_entropy``, in [0, 1).
+        z_loss: The factor of logsumexp(logits)^2, which is added for each token (PaLM, Chowdhery et al. 2022: 1e-4).
+            With this or label smoothing, the metric "token_loss" is the cross entropy alone.
     """
 
     metrics: tuple[str, ...] = ()
+
+    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.metrics = ("token_loss",) if label_smoothing or z_loss else ()
 
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
         """See ``Loss``."""
         targets = mask_targets(targets, weights).flatten()
         logits = _at_least_float32(output.flatten(0, 1))
-        loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
-        return Sums(loss, (targets != IGNORED).sum())
+        cross_entropy = partial(F.cross_entropy, target=targets, reduction="sum", ignore_index=IGNORED)
+        loss, counted = cross_entropy(logits, label_smoothing=self.label_smoothing), targets != IGNORED
+        if self.z_loss:
+            loss = loss + self.z_loss * (logits.logsumexp(1).square() * counted).sum()
+        return Sums(loss, counted.sum(), tuple(cross_entropy(logits.detach()) for _ in self.metrics))
 
 
 class ElementwiseLoss:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from interpreted import interpreted
 
 from models import fused_cross_entropy as fused
-from models.losses import IGNORED
+from models.losses import IGNORED, TokenCrossEntropy
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -70,9 +70,23 @@ def test_ranks_that_share_the_words_get_the_same_losses_and_gradients(rows, monk
     losses = (most + total.log() - found[:, 2].sum(dim=0)) * counted
     torch.testing.assert_close(losses, rows(whole, targets, True), rtol=1e-5, atol=1e-5)
     for part, column in zip(parts, columns, strict=True):
-        fused._gradient(part, column, most, total)
+        fused._gradient(part, column, most, total, 0.0, 0.0, 0.0)
     both = torch.cat(parts, dim=1)
     torch.testing.assert_close(both[counted], whole[counted], rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("smoothing, z", [(0.1, 0.0), (0.0, 0.3), (0.2, 0.01)])
+def test_gradients_with_label_smoothing_and_z_loss_are_torch_s(rows, monkeypatch, smoothing, z, dtype):
+    monkeypatch.setattr(fused, "_has_kernel", lambda logits: True)
+    logits, targets = drawn(7, 5003, dtype)
+    wide = logits.float().requires_grad_()
+    loss = F.cross_entropy(wide, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
+    loss = loss + z * wide.logsumexp(1)[targets != IGNORED].square().sum()
+    counted, (gradient,) = targets != IGNORED, torch.autograd.grad(loss, wide)
+    found, _ = fused._by_statistics(logits, targets, True, None, TokenCrossEntropy(smoothing, z))
+    torch.testing.assert_close(found, loss.detach())
+    torch.testing.assert_close(logits[counted].float(), gradient[counted], rtol=TOLERANCE[dtype], atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +101,7 @@ def test_the_fused_head_learns_the_same_with_it(rows, monkeypatch, dtype):
             monkeypatch.setattr(fused, "_has_kernel", lambda logits: True)
         targets = torch.arange(9) * 30
         targets[4] = IGNORED
-        loss = fused.fused_cross_entropy(leaves[0], weight, weight.detach().to(dtype), targets, bias)
+        (loss,) = fused.fused_cross_entropy(leaves[0], weight, weight.detach().to(dtype), targets, bias)
         return loss.detach(), *torch.autograd.grad(2 * loss, leaves)
 
     fused._kernel_works.cache_clear()

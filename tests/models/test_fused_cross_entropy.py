@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.fused_cross_entropy import CPU_ROWS, FusedHead, fused_cross_entropy
-from models.losses import IGNORED
+from models import fused_cross_entropy as fused
+from models.fused_cross_entropy import CPU_ROWS, FusedHead
+from models.losses import IGNORED, TokenCrossEntropy
 
 CLASSES, WIDTH = 53, 12
 
@@ -24,6 +25,11 @@ def problem(rows: int, dtype: torch.dtype = torch.float64, ignored: str = "none"
     elif ignored == "all":
         targets[:] = IGNORED
     return x, weight, targets
+
+
+def fused_cross_entropy(*parts, **more):
+    loss, *_ = fused.fused_cross_entropy(*parts, **more)
+    return loss
 
 
 def plain(x, weight, targets):
@@ -46,10 +52,36 @@ def far(value: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
 def test_loss_and_gradients_are_those_of_linear_and_cross_entropy(rows, ignored, dtype, tolerance):
     x, weight, targets = problem(rows, dtype, ignored)
-    fused = loss_and_gradients(fused_cross_entropy, x, weight, weight.detach(), targets)
-    for value, wanted in zip(fused, loss_and_gradients(plain, x, weight, targets), strict=True):
+    values = loss_and_gradients(fused_cross_entropy, x, weight, weight.detach(), targets)
+    for value, wanted in zip(values, loss_and_gradients(plain, x, weight, targets), strict=True):
         assert value.dtype == dtype
         assert far(value, wanted) < tolerance
+
+
+def with_terms(x, weight, targets, smoothing, z, bias=None):
+    logits = F.linear(x, weight, bias)
+    loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
+    return loss + z * logits.logsumexp(1)[targets != IGNORED].square().sum()
+
+
+@pytest.mark.parametrize("smoothing, z", [(0.1, 0.0), (0.0, 0.3), (0.2, 0.01)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
+def test_label_smoothing_and_the_z_loss_are_added_to_loss_and_gradients(dtype, tolerance, smoothing, z):
+    x, weight, targets = problem(37, dtype, "some")
+    terms = TokenCrossEntropy(smoothing, z)
+    found = fused.fused_cross_entropy(x, weight, weight.detach(), targets, loss=terms)
+    values = [found[0], *torch.autograd.grad(3.0 * found[0], (x, weight))]
+    wanted = with_terms(x, weight, targets, smoothing, z)
+    for value, reference in zip(values, [wanted, *torch.autograd.grad(3.0 * wanted, (x, weight))], strict=True):
+        assert value.dtype == dtype and far(value.detach(), reference.detach()) < tolerance
+    of_tokens = plain(x, weight, targets).detach()
+    assert not found[1].requires_grad and far(found[1], of_tokens) < tolerance
+    logits = F.linear(x, weight).view(1, 37, CLASSES)
+    sums = terms(logits, targets[None], None)
+    assert far(sums.loss.detach(), wanted.detach()) < tolerance and far(sums.metrics[0], of_tokens) < tolerance
+    with torch.no_grad():
+        kept = fused.fused_cross_entropy(x, weight, weight.detach(), targets, loss=terms)
+    assert [far(a, b.detach()) for a, b in zip(kept, found, strict=True)] == [0.0, 0.0]
 
 
 class Head(FusedHead):
@@ -74,15 +106,15 @@ def test_bf16_is_as_close_to_float64_as_bf16_s_own_rounding():
     exact = loss_and_gradients(plain, x, weight, targets)
     half_x = x.detach().bfloat16().requires_grad_()
     parameter = weight.detach().float().requires_grad_()
-    fused = loss_and_gradients(fused_cross_entropy, half_x, parameter, parameter.detach().bfloat16(), targets)
+    values = loss_and_gradients(fused_cross_entropy, half_x, parameter, parameter.detach().bfloat16(), targets)
 
     def plain_half(x, weight, targets):
         logits = F.linear(x, weight.bfloat16()).float()
         return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
 
     usual = loss_and_gradients(plain_half, half_x, parameter, targets)
-    assert [value.dtype for value in fused] == [torch.float32, torch.bfloat16, torch.float32]
-    for value, other, wanted in zip(fused, usual, exact, strict=True):
+    assert [value.dtype for value in values] == [torch.float32, torch.bfloat16, torch.float32]
+    for value, other, wanted in zip(values, usual, exact, strict=True):
         assert 0 < far(value, wanted) < max(2 * far(other, wanted), 2.0**-8)
         assert far(value, wanted) < 2.0**-5
 
@@ -114,8 +146,8 @@ def test_a_float16_loss_scale_does_not_overflow_the_gradients():
 def test_extreme_logits_stay_finite():
     x, weight, targets = problem(37, torch.float32)
     x = (1e4 * x.detach()).requires_grad_()
-    fused = loss_and_gradients(fused_cross_entropy, x, weight, weight.detach(), targets)
-    for value, wanted in zip(fused, loss_and_gradients(plain, x, weight, targets), strict=True):
+    values = loss_and_gradients(fused_cross_entropy, x, weight, weight.detach(), targets)
+    for value, wanted in zip(values, loss_and_gradients(plain, x, weight, targets), strict=True):
         assert value.isfinite().all()
         assert far(value, wanted) < 1e-5
 

@@ -164,7 +164,7 @@ def loss_of_shared_words(vocabulary: int) -> tuple[torch.Tensor, ...]:
     own = [split.part(t, layers.ranks.index).requires_grad_() for t in (weight, bias)]
     words = tensor.VocabularyShard(layers, split, sequence_parallel=False)
     hidden = words.enter(x.requires_grad_())
-    loss = fused_cross_entropy.fused_cross_entropy(hidden, own[0], own[0].detach(), targets, own[1], words)
+    (loss,) = fused_cross_entropy.fused_cross_entropy(hidden, own[0], own[0].detach(), targets, own[1], words)
     (loss * 3).backward()
     logits = words.gather(F.linear(x.detach()[None], *own).detach())
     return loss.detach(), x.grad, own[0].grad, own[1].grad, logits

@@ -31,6 +31,7 @@ from launchers.heartbeat import note
 from models.chain import ONE_LAYER, Chain, shared_parameters
 from models.given import pack_given, unpack_given
 from models.lora import adapt
+from models.losses import TokenCrossEntropy
 from models.sequential import chain_of_module
 from parallel.devices import Hardware, share_cores
 from parallel.layout import Layout
@@ -59,7 +60,7 @@ from training.run.checks.model import (
     check_saved_weights,
     reads_weights,
 )
-from training.run.setup import Setup
+from training.run.setup import TERMS, Setup
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
 
@@ -255,7 +256,20 @@ def model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
         data.prepare()  # the vocabulary's size is known only after that
-    return cfg, build_chain(cfg.model, data.vocab_size), data
+    return cfg, _with_terms(cfg, build_chain(cfg.model, data.vocab_size)), data
+
+
+def _with_terms(cfg: Root, chain: Chain) -> Chain:
+    """Return the chain with the terms that ``train.label_smoothing`` and ``train.z_loss`` add to the loss of tokens."""
+    if not (terms := {key: cfg.train[key] for key in TERMS if cfg.train[key]}):
+        return chain
+    if type(chain.loss) is not TokenCrossEntropy:
+        raise TrainingError(
+            f"train.{next(iter(terms))} needs the cross entropy of tokens (models.losses.TokenCrossEntropy), and the "
+            f"loss of model={cfg.model.name} is {type(chain.loss).__name__}; leave it out. For classes: "
+            "'model.loss={_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}'"
+        )
+    return chain.with_loss(TokenCrossEntropy(**terms))
 
 
 def _chain_of(model: Any, arguments: dict[str, Any]) -> Chain:

@@ -26,6 +26,7 @@ from parallel.plan import Plan
 from parallel.strategies import strategy_info
 from planner.work import Works, work_of
 
+TERMS = ("label_smoothing", "z_loss")  # keys of the section train
 _DIGITS = 12  # of a digest
 _SAMPLES = 8  # of each split, for a digest; also for an examination, if the data is not in memory
 
@@ -67,6 +68,7 @@ class Setup:
         """A digest of what evaluations measure: the validation split, the evaluated part of it, and the loss."""
         model, kind = self.shown["model"], type(self.chain.loss)
         loss = f"{kind.__module__}.{kind.__qualname__} {model.get('loss')} {self.cfg.train.eval_batches}"
+        loss += "".join(f" {key}={self.cfg.train[key]}" for key in TERMS if self.cfg.train[key])
         return f"{data_digest(self.data, (self.data.valid,))} {hashlib.sha256(loss.encode()).hexdigest()[:_DIGITS]}"
 
     @cached_property

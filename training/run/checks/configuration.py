@@ -39,6 +39,9 @@ def check_train(cfg: Root) -> None:
         value = train[key]
         if value is not None and not 0 < value < math.inf:
             raise TrainingError(f"train.{key}={value} must be above 0, and finite")
+    for key, above in (("label_smoothing", 1), ("z_loss", math.inf)):
+        if not 0 <= (train[key] or 0) < above:
+            raise TrainingError(f"train.{key}={train[key]} must be at least 0, and below {above}")
     if train.spike_factor is not None and not train.spike_factor > 1:
         raise TrainingError(f"train.spike_factor={train.spike_factor} must be above 1, such as 3")
     if train.spike_rollback is not None and train.spike_factor is None:
