@@ -24,8 +24,8 @@ def number(name: str, value: float | None) -> str:
     """
     if value is None:
         return "nan"
-    if name.endswith("accuracy"):
-        return f"{value:.2%}"
+    if name.endswith(("accuracy", "mfu")):
+        return f"{value:.{1 + name.endswith('accuracy')}%}"
     if name.endswith(("perplexity", "_per_s")):
         decimals = 2 if value < 10 else 1 if value < 100 else 0
         return f"{value:,.{decimals}f}"
@@ -191,6 +191,7 @@ def _speed(summary: Mapping[str, Any], idle: str) -> list[str]:
     if summary[name] is None:
         return []
     speed = f"{number(name, summary[name])} {name.replace('_per_', '/')}"
+    speed += f"   {number('mfu', summary['mfu'])} MFU" if summary.get("mfu") is not None else ""
     line = f"{speed}   peak memory {sum(summary['peak_memory_bytes']) / 2**30:.2f} GiB over all ranks"
     bubble, ideal = summary["bubble_fraction"], summary["ideal_bubble_fraction"]
     if bubble is None:

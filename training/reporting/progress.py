@@ -51,6 +51,7 @@ class Progress:
             return
         rate = "tokens_per_s" if "tokens_per_s" in record else "samples_per_s"
         text = f"loss {number('loss', record['loss'])}  {number(rate, record[rate])} {rate.replace('_per_', '/')}"
+        text += f"  {number('mfu', record['mfu'])} MFU" if "mfu" in record else ""
         began, first = self._recent[0]
         if first < step < self._total:
             text += f"  {duration((now - began) / (step - first) * (self._total - step))} left"

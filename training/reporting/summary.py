@@ -35,6 +35,7 @@ class Outcome:
         seconds: The duration of each step of this process.
         terms: The number of targets that counted in the losses of these steps. For text, this is the number of tokens
             without padding.
+        at_peak_s: The seconds that the devices would have needed at their peak; 0 if their peak is unknown.
     """
 
     steps: int = 0
@@ -47,6 +48,7 @@ class Outcome:
     checkpoint: Path | None = None
     seconds: array = field(default_factory=partial(array, "d"))
     terms: float = 0.0
+    at_peak_s: float = 0.0
 
     def forget_best(self) -> None:
         """Forget the best results, so that the next evaluation is the best so far."""
@@ -129,6 +131,7 @@ def summarize(
         "step_time_s": step_time,
         "samples_per_s": samples,
         "tokens_per_s": outcome.terms / len(outcome.seconds) / step_time if step_time and text else None,
+        "mfu": outcome.at_peak_s / len(outcome.seconds) / step_time if step_time and outcome.at_peak_s else None,
         "peak_memory_bytes": [rank.peak_memory for rank in ranks],
         **{f"{kind}_bytes": [rank.state_bytes[kind] for rank in ranks] for kind in ranks[0].state_bytes},
         "bubble_fraction": bubble,

@@ -30,6 +30,7 @@ from training.reporting.console import numbers
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
+from training.reporting.utilization import seconds_at_peak
 from training.run.changes import recipe
 from training.run.evaluate import evaluate_split
 from training.run.first_not_finite import first_not_finite
@@ -69,6 +70,7 @@ class Loop:
         view = TrainingRun(setup.cfg, checkpoints.folder.parent, strategy, *outputs, evaluation)
         self.callbacks = Callbacks(setup.cfg.callbacks, view)
         self.outcome = Outcome()
+        self._at_peak = seconds_at_peak(setup) if strategy.mesh.rank == 0 else None  # of a number of the input
         self._begun = 0
         self._called: dict[str, Any] | None = None  # the callbacks' state after the last counted step; None: now
 
@@ -103,7 +105,7 @@ class Loop:
                 if unchecked and not skipped:
                     check_savable(files_of(strategy, self.optimizer))  # now with the optimizer's tensors
                     unchecked = False
-                self._record(step, result, lr, skipped, seconds=time.perf_counter() - clock)
+                self._record(step, batch, result, lr, skipped, seconds=time.perf_counter() - clock)
                 if advance is not None:
                     advance()
                 if result.stop and step < total:
@@ -223,7 +225,7 @@ class Loop:
         self.skipping.counted = newest.step
         return f": restored the weights of step {newest.step}, continuing with the next batch"
 
-    def _record(self, step: int, result: StepResult, lr: float, skipped: str, seconds: float) -> None:
+    def _record(self, step: int, batch: Batch, result: StepResult, lr: float, skipped: str, seconds: float) -> None:
         outcome, setup = self.outcome, self.setup
         outcome.steps, outcome.skipped = step, self.skipping.skipped
         if result.terms:
@@ -242,6 +244,10 @@ class Loop:
         }
         if setup.data.seq_len is not None:
             record["tokens_per_s"] = result.terms / seconds
+        if self._at_peak is not None:
+            at_peak = self._at_peak * batch.input_tensors[0].numel() * setup.plan.dp
+            outcome.at_peak_s += at_peak
+            record["mfu"] = at_peak / seconds
         record["skipped"] = bool(skipped)
         self.recorder.step(record, note=skipped)
         self.callbacks.run.step = step

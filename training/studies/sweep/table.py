@@ -46,7 +46,7 @@ class Objective(Monitor):
     @property
     def is_speed(self) -> bool:
         """Whether the objective is the time per step, or is computed from it."""
-        return self.name in (TIME, "samples_per_s", "tokens_per_s")
+        return self.name in (TIME, "samples_per_s", "tokens_per_s", "mfu")
 
     def of(self, summary: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
         """Return the objective of a run with this summary.json and metrics.jsonl; None if the run does not have it."""
