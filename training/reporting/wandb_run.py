@@ -142,7 +142,9 @@ class WandbRun:
             x_save_requirements=False,
         )
         with _private_environment(self._run_dir, mode):
-            return wandb.init(id=_run_id(self._run_dir), dir=str(self._run_dir), settings=settings, **self._arguments)
+            return wandb.init(
+                id=run_id(self._run_dir / ID_FILE), dir=str(self._run_dir), settings=settings, **self._arguments
+            )
 
 
 def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContextManager[None]:
@@ -212,9 +214,8 @@ def _last_record(path: Path, before: float) -> tuple[int, int]:
             step, end = whole.history.step.num if whole.HasField("history") else step, at
 
 
-def _run_id(run_dir: Path) -> str:
-    """Return the id in ``run_dir/wandb_id.txt``, which is generated at the first start."""
-    path = run_dir / ID_FILE
+def run_id(path: Path) -> str:
+    """Return the id of a run in the file ``path``, which is generated at the first start."""
     if not path.exists():
         write_atomically(path, secrets.token_hex(4) + "\n")
     return path.read_text().strip()

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import sqlite3
 
 import numpy as np
 import pytest
@@ -80,7 +81,8 @@ def test_each_gets_a_record_of_its_own_and_one_that_fails_is_warned_about_once(c
 
 def test_a_package_that_is_not_installed_is_missed_before_the_run(monkeypatch):
     monkeypatch.setattr("conf.instantiate.find_spec", lambda name: None)
-    for name, package in (("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny")):
+    packages = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "trackio": "trackio"}
+    for name, package in packages.items():
         with pytest.raises(TrainingError, match=f"pip install {package}"):
             prepare(config(f"logger={name}"))
 
@@ -140,3 +142,36 @@ def test_mlflow_has_parameters_and_one_run_with_each_number_once_for_a_resumed_t
     for name in run.data.metrics:
         steps = [point.step for point in client.get_metric_history(run.info.run_id, name)]
         assert len(steps) == len(set(steps)), name
+
+
+@pytest.mark.slow  # importing it takes seconds
+def test_trackio_has_one_run_with_each_number_once_for_a_resumed_training(tmp_path, monkeypatch, capfd):
+    def fail():
+        raise OSError("lost")
+
+    pytest.importorskip("trackio", reason="needs trackio: pip install trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for module in ("utils", "sqlite_storage"):
+        monkeypatch.setattr(f"trackio.{module}.TRACKIO_DIR", tmp_path / "trackio")
+    run_dir, histogram = tmp_path / "run", "{_target_: training.callbacks.gradient_histogram.GradientHistogram}"
+    words = [*SHORT, "logger=trackio", "train.checkpoint_every=2", "train.eval_every=1", f"callbacks=[{histogram}]"]
+    with monkeypatch.context() as patch, pytest.raises(OSError):  # logs step 3 and loses it
+        patch.setattr(loop.Loop, "_is_best", lambda loop: loop.outcome.steps == 3 and fail())
+        train(run_dir, *words)
+    database = sqlite3.connect(SQLiteStorage.get_project_db_path("one-word-parallel"))
+    database.execute("DELETE FROM metrics WHERE step = 2")  # as if the process had been killed before it wrote them
+    database.commit()
+    another = ["train.resume=auto", "train.steps=4", "optim.lr=0.001"]  # step 3 has other numbers now
+    train(run_dir, *words, *another)
+    train(run_dir, *words, *another)  # has nothing left to do
+    (name,) = (run["name"] for run in SQLiteStorage.get_run_records("one-word-parallel"))
+    rows = SQLiteStorage.get_logs("one-word-parallel", name)
+    for kind, key in (("train/loss", "loss"), ("val/loss", "val_loss")):
+        shown = sorted((row["step"], row[kind]) for row in rows if kind in row)
+        assert shown == [(r["step"], pytest.approx(r[key])) for r in records(run_dir) if key in r]
+    assert [row["step"] for row in rows if "gradients/net1.weight" in row] == [1]
+    (summary,) = (row for row in rows if "summary/test_loss" in row)
+    assert summary["step"] == summary["summary/steps"] == 4
+    assert (SQLiteStorage.get_run_config("one-word-parallel", name) or {})["model"]["name"] == "toy"
+    assert "trackio" not in capfd.readouterr().out.lower().replace(str(tmp_path).lower(), "")
