@@ -90,6 +90,7 @@ class Train(Section):
     monitor: str | None = None  # the metric of an evaluation that decides checkpoints/best; null: val_loss
     monitor_direction: Direction | None = None  # what is better; null: by the metric's name (more accuracy, less loss)
     test: Tested = "last"  # the weights of the test at the end: those of the last step, or checkpoints/best
+    unfreeze: Any = None  # modules that are trained only after a step: {20: [head, layer4]}; all others from the start
     resume: str | None = None  # resume from auto (newest checkpoint of this directory), a run directory or a checkpoint
 
 

@@ -30,6 +30,9 @@ class Gradients:
     A tied parameter that several stages hold has a copy in each of them, and all copies get the summed gradient. Copies
     start equal (they are drawn under the same name) and get equal updates, so they stay equal. If parameters are
     sharded, a rank has the same box of each copy.
+
+    Attributes:
+        frozen: Parameters that get no gradient in this step.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Gradients:
                 self._names.setdefault(parameter, []).append(name)
                 if name not in tied:
                     self._counted[mesh.owns(place(name, parameter).axes)].append(parameter)
+        self.frozen: Sequence[nn.Parameter] = ()
         self._in_buckets = mesh.dp_group is not None and plan.shards == 1 and not plan.splits_backward
         self._copies = _copies(plan, stages, mesh, timeout_s)
 
@@ -82,6 +86,8 @@ class Gradients:
                 dist.all_reduce(total, group=group)
             for other in others:
                 other.copy_(total)
+        for parameter in self.frozen:
+            parameter.grad = None
 
     def multiply(self, factor: float) -> None:
         """Scale every element."""

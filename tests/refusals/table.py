@@ -206,6 +206,21 @@ VALUES = {
         Refusal("mode=compare model=convnet train.monitor=val_acc", "did you mean train.monitor=val_accuracy?"),
         Refusal("-m model=convnet train.monitor=val_acc seed=1,2 hydra.sweep.dir=s", "did you mean", "=val_accuracy?"),
     ],
+    "scheduler follows evaluations": Refusal("scheduler=plateau train.eval_every=0", "for one in each epoch"),
+    "scheduler.factor=2": Refusal("scheduler=plateau scheduler.factor=2 train.eval_every=1", "between 0 and 1"),
+    "train.monitor=val_los": Refusal("scheduler=plateau train.eval_every=1 train.monitor=val_los", "=val_loss?"),
+    "callbacks": [
+        Refusal("callbacks=[ema] callbacks.ema.decay=1.5", "callbacks.ema.decay=1.5 must be from 0 to 1"),
+        Refusal("callbacks=[swa] callbacks.swa.every=0", "callbacks.swa.every=0 must be at least 1"),
+        Refusal("callbacks=[ema,swa]", "callbacks.ema and callbacks.swa average the weights: leave one of them out"),
+    ],
+    "train.unfreeze": [
+        Refusal("train.unfreeze={2:[net3]}", "the model has no trained module 'net3'; it has net1, net2"),
+        Refusal("train.unfreeze={0:[net1]}", "0 is not the number of a step"),
+        Refusal("train.unfreeze={-3:[net1]}", "-3 is not the number of a step"),
+        Refusal("train.unfreeze={soon:net1}", "'soon' is not the number of a step"),
+        Refusal("train.unfreeze=[net1]", "must be modules by step, such as {20: [head, layer4]}"),
+    ],
     "train.test=best": [
         Refusal("train.test=best train.checkpoint_every=null", "train.checkpoint_every=0"),
         Refusal("train.test=best train.eval_every=null", "this run has none: train.eval_every=null"),

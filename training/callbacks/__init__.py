@@ -123,8 +123,8 @@ class Callbacks:
                 if changed and method != "on_end":
                     raise TrainingError(
                         f"step {self.run.step}: callbacks.{place} has changed requires_grad of {changed[0]}, and a run "
-                        "trains the same parameters from its first to its last step: set it in the model before, and "
-                        "train in two runs, the second from the weights of the first (result.state_dict())"
+                        "decides that before its first step: set it in the model, or let train.unfreeze train modules "
+                        "from a later step on, such as train.unfreeze={20: [layer4]}"
                     )
 
     def state_dict(self) -> dict[str, Any]:

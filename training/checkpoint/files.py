@@ -66,6 +66,7 @@ class Checkpoint:
         layout: The run's plan: parallel, dp, pp, chunks, precision, stages …
         tied: {alias: canonical} names of tied parameters.
         loss_scale: The loss scale of float16 after that step: scale and good_steps.
+        average: The kind and the count of averaged weights; None if nothing is averaged.
         progress: The state that the training loop needs to continue.
         best_step: The step of the best evaluation so far; None before the first evaluation.
         config: The part of the run's configuration that a checkpoint keeps; None if it was saved without one.
@@ -88,6 +89,7 @@ class Checkpoint:
             self.folder = folder.resolve()
             self.step, self.optimizer = operator.index(manifest["step"]), manifest["optimizer"]
             self.layout, self.loss_scale = dict(manifest["layout"]), manifest["loss_scale"]
+            self.average = manifest.get("average")  # an older checkpoint has no such key
             self.progress, self.config, self.tied = manifest["progress"], manifest.get("config"), dict(manifest["tied"])
             best = self.progress.get("best_step")
             self.best_step = None if best is None else operator.index(best)

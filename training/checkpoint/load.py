@@ -33,6 +33,8 @@ from training.checkpoint.files import (
     update_link,
 )
 from training.optimizer import Optimizer
+from training.optimizer.average import TRAINED
+from training.optimizer.freezing import frozen_until
 
 AUTO = "auto"
 _SHOWN = 4  # names or keys that differ
@@ -80,6 +82,13 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
         strategy.load_state_dict(tensors, lambda name: name not in strategy.chain.unsaved)
         if optimizer is not None:
             _load_optimizer(tensors, strategy, optimizer)
+            optimizer.average.load(checkpoint.average, tensors)
+            before, now = (checkpoint.average or {}).get("kind"), optimizer.average.kind
+            if before != now and strategy.mesh.rank == 0:
+                left_out = (
+                    f"the checkpoint's average of the weights is left out; callbacks=[{before}] would continue it"
+                )
+                _warn(f"{now} begins a new average: the checkpoint has {before or 'none'}" if now else left_out)
             strategy.loss_scale.load_state_dict(checkpoint.loss_scale)
     except (ValueError, TypeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {error}") from error
@@ -135,7 +144,7 @@ def _load_optimizer(tensors: CheckpointTensors, strategy: Strategy, optimizer: O
     kinds: dict[str, list[str]] = {}
     for key in tensors:
         name, slash, kind = key.partition("/")
-        if slash:
+        if slash and not key.endswith(TRAINED):
             kinds.setdefault(name, []).append(kind)
     for name, parameter in strategy.named_parameters():
         state = {kind: tensors[f"{name}/{kind}"] for kind in kinds.get(name, [])}
@@ -170,14 +179,17 @@ def _compare(
     names = [(chain.canonical(name), tensor) for name, tensor in skeleton.state_dict().items()]
     wanted = {name: tuple(tensor.shape) for name, tensor in names if name not in chain.unsaved}
     problems = differences({name: tuple(stored[name].shape) for name in stored if "/" not in name}, wanted)
-    optim = (checkpoint.config or {}).get("optim", {})
-    states = {name.partition("/")[0] for name in stored if "/" in name}
+    config = checkpoint.config or {}
+    optim, unfreeze = config.get("optim", {}), config.get("train", {}).get("unfreeze")
+    states = {name.partition("/")[0] for name in stored if "/" in name and not name.endswith(TRAINED)}
     if trains and states and not problems:
         trained = {chain.canonical(name) for name, p in skeleton.named_parameters() if p.requires_grad}
         # An optimizer that is not torch's may keep the state of all parameters under a single parameter.
         every = str(optim.get("_target_")).startswith("torch.optim.") and not optim.get("others")
         problems = [f"it trained {name}, which is frozen now" for name in sorted(states - trained)]
-        problems += [f"{name} was frozen in it, and is trained now" for name in sorted(trained - states) if every]
+        late = {name for name, until in frozen_until(unfreeze, chain).items() if checkpoint.step <= until}
+        lost = sorted(trained - states - late) if every else []
+        problems += [f"{name} was frozen in it, and is trained now" for name in lost]
     if problems:
         reasons = _differences(checkpoint.config, cfg) if cfg is not None else ""
         raise CheckpointError(f"{checkpoint.folder} does not fit this model: {problems[0]}{reasons}")

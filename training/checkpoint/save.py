@@ -137,7 +137,8 @@ class Checkpointer:
             return None
         self._newest = step
         scale = self.strategy.loss_scale.state_dict()
-        manifest = {"step": step, **self._about, "loss_scale": scale, "progress": progress}
+        average = self.optimizer.average.state_dict()
+        manifest = {"step": step, **self._about, "loss_scale": scale, "average": average, "progress": progress}
         self.connect()
         files = files_of(self.strategy, self.optimizer)
         copies = None if wait else copy_tensors(files, self._writers, self._buffers)
@@ -348,6 +349,7 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
             if name not in tied
             for key, piece in optimizer.state_of(parameter).items()
         }
+        states |= optimizer.average.pieces(stage)
         for kind, pieces in (("model", weights), ("optimizer", states)):
             if any(strategy.mesh.owns(piece.axes) for piece in pieces.values()):
                 files[f"{kind}-{index:02d}.safetensors"] = pieces

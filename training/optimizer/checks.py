@@ -15,7 +15,7 @@ from conf.instantiate import target_of
 from models.chain import Chain
 from parallel.plan import Plan
 from parallel.strategies import names_where
-from training.optimizer.groups import build_optimizer, is_within
+from training.optimizer.groups import build_optimizer, check_module
 from training.optimizer.kinds import ELEMENTWISE, PER_PARAMETER, update_of
 from training.optimizer.muon import hidden_matrices
 
@@ -101,14 +101,6 @@ def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
         raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
     names = [name for name, _ in chain.skeleton().named_parameters()]
     for module, factor in (rates or {}).items():
-        if not isinstance(module, (str, int)) or isinstance(module, bool):  # YAML reads 1.10 as 1.1, and no as false
-            raise TrainingError(
-                f"optim.rates: a key is read as {module!r}: write '1.10' with quotes in a file, or name the module's "
-                "parameters, which is possible in a command, too: {1.10.weight: 0.1}"
-            )
+        check_module("optim.rates", module, names)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0, and finite")
-        if not any(is_within(name, module) for name in names):
-            parts = sorted({part for name in names for part in name.split(".")[:-1]})
-            known = [part for part in parts if not part.isdecimal()] or parts
-            raise TrainingError(f"optim.rates: the model has no module {module!r}; it has {', '.join(known)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,3 +55,16 @@ def is_within(name: str, module: str) -> bool:
     if str(module).isdecimal():
         return name.removeprefix(f"{MODULE}.").startswith(f"{module}.")
     return f".{module}." in f".{name}."
+
+
+def check_module(key: str, module: Any, names: Sequence[str], what: str = "module") -> None:
+    """Check that a module which ``key`` names has some of the parameters ``names``. Raises TrainingError."""
+    if not isinstance(module, (str, int)) or isinstance(module, bool):  # YAML reads 1.10 as 1.1, and no as false
+        raise TrainingError(
+            f"{key}: a key is read as {module!r}: write '1.10' with quotes in a file, or name the module's "
+            "parameters, which is possible in a command, too: {1.10.weight: 0.1}"
+        )
+    if not any(is_within(name, str(module)) for name in names):
+        parts = sorted({part for name in names for part in name.split(".")[:-1]})
+        known = [part for part in parts if not part.isdecimal()] or parts
+        raise TrainingError(f"{key}: the model has no {what} {module!r}; it has {', '.join(known)}")

@@ -14,6 +14,7 @@ from common.errors import TrainingError
 from parallel.dtensor import is_sharded, local
 from parallel.pieces import Boxes, Piece
 from parallel.strategy import Strategy
+from training.optimizer.average import Average
 from training.optimizer.groups import build_optimizer
 from training.optimizer.kinds import PER_PARAMETER, update_of
 from training.optimizer.muon import ExactMuon, hidden_matrices
@@ -37,13 +38,16 @@ class Optimizer:
     Args:
         config: The section ``optim`` as plain data.
         strategy: The model whose parameters to optimize.
+        averaging: See ``Average``.
 
     Attributes:
+        average: The average of the weights, which the model holds in evaluations.
         base_lr: The learning rate that a schedule's factor applies to.
         kind: The optimizer's ``_target_``, and that of ``others`` if there is one.
     """
 
-    def __init__(self, config: Mapping[str, Any], strategy: Strategy) -> None:
+    def __init__(self, config: Mapping[str, Any], strategy: Strategy, averaging: Any = None) -> None:
+        self.average = Average(strategy, averaging)
         self.base_lr: float = config["lr"]
         self.kind, others = config["_target_"], config.get("others")
         if others:
@@ -77,11 +81,15 @@ class Optimizer:
             part.step()
 
     def train(self, training: bool = True) -> None:
-        """Switch an optimizer with modes (schedulefree) to its weights for training or for evaluation."""
+        """Switch to the weights for training or for evaluation: to an average, or of an optimizer with modes."""
+        if training:
+            self.average.swap(False)
         for part in self._parts:
             switch = getattr(part.optimizer, "train" if training else "eval", None)
             if callable(switch):
                 switch()
+        if not training:
+            self.average.swap(True)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

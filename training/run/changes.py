@@ -16,7 +16,7 @@ _SAMPLES_KEY, _TOTAL = "samples", "schedule.total"
 # Keys of the section train that change what is learned. The chosen precision is added to them.
 _LEARNED = (
     "global_batch_size", "grad_clip", "clip_value", "max_skipped", "spike_factor", "spike_rollback", "overfit", "tf32",
-    *TERMS,
+    *TERMS, "unfreeze",
 )  # fmt: skip
 _MICROBATCH = "micro-batch"  # the size of a micro-batch, if the numbers depend on it
 # Keys for the location and the reading of the data, without effect on its content.

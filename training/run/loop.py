@@ -26,6 +26,7 @@ from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load_chosen
 from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
+from training.optimizer.freezing import frozen_until
 from training.reporting.console import numbers
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor
 from training.reporting.recorder import Recorder
@@ -69,6 +70,10 @@ class Loop:
         outputs = recorder.record, recorder.histogram, recorder.say
         view = TrainingRun(setup.cfg, checkpoints.folder.parent, strategy, *outputs, evaluation)
         self.callbacks = Callbacks(setup.cfg.callbacks, view)
+        if hasattr(self.schedule, "on_evaluation"):  # it follows evaluations, and has a state as callbacks have
+            self.callbacks.all["scheduler"] = self.schedule
+        until = frozen_until(self.config.unfreeze, setup.chain)
+        self.frozen = [(until[name], p) for name, p in strategy.named_parameters() if name in until]
         self.outcome = Outcome()
         self._at_peak = seconds_at_peak(setup) if strategy.mesh.rank == 0 else None  # of a number of the input
         self._begun = 0
@@ -99,6 +104,7 @@ class Loop:
         with profiled as advance, anomaly:
             for step, batch in () if self._is_last(first_step - 1) else self._batches(first_step):
                 heartbeat.note(step - 1, f"in step {step}")
+                strategy.gradients.frozen = [parameter for until, parameter in self.frozen if step <= until]
                 result = strategy.train_step(batch, step, stopping.wanted(), self.skipping.loss_limit)
                 lr = self.optimizer.base_lr * self.schedule.factor(step, total, self.setup.per_epoch)
                 skipped = self._update(step, batch, result, lr)
@@ -212,6 +218,7 @@ class Loop:
         if config.grad_clip is not None:
             strategy.clip_grad_norm_(config.grad_clip, norm)
         self.optimizer.step(lr)
+        self.optimizer.average.after(step, self.setup.total_steps)
         return ""
 
     def _roll_back(self) -> str:

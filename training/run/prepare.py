@@ -39,8 +39,8 @@ from parallel.plan import Plan
 from parallel.planning import make_plan, rebalanced
 from planner.balance import equal_stages, seconds_per_layer, stage_shares
 from planner.memory import Rank
+from training.callbacks.averaging import states_of_run
 from training.checkpoint.init_from import unseen, vocabulary_with, with_base
-from training.optimizer.kinds import mean_states
 from training.run.checks.configuration import check_components, check_train
 from training.run.checks.data import check_length_of_run, check_read, check_splits
 from training.run.checks.layers import check_examined
@@ -59,6 +59,7 @@ from training.run.checks.model import (
     check_proof,
     check_saved_weights,
     reads_weights,
+    unreached,
 )
 from training.run.setup import TERMS, Setup
 
@@ -190,7 +191,7 @@ def _balance(setup: Setup, world_size: int | None, hardware: Hardware | None) ->
         else:
             costs = seconds_of_layers(setup)
     else:
-        states = mean_states(cfg.optim, setup.chain)
+        states = states_of_run(cfg, setup.chain)
         costs = Rank.of_plan(plan, setup.work[0], states).each_layer()
     unit = "of the time" if cfg.parallel.balance == "time" else "of the memory"
     counts = equal_stages(costs, len(plan.stages), plan.pp, plan.chunks, plan.schedule)
@@ -215,7 +216,8 @@ def describe(setup: Setup) -> str:
     plan = describe_plan(setup)
     warning = unseen(setup.cfg.model, setup.chain) if reads_weights(setup.cfg, setup.chain) else None
     tokens = getattr(setup.data.vocabulary, "warning", None)
-    warnings = [f"warning: {text}" for text in (warning, tokens, across_nodes(setup)) if text is not None]
+    late = unreached(setup)
+    warnings = [f"warning: {text}" for text in (warning, tokens, across_nodes(setup), late) if text is not None]
     whole = [ONE_LAYER] if len(setup.chain.layers) == 1 else []
     recipe = filter(None, [describe_recipe(setup.cfg)])
     return "\n".join([plan, *whole, *_shorter(setup), *setup.by_microbatch[1], *warnings, *recipe])

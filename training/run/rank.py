@@ -31,6 +31,7 @@ from parallel.mesh import Mesh
 from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import busy_seconds
+from training.callbacks.averaging import averaging_of
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.init_from import not_drawn, start
@@ -81,7 +82,7 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
     with _strategy(setup, world) as strategy:
         if cfg.mode == "eval":
             return evaluate_checkpoint(setup, strategy, run_dir)
-        optimizer = Optimizer(to_dict(cfg.optim), strategy)
+        optimizer = Optimizer(to_dict(cfg.optim), strategy, averaging_of(cfg.callbacks))
         files = {} if cfg.train.checkpoint_every is None else files_of(strategy, optimizer)
         check_savable(files)
         _warn(strategy.mesh, check_run_directory(strategy.mesh, run_dir, bool(files), cfg.parallel.timeout_s))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.instantiate import to_config, to_dict
+from conf.instantiate import build, to_config, to_dict
 from conf.schema import Root
 from launchers import World
 from launchers.world import restarts
@@ -31,6 +31,8 @@ def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | 
     tree["train"] |= {"monitor": None, "monitor_direction": None, "test": "last"}  # some runs have no evaluation
     tree["train"] |= {"resume": None, "epochs": None, "profile": 0, "trace": False, **train}
     tree["parallel"] |= parallel
+    if hasattr(build("scheduler", tree["scheduler"]), "on_evaluation"):
+        tree["scheduler"] = {"_target_": "training.optimizer.Constant"}
     return to_config(tree | dict(more or {}))
 
 

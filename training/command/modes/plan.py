@@ -22,11 +22,11 @@ def run(composed: Composed) -> None:
     setup = prepared(composed)
 
     from planner.memory import memory_of_ranks
-    from training.optimizer.kinds import mean_states
+    from training.callbacks.averaging import states_of_run
     from training.reporting.console import describe_memory, describe_sent
     from training.run.prepare import describe
 
     print(describe(setup), flush=True)
     layers, _ = setup.work
-    ranks = memory_of_ranks(setup.plan, layers, mean_states(cfg.optim, setup.chain))
+    ranks = memory_of_ranks(setup.plan, layers, states_of_run(cfg, setup.chain))
     print("\n".join(["", describe_memory(ranks), *describe_sent(setup.plan, layers)]))

@@ -8,6 +8,7 @@ from common.errors import TrainingError
 from conf.instantiate import build, check_section, to_dict
 from conf.schema import Root
 from training.callbacks import build as build_callbacks
+from training.callbacks.averaging import averaging_of
 from training.optimizer.checks import check_optimizer
 from training.reporting.loggers import sections
 
@@ -62,5 +63,6 @@ def check_components(cfg: Root) -> None:
     check_optimizer(to_dict(cfg.optim))
     build("scheduler", cfg.scheduler)
     build_callbacks(cfg.callbacks)
+    averaging_of(cfg.callbacks)
     for place, section in sections(cfg).items():
         check_section(place, section)

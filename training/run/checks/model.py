@@ -11,7 +11,7 @@ import torch
 import models
 from common.errors import DataError, TrainingError
 from common.files import folder_of
-from conf.instantiate import to_dict
+from conf.instantiate import build, to_dict
 from conf.schema import Root
 from data.arrays import Arrays
 from data.cache import cached_folder, key_of
@@ -22,11 +22,13 @@ from parallel.axes import axes_of
 from parallel.devices import check_compiler
 from parallel.layout import Layout
 from training.callbacks import build as build_callbacks
+from training.callbacks.averaging import averaging_of
 from training.callbacks.early_stop import EarlyStop
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import check_new_words, check_start
 from training.checkpoint.load import check_fits
 from training.optimizer.checks import check_layout, check_others, check_rates
+from training.optimizer.freezing import frozen_until
 from training.reporting.monitor import LOSS, SUMMARISED, Monitor, check_name, evaluated
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
         TrainingError: A name is wrong, or the direction of a metric is unknown.
     """
     check_rates(to_dict(cfg.optim).get("rates"), chain)
+    frozen_until(to_dict(cfg.train)["unfreeze"], chain)
     train, numbers = cfg.train, partial(evaluated, chain.loss.metrics, data.seq_len is not None)
     if (objective := cfg.sweep.objective) is not None:
         check_name("sweep.objective", objective, [*numbers(("val", "test")), *SUMMARISED])
@@ -86,10 +89,14 @@ def check_evaluated(setup: Setup) -> None:
     """Check that a run has evaluations if its settings need them. Raises TrainingError."""
     cfg, train, never = setup.cfg, setup.cfg.train, setup.cfg.train.eval_every is None
     needs = [f"callbacks.{name}" for name in build_callbacks(cfg.callbacks, EarlyStop)]
+    needs += ["scheduler"] * (follows := hasattr(build("scheduler", cfg.scheduler), "on_evaluation"))
     needs += [f"train.{key}={train[key]}" for key in ("monitor", "test") if train[key] not in (None, "last")]
     if cfg.mode == "train" and needs and (never or setup.data.valid is None):
         why = "train.eval_every=null: set it to 0" if never else "its data have no validation split"
         raise TrainingError(f"{needs[0]} compares evaluations, but this run has none: {why}, or leave {needs[0]} out")
+    if cfg.mode == "train" and follows and train.eval_every == 0:
+        epoch = f"train.eval_every={setup.per_epoch} for one in each epoch"
+        raise TrainingError(f"scheduler follows evaluations, and train.eval_every=0 has one at the end: set {epoch}")
 
 
 def check_proof(cfg: Root, chain: Chain, data: DataSet) -> None:
@@ -183,3 +190,13 @@ def across_nodes(setup: Setup) -> str | None:
         return None
     sent = 4 * plan.microbatch_size * max((work.output for work in setup.work[0][:-1]), default=0.0)
     return next(filter(None, (axis.across_nodes(plan, setup.nodes, sent) for _, axis in axes)), None)
+
+
+def unreached(setup: Setup) -> str | None:
+    """Return a warning if a run ends before its modules are unfrozen or its weights averaged; otherwise None."""
+    total, averaging = setup.total_steps, averaging_of(setup.cfg.callbacks)
+    late = [name for name, step in frozen_until(setup.cfg.train.unfreeze, setup.chain).items() if step >= total]
+    what = [f"train.unfreeze trains {name} only later" for name in late[:1]]
+    if averaging is not None and not any(averaging.is_due(step, total) for step in range(1, total + 1)):
+        what.append(f"callbacks: the first weights that {averaging.kind} averages come later")
+    return f"this run ends after step {total}; {' and '.join(what)}" if what and setup.cfg.mode == "train" else None

@@ -25,9 +25,9 @@ from planner.costs import MeasuredCosts
 from planner.here import Subject, free_memory, measure
 from planner.memory import Allocation
 from planner.search import Candidate, Devices, Found, Pool, search
+from training.callbacks.averaging import states_of_run
 from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer
-from training.optimizer.kinds import mean_states
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.run.prepare import BALANCES, PlannedRun, in_one_process, prepare
 from training.run.setup import Setup
@@ -172,7 +172,7 @@ def predict_here(cfg: Root, counts: Sequence[int] = ()) -> tuple[Found, Setup]:
         alone.parallel, plan.device_type, plan.precision, setup.chain, setup.sample,
         partial(Optimizer, to_dict(cfg.optim)), PlannedRun(cfg, plan).setup, cfg.seed,
     )  # fmt: skip
-    cuda, states = plan.device_type == "cuda", mean_states(cfg.optim, setup.chain)
+    cuda, states = plan.device_type == "cuda", states_of_run(cfg, setup.chain)
     devices = torch.cuda.device_count() if cuda else 1
     memory = free_memory(alone.parallel.timeout_s) if cuda else available_memory()
     needed = max(work.kept + 2 * work.output for work in layers)  # bytes per sample of a layer and its input

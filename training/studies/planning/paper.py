@@ -22,8 +22,8 @@ from planner.memory import Allocation
 from planner.search import FREE, Candidate, Devices, Found, Pool, search
 from planner.simulation import Intervals, duration, simulate
 from planner.step import Seconds, slowed, stage_seconds
+from training.callbacks.averaging import states_of_run
 from training.optimizer.checks import check_others
-from training.optimizer.kinds import mean_states
 from training.reporting.console import call_of, columns
 from training.run.checks.layers import check_examined
 from training.run.prepare import checked_model_and_data, in_one_process
@@ -109,7 +109,7 @@ def predict_on_paper(cfg: Root) -> tuple[Found, Setup]:
     check_examined(setup)
     pool = Pool(cluster.devices, cluster.size, on_job(cfg))
     possible = possible_layouts(setup, [pool], fixed, cluster.devices)
-    costs, states = PaperCosts(cluster, precision), mean_states(cfg.optim, chain)
+    costs, states = PaperCosts(cluster, precision), states_of_run(cfg, chain)
     number = parameter_dtype(precision).itemsize
     allocation = Allocation(number, costs.gathered, cluster.reserved, costs.itemsize)
     devices = Devices(costs, cluster.size, cluster.memory, allocation, states)
