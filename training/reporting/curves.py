@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -31,37 +32,47 @@ def write_curves(run_dir: Path) -> None:
 def draw(runs: Mapping[str, Sequence[Points]], columns: int = 1) -> Figure | None:
     """Draw a panel for each number, over the steps; None if no number has two points.
 
-    A number of the validation is a dashed curve in the panel of the same number of the training.
+    Of a single run, a number of the validation is a dashed curve in the panel of the same number of the training.
 
     Args:
         runs: By label, one run; or several runs, whose mean is drawn in a band of one sample standard deviation.
         columns: The number of panels side by side.
     """
-    whole = {key for run in runs.values() for points in run for key, own in points.items() if len(own) > 1}
-    names = sorted({key.removeprefix("val_") for key in whole}, key=lambda name: (name != "loss", name))
-    if not names:
+    alone, every = len(runs) == 1, [pair for run in runs.values() for points in run for pair in points.items()]
+    drawn = {key for key, own in every if len(own) + (alone and key[:4] == "val_") > 1}
+    panels: dict[str, list[str]] = {}
+    for key in sorted(drawn, key=lambda key: ("loss" not in key, key.removeprefix("val_"), key)):
+        panels.setdefault(key.removeprefix("val_") if alone else key, []).append(key)
+    if not panels:
         return None
-    rows = -(-len(names) // columns)
+    rows = -(-len(panels) // columns)
     figure = Figure(figsize=(plot.NARROW if columns == 1 else plot.MEDIUM, rows * _HEIGHT))
-    for number, name in enumerate(names, 1):
+    for number, (name, keys) in enumerate(panels.items(), 1):
         axes, starts = figure.add_subplot(rows, columns, number), []
         for place, ((label, run), color) in enumerate(zip(runs.items(), cycle(plot.COLORS), strict=False)):
-            for key, line in ((name, "-"), (f"val_{name}", "--")):
-                tables = [dict(points[key]) for points in run if len(points.get(key, ())) > (line == "-")]
+            for key in keys:
+                tables = [dict(points[key]) for points in run if key in points]
                 steps = sorted(set.intersection(*map(set, tables))) if tables else []
                 steps = steps[:: max(1, len(steps) // _POINTS)]
-                values = np.array([[table[step] for step in steps] for table in tables])
-                if not values.size:
+                if not steps:
                     continue
+                values = np.array([[table[step] for step in steps] for table in tables])
                 # Equal curves coincide. Their markers take turns, so that all of them are visible.
-                turns = {"marker": "o", "ms": 4, "markevery": (_MARKERS * place / len(runs), _MARKERS)}
-                axes.plot(steps, mean := values.mean(0), line, c=color, label=label * (line == "-"), **turns)
+                look: dict[str, Any] = {"marker": "o", "ms": 4, "markevery": (_MARKERS * place / len(runs), _MARKERS)}
+                if name != key:
+                    look, color = {"ls": "--", "marker": "."}, plot.COLORS[1]
+                elif alone:
+                    look = {"lw": 1}
+                axes.plot(steps, mean := values.mean(0), c=color, label=label * (number == 1), **look)
                 starts.append(abs(mean[0]))
                 if len(tables) > 1:
                     spread = values.std(0, ddof=1)
                     axes.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
         if "loss" in name:  # a diverging curve would flatten all other curves
             axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(starts) or 1))
+        low, high = axes.dataLim.intervaly
+        if name == "grad_norm" and high > 50 * low > 0:
+            axes.set_yscale("log")
         axes.locator_params("x", integer=True)
-        axes.set(xlabel="step", title=name + " (dashed: validation)" * (f"val_{name}" in whole))
+        axes.set(xlabel="step", title=name.replace("val_", "validation ") + " (dashed: validation)" * (keys != [name]))
     return figure

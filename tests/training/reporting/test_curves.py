@@ -26,6 +26,7 @@ def test_each_number_has_a_panel_and_the_validation_is_dashed():
     panels = {axes.get_title("left"): axes for axes in figure([*records(50)]).axes}
     both = " (dashed: validation)"
     assert list(panels) == ["loss" + both, "accuracy" + both, "auroc" + both, "grad_norm", "lr"]
+    assert panels["auroc" + both].get_lines()[0].get_linestyle() == "--"
     training, validation = panels["loss" + both].get_lines()
     assert training.get_xdata().tolist() == [step for step in range(1, 51) if step != 5]
     assert validation.get_xydata().tolist() == [[step, 3 / step] for step in (10, 20, 30, 40, 50)]
@@ -35,6 +36,9 @@ def test_each_number_has_a_panel_and_the_validation_is_dashed():
 def test_several_runs_are_a_mean_in_a_band_at_the_steps_that_all_have():
     runs = [[(step, float(step + run)) for step in range(1, 5 + run)] for run in (0, 1, 3)]
     (axes,) = draw({"a": [{"loss": run} for run in runs]}).axes
+    assert [one.get_title("left") for one in draw({"a": [{"loss": runs[0], "val_loss": runs[1]}], "b": []}).axes] == [
+        "loss", "validation loss"
+    ]  # fmt: skip
     (line,), (band,) = axes.get_lines(), axes.collections
     assert line.get_xydata() == pytest.approx(np.array([[step, step + 4 / 3] for step in range(1, 5)]))
     heights = {round(y - x - 4 / 3, 6) for x, y in band.get_paths()[0].vertices}

@@ -123,7 +123,7 @@ def _bars(axes: Axes, table: Table) -> None:
     axes.set_yticks(range(len(rows)), names)
     axes.bar_label(bars, [table.show_score(row) + " (best)" * (row in table.best) for row in rows], padding=5)
     axes.set_xlabel(table.objective.title)
-    axes.margins(x=0.35)
+    axes.margins(x=0.7 if table.repeated else 0.35)
     axes.grid(visible=False, axis="y")
 
 
