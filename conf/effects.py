@@ -17,7 +17,8 @@ _NEEDS = {
     "export": "mode=export", "export.max_batch_size": "export.format=triton", "export_to": "mode=export",
     "model.lora": "model.lora.rank!=null", "optim.dampening": "optim.momentum!=0",
     "optim.decay_vectors": "optim.weight_decay!=0 or optim.others!=null", "verify": "mode=verify",
-    "scheduler.warmup_ratio": "scheduler.warmup_steps=null", "train.keep_checkpoints": "train.checkpoint_every!=null",
+    "scheduler.decay_ratio": "scheduler.decay_steps=null", "scheduler.warmup_ratio": "scheduler.warmup_steps=null",
+    "train.keep_checkpoints": "train.checkpoint_every!=null",
     "sample": "mode=train or mode=sample or mode=export or mode=plan",
     "train.eval_batches": "train.eval_every!=null or mode=eval", "train.monitor_direction": "train.eval_every!=null",
 }  # fmt: skip

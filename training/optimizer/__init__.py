@@ -10,6 +10,6 @@ checks.py      checks of the section ``optim``
 """
 
 from training.optimizer.optimizer import Optimizer
-from training.optimizer.schedules import Constant, CosineWarmup, Step
+from training.optimizer.schedules import WSD, Constant, CosineWarmup, Linear, Step
 
-__all__ = ["Constant", "CosineWarmup", "Optimizer", "Step"]
+__all__ = ["WSD", "Constant", "CosineWarmup", "Linear", "Optimizer", "Step"]

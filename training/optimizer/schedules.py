@@ -72,3 +72,63 @@ class CosineWarmup:
             return step / warmup
         done = (step - 1 - warmup) / max(1, total - warmup)
         return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+class WSD:
+    """Rises from ``min_ratio`` to 1 (warm-up), stays there (stable), and falls to ``min_ratio`` at the end (decay).
+
+    These are the rates of transformers' ``get_wsd_schedule``; in the warm-up, those of its next step. If
+    ``warmup_steps`` is given, the rates before the decay do not depend on the length of the run.
+
+    Args:
+        warmup_steps: Length of the warm-up, in steps; None for the fraction ``warmup_ratio`` of the run.
+        decay_steps: Length of the decay, in steps; None for the fraction ``decay_ratio`` of the run.
+        min_ratio: The factor before the warm-up and after the decay, in [0, 1].
+        decay_type: How the factor falls with the fraction x of the decay: 1 - x, half a cosine, or 1 - sqrt(x).
+        warmup_ratio: The warm-up as a fraction of the run, in [0, 1].
+        decay_ratio: The decay as a fraction of the run, in [0, 1]; at most what the warm-up leaves.
+
+    Raises:
+        TrainingError: A number is outside of these ranges.
+    """
+
+    def __init__(
+        self,
+        warmup_steps: int | None = None,
+        decay_steps: int | None = None,
+        min_ratio: float = 0.0,
+        decay_type: Literal["cosine", "linear", "1-sqrt"] = "cosine",
+        warmup_ratio: float = 0.1,
+        decay_ratio: float = 0.2,
+    ) -> None:
+        steps = {"warmup_steps": warmup_steps or 0, "decay_steps": decay_steps or 0}
+        ratios = {"warmup_ratio": warmup_ratio, "decay_ratio": decay_ratio, "min_ratio": min_ratio}
+        odd = [key for key, n in steps.items() if n < 0] + [key for key, n in ratios.items() if not 0 <= n <= 1]
+        if odd:
+            raise TrainingError(
+                f"scheduler.{odd[0]}={(steps | ratios)[odd[0]]} must be 0 or more, and a ratio at most 1"
+            )
+        self.warmup_steps, self.warmup_ratio, self.min_ratio = warmup_steps, warmup_ratio, min_ratio
+        self.decay_steps, self.decay_ratio, self.decay_type = decay_steps, decay_ratio, decay_type
+
+    def factor(self, step: int, total: int, per_epoch: int) -> float:
+        """Return the factor in [``min_ratio``, 1]. Raises TrainingError if the run is too short for its parts."""
+        warmup = round(total * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
+        left = max(0, total - warmup)
+        decay = min(left, round(total * self.decay_ratio)) if self.decay_steps is None else self.decay_steps
+        if decay > left:
+            raise TrainingError(f"scheduler.decay_steps={decay} is more than the {left} steps after the warm-up")
+        done = min(max(0.0, (step - 1 - total + decay) / max(1, decay)), 1.0)
+        falls = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "1-sqrt": 1 - math.sqrt(done)}
+        share = step / warmup if step <= warmup else falls[self.decay_type]
+        return self.min_ratio + (1 - self.min_ratio) * share
+
+
+class Linear(WSD):
+    """Rises linearly to 1, then falls linearly to ``min_ratio``: transformers' ``get_linear_schedule_with_warmup``.
+
+    See WSD for the arguments and the warm-up. In transformers, ``min_ratio`` is 0.
+    """
+
+    def __init__(self, warmup_steps: int | None = None, min_ratio: float = 0.0, warmup_ratio: float = 0.1) -> None:
+        super().__init__(warmup_steps, None, min_ratio, "linear", warmup_ratio, 1.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ _LEARNED = (
 )  # fmt: skip
 _MICROBATCH = "micro-batch"  # the size of a micro-batch, if the numbers depend on it
 # Keys for the location and the reading of the data, without effect on its content.
-_NOT_CONTENT = ("data.root", "data.cache_dir", "data.num_workers")
+_NOT_CONTENT = re.compile(r"data\.(parts\.\w+\.)?(root|cache_dir|num_workers)")
 _POINTS = 8  # number of steps at which two lengths of a schedule are compared
 
 
@@ -57,13 +58,18 @@ def follows_total(schedule: Any, total: int, per_epoch: int) -> bool:
     return any(schedule.factor(step, total, per_epoch) != schedule.factor(step, 2 * total, per_epoch) for step in steps)
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return a sentence with the settings that differ between a checkpoint's recipe and this run's; None if none."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in _NOT_CONTENT]
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], rate: Callable[[int], float]) -> str | None:
+    """Return a sentence with the settings that differ between a checkpoint's recipe and this run's; None if none.
+
+    ``rate`` returns the schedule's factor for the next step in a run of so many steps.
+    """
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    names = [name for name in names if not _NOT_CONTENT.fullmatch(name)]
     names = [name for name in names if not name.startswith("choice.")]  # only older checkpoints have these
     if not names:
         return None
     listed = (f"{'digest of the data' if n == _SAMPLES_KEY else n} {before.get(n)} -> {now.get(n)}" for n in names)
-    jumps = _TOTAL in names and now.get(_TOTAL) is not None
-    rate = "; the scheduler follows the length of the run, so the learning rate jumps here" if jumps else ""
-    return f"this run continues with settings that differ from those before: {', '.join(listed)}{rate}"
+    was, total = before.get(_TOTAL), now.get(_TOTAL)
+    jumps = total not in (None, was) and (was is None or rate(was) != rate(total))
+    said = "; the scheduler follows the length of the run, so the learning rate jumps here" if jumps else ""
+    return f"this run continues with settings that differ from those before: {', '.join(listed)}{said}"

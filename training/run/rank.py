@@ -113,7 +113,11 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
         if resumed is not None:
             loop.restore(resumed, done, ended)
-            if (changed := changes(resumed.progress["recipe"], loop.recipe)) is not None:
+
+            def rate(total: int) -> float:
+                return loop.schedule.factor(min(done + 1, total), total, setup.per_epoch)
+
+            if (changed := changes(resumed.progress["recipe"], loop.recipe, rate)) is not None:
                 recorder.say(f"warning: {changed}")
         if world.rank == 0 and not ended:
             with suppress(OSError):

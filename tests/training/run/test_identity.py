@@ -10,6 +10,8 @@ from conf.instantiate import with_values
 from data.dataset import InMemory
 from data.text import Text
 from parallel.mesh import COPIES, Mesh
+from training.optimizer import WSD
+from training.run.changes import _TOTAL as TOTAL
 from training.run.changes import changes
 from training.run.checks import ranks
 from training.run.checks.ranks import check_ranks, describe_rank
@@ -128,5 +130,12 @@ def test_a_run_with_batchnorm_that_is_resumed_on_other_micro_batches_says_so(tmp
 
 def test_another_text_under_the_same_name_is_seen_and_the_same_text_elsewhere_is_not_mentioned():
     before = {"data.root": "a", "data.cache_dir": "x", "samples": "0001"}
-    assert changes(before, {**before, "data.root": "b", "data.cache_dir": "y"}) is None
-    assert changes(before, {**before, "samples": "0002"}).endswith("digest of the data 0001 -> 0002")
+    assert changes(before, {**before, "data.root": "b", "data.cache_dir": "y"}, float) is None
+    assert changes(before, {**before, "samples": "0002"}, float).endswith("digest of the data 0001 -> 0002")
+
+
+@pytest.mark.parametrize("step, jumps", [(6, False), (9, True), (11, True)])
+def test_a_longer_run_is_told_that_its_rate_jumps_only_where_it_does(step, jumps):
+    schedule = WSD(warmup_steps=2, decay_steps=4)
+    said = changes({TOTAL: 10}, {TOTAL: 20}, lambda total: schedule.factor(min(step, total), total, 1))
+    assert f"{TOTAL} 10 -> 20" in said and ("jumps" in said) == jumps

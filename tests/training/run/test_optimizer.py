@@ -13,7 +13,7 @@ from conf.instantiate import add_to_path, to_dict, with_values
 from models.sequential import chain_of
 from parallel.strategy import Options, build_strategy
 from planner.memory import memory_of_ranks
-from training.optimizer import Constant, CosineWarmup, Optimizer, Step
+from training.optimizer import WSD, Constant, CosineWarmup, Linear, Optimizer, Step
 from training.optimizer.checks import check_optimizer
 from training.optimizer.groups import is_within
 from training.optimizer.kinds import mean_states
@@ -355,8 +355,41 @@ LLM_C, FIFTH, LONG = CosineWarmup(10, 0.1), CosineWarmup(None, 0.0), CosineWarmu
         (Step(every=2, unit="epoch", gamma=0.5), 100, 3, {1: 1, 6: 1, 7: 0.5, 12: 0.5, 13: 0.25}),
         (Step(every=3, unit="step", gamma=0.1), 100, 50, {1: 1, 3: 1, 4: 0.1, 6: 0.1, 7: 0.01}),
         (Constant(), 10, 1, {1: 1, 5: 1, 10: 1}),
+        (Linear(2), 10, 1, {1: 0.5, 2: 1, 3: 1, 4: 7 / 8, 10: 1 / 8, 11: 0}),
+        (Linear(None, 0.5), 10, 1, {1: 1, 2: 1, 3: 1 - 0.5 / 9}),
+        (WSD(2, 4), 10, 1, {1: 0.5, 2: 1, 6: 1, 7: 1, 8: 0.8535534, 9: 0.5, 10: 0.1464466, 11: 0, 99: 0}),
+        (WSD(2, 4, 0.2, "linear"), 10, 1, {1: 0.6, 2: 1, 7: 1, 8: 0.8, 10: 0.4, 11: 0.2}),
+        (WSD(0, 4, 0, "1-sqrt"), 10, 1, {1: 1, 7: 1, 8: 0.5, 10: 1 - 0.75**0.5}),
+        (WSD(None, None, 0, "linear", 0.5, 0.5), 3, 1, {1: 0.5, 2: 1, 3: 1}),  # two steps, and the one that is left
+        (WSD(None, None), 1, 1, {1: 1}),
     ],
 )
 def test_schedules_by_numbers_worked_out_by_hand(schedule, total, per_epoch, factors):
     found = {step: schedule.factor(step, total=total, per_epoch=per_epoch) for step in factors}
     assert found == pytest.approx(factors, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warmup, decay, total", [(0, 0, 7), (5, 8, 20), (1, 19, 20), (30, 20, 100)])
+def test_the_rates_are_those_of_transformers_and_in_the_warm_up_those_of_its_next_step(warmup, decay, total):
+    transformers = pytest.importorskip("transformers")
+
+    def theirs(schedule, *args, **how):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        schedule, rates = schedule(optimizer, *args, **how), []
+        for _ in range(total):
+            rates.append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+        return rates[1 : warmup + 1] + rates[warmup:]
+
+    def ours(schedule):
+        return [schedule.factor(step, total, 1) for step in range(1, total + 1)]
+
+    assert ours(Linear(warmup)) == pytest.approx(
+        theirs(transformers.get_linear_schedule_with_warmup, warmup, total), abs=1e-12
+    )
+    for kind in ("cosine", "linear", "1-sqrt"):
+        how = {"num_training_steps": total, "decay_type": kind, "min_lr_ratio": 0.1}
+        expected = theirs(transformers.get_wsd_schedule, warmup, decay, **how)
+        assert ours(WSD(warmup, decay, 0.1, kind)) == pytest.approx(expected, abs=1e-12)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError
+from conf.instantiate import build
 from data.dataset import ONE_TARGET, Batch, Source
 
 if TYPE_CHECKING:
@@ -65,5 +66,5 @@ def _kind(given: Any) -> str:
 
 
 def check_length_of_run(setup: Setup) -> None:
-    """Count the steps of the run. Raises DataError if the data have too few samples for one step."""
-    setup.per_epoch, setup.total_steps  # noqa: B018
+    """Count the steps of the run. Raises UserError if data or schedule do not allow them."""
+    build("scheduler", setup.cfg.scheduler).factor(1, setup.total_steps, setup.per_epoch)
