@@ -16,10 +16,12 @@ TRAINED = ("model", "data", "optim", "scheduler", "train")
 CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug")
 # Keys that the program reads itself and does not pass to the section's target (see conf/train.yaml).
 OWN_KEYS = {
+    "data": {"seq_len", "tokenizer"},  # of a mixture, for its parts
     "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer", "lora"},
     "optim": {"decay_vectors", "rates", "update", "others"},
 }
 LORA = ("rank", "alpha", "dropout", "targets")  # the keys of model.lora, besides base
+MIXTURE = "data.mixture.Mixture"  # its parts have the keys of options of ``data=``
 # What a command does: ``mode=NAME`` is training/command/modes/NAME.py.
 MODES = ("train", "eval", "plan", "export", "sample", "verify", "compare")
 # The key of a plain configuration for its options and typed words (see conf.composition.Composed.plain).

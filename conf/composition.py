@@ -27,13 +27,13 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus, run_job
 from hydra.errors import ConfigCompositionException, SearchPathException
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 
 from common.files import TYPED_IN
 from common.machine import changed_environment
-from conf import CHOSEN, COMMAND, FOLDER, LORA, ON_TOP, masking
+from conf import CHOSEN, COMMAND, FOLDER, LORA, MIXTURE, ON_TOP, OWN_KEYS, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
-from conf.messages import unknown_key
+from conf.messages import nearest, unknown_key
 from conf.schema import Parallel, Root, register
 from conf.words import GROUPS, code_folders, config_folder, expand_lists, key_of, parse
 from launchers.world import World, launcher_start
@@ -194,7 +194,24 @@ class Loader(ConfigLoaderImpl):
             hydra.runtime.choices = {}
             cfg = self._program(cfg)
             cfg.hydra = hydra
+        self._complete_parts(cfg)
         return check_keys(with_schema(cfg))
+
+    def _complete_parts(self, cfg: DictConfig) -> None:
+        """Add to each part of a mixture the keys of its option of ``data=``: ``name``, or the name of the part."""
+        if OmegaConf.select(cfg, "data._target_") != MIXTURE or not OmegaConf.is_dict(cfg.data.parts):
+            return
+        for name, part in cfg.data.parts.items():
+            part = part if OmegaConf.is_dict(part) else {"name": part}
+            if "_target_" not in part:
+                option = str(part.get("name", name))
+                if (found := self.repository.load_config(f"data/{option}")) is None:
+                    others = nearest("{}", option, self.repository.get_group_options("data"))
+                    raise ConfigCompositionException(f"data.parts.{name}.name={option} is no option of data={others}")
+                part = OmegaConf.merge({"weight": 1}, found.config, part)
+            given = [key for key in (*OWN_KEYS["data"], "cache_dir") if key in part and cfg.data[key] is not None]
+            with flag_override(cfg, ["struct", "readonly"], False):
+                cfg.data.parts[name] = OmegaConf.merge(part, {key: f"${{data.{key}}}" for key in given})
 
     def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
         cfg = super()._compose_config_from_defaults_list(defaults, repo)

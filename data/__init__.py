@@ -5,7 +5,7 @@
     read_ahead.py   reads batches before a step needs them, by a thread or by processes
 
     Data sets, each in the file of its name: torch_docs, stdlib, text, wikitext2, jsonl, parquet and tokens (language),
-    random_images, digits, mnist, cifar10 and image_folder (images), random_regression and arrays (numbers)
+    random_images, digits, mnist, cifar10 and image_folder (images), random_regression and arrays (numbers), mixture
 
     language.py     the base of data sets of text: documents -> cached tokens -> windows
     documents.py vocabulary.py words.py token_windows.py     its steps

@@ -82,10 +82,12 @@ class Source(ABC):
     Attributes:
         ordered: Whether training uses the samples in order in every epoch instead of shuffling them.
         augment: Changes samples to train on, if it is not None. Samples that validate a fold are read without it.
+        endless: Whether training reads on after the last sample, at the indices len(self), len(self) + 1, ...
     """
 
     ordered: bool = False
     augment: Any = None
+    endless: bool = False
 
     @abstractmethod
     def __len__(self) -> int:

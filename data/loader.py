@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -102,6 +102,42 @@ class VariableLength(Source):
         """Return samples as Source.read does, padded to [b, width]; None for the last of ``widths``."""
 
 
+class Joined(Source):
+    """The samples of several sources, one source after the other. Evaluations give the results of each, too.
+
+    Attributes:
+        parts: {name: source}.
+        lengths: The number of samples of each, int64 [parts].
+    """
+
+    def __init__(self, parts: Mapping[str, Source]):
+        self.parts, self.lengths = parts, np.array([len(source) for source in parts.values()], np.int64)
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum())
+
+    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+        """See Source."""
+        ends = np.cumsum(self.lengths)
+        parts = np.searchsorted(ends, indices, side="right")
+        return self.read_rows(parts, indices - (ends - self.lengths)[parts], np.full(len(indices), epoch))
+
+    def read_rows(
+        self, parts: np.ndarray, rows: np.ndarray, epochs: np.ndarray, seed: int | None = None
+    ) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+        """Read a row of a part in an epoch for each of ``parts``, int64 [b]; with a seed, each epoch is shuffled."""
+        sources, pieces, places = [*self.parts.values()], [], []
+        for part, epoch in np.unique(np.stack([parts, epochs], axis=1), axis=0).tolist():
+            places.append(np.flatnonzero((parts == part) & (epochs == epoch)))
+            mine = rows[places[-1]]
+            mine = mine if seed is None else permute(mine, len(sources[part]), (seed, part, epoch))
+            pieces.append(read_batch(sources[part], mine, epoch))
+        back = torch.from_numpy(np.argsort(np.concatenate(places)))
+        tensors = zip(*((*piece.input_tensors, piece.targets) for piece in pieces), strict=True)
+        *inputs, targets = (torch.cat(several)[back] for several in tensors)
+        return tuple(inputs) if isinstance(pieces[0].inputs, tuple) else inputs[0], targets
+
+
 class Steps:
     """The batches of consecutive steps with one global batch size, for samples of fixed length.
 
@@ -193,6 +229,23 @@ class Buckets(Steps):
         return np.array([used[n][place] if n in used else left for n, place, left in places], dtype=np.int64)
 
 
+class Stream(Steps):
+    """Steps of an endless source, which has one epoch.
+
+    The samples of a step are shuffled, so that no replica or micro-batch gets the same places of a mixture's order in
+    every step.
+    """
+
+    def place(self, step: int) -> tuple[int, int]:
+        """See Steps."""
+        return 0, step - 1 - self.done
+
+    def batch(self, epoch: int, number: int, mine: np.ndarray) -> tuple:
+        """See Steps."""
+        first = self.first(epoch) + number * self.size
+        return (first + permute(mine, self.size, key=(self.seed, first)),)
+
+
 class TrainBatches(Dataset):
     """The training batches of one replica, by step.
 
@@ -240,6 +293,7 @@ class TrainBatches(Dataset):
             )
         self.steps_per_epoch = len(source) // global_batch_size
         kind, before, done = Buckets if isinstance(source, VariableLength) else Steps, None, 0
+        kind = Stream if source.endless else kind
         for last_step, size in earlier:
             before, done = kind(source, size, seed, before, done), last_step
         self._steps = kind(source, global_batch_size, seed, before, done)
@@ -260,7 +314,7 @@ class TrainBatches(Dataset):
             raise ValueError(f"step {step}: training steps count from {self._steps.done + 1}")
         epoch, number = self._steps.place(step)
         indices, *width = self._steps.batch(epoch, number, self._mine)
-        return _read(self._steps.source, indices, epoch, *width)
+        return read_batch(self._steps.source, indices, epoch, *width)
 
 
 class EvalBatches:
@@ -268,10 +322,12 @@ class EvalBatches:
 
     With a limit there are only so many batches, of samples that are spread evenly over the source and are always the
     same. The last global batch is padded with sample 0 at weight 0, so that every replica gets equally many batches of
-    equal size for any number of samples. Every batch has weights. The length is the number of batches.
+    equal size for any number of samples. Every batch has weights. The length is the number of batches. All this holds
+    for each part of joined sources: no batch has samples of two parts, and each part has the limit.
 
     Attributes:
         whole: The number of batches without a limit.
+        counts: The number of batches of each part; {"": number} if the source has no parts.
     """
 
     def __init__(
@@ -292,24 +348,28 @@ class EvalBatches:
             raise DataError("the evaluation data has 0 samples; at least 1 is needed")
         if limit is not None and limit < 1:
             raise DataError(f"train.eval_batches={limit}: give 1 or more, or null for all batches")
-        self.source, self.global_batch_size = source, global_batch_size
-        self.whole = -(-len(source) // global_batch_size)
-        self._samples = min(len(source), (limit or self.whole) * global_batch_size)
+        self._parts = source.parts if isinstance(source, Joined) else {"": source}
+        wholes = {name: -(-len(part) // global_batch_size) for name, part in self._parts.items()}
+        self.whole, self.counts = sum(wholes.values()), {name: min(n, limit or n) for name, n in wholes.items()}
+        self.global_batch_size = global_batch_size
 
     def __len__(self) -> int:
-        return -(-self._samples // self.global_batch_size)
+        return sum(self.counts.values())
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in range(len(self)):
-            positions = batch * self.global_batch_size + self._mine
-            real = positions < self._samples
-            # Each sample represents an equal part of the source, and is in the middle of that part.
-            spread = (2 * positions + 1) * len(self.source) // (2 * self._samples)
-            batch = _read(self.source, np.where(real, spread, 0), 0)
-            yield replace(batch, weights=torch.from_numpy(real.astype(np.float32)))
+        for name, count in self.counts.items():
+            source = self._parts[name]
+            samples = min(len(source), count * self.global_batch_size)
+            for batch in range(count):
+                positions = batch * self.global_batch_size + self._mine
+                real = positions < samples
+                # Each sample represents an equal part of the source, and is in the middle of that part.
+                spread = (2 * positions + 1) * len(source) // (2 * samples)
+                read = read_batch(source, np.where(real, spread, 0), 0)
+                yield replace(read, weights=torch.from_numpy(real.astype(np.float32)))
 
 
-def _read(source: Source, indices: np.ndarray, *how: Any) -> Batch:
+def read_batch(source: Source, indices: np.ndarray, *how: Any) -> Batch:
     """Read samples. Raises DataError if there is not one row for each index."""
     batch = Batch(*source.read(indices, *how))
     if uneven := [len(tensor) for tensor in (*batch.input_tensors, batch.targets) if len(tensor) != len(indices)]:

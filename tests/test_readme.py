@@ -154,7 +154,7 @@ def test_every_setting_that_they_name_exists():
     """`parallel.comm_hook=bf16` and the like, in running text and in tables."""
     from omegaconf import OmegaConf
 
-    kinds = [("gpt2", data) for data in ("stdlib", "jsonl", "parquet", "tokens")]
+    kinds = [("gpt2", data) for data in ("stdlib", "jsonl", "parquet", "tokens", "mixture")]
     kinds += [
         ("convnet", "mnist"),
         ("convnet", "image_folder"),

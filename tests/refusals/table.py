@@ -13,6 +13,7 @@ from files import CONFIG, MANIFEST, Make, file, manifest, mnist, option, rows
 GPT2 = "model=gpt2 model.size=tiny data.seq_len=16 train.global_batch_size=4 "
 MOE = "model=moe data.seq_len=16 train.global_batch_size=12 "
 CONVNET = "model=convnet train.global_batch_size=4 "
+MIX = GPT2 + "data=mixture "
 TEXT = GPT2 + "data=text data.root=HERE/x.txt"
 ROWS = GPT2 + "data=jsonl data.root=HERE/x.jsonl"
 PARQUET = GPT2 + "data=parquet data.root=HERE/x.parquet"
@@ -187,8 +188,33 @@ VALUES = {
         Refusal("optim.rates={net1:true}", "net1=True must be a number of at least 0"),
         Refusal("optim.rates={true:0}", "a key is read as True:"),
     ],
+    "data.parts.": [
+        Refusal(MIX + "'data.parts={a:{name:txt}}'", "data.parts.a.name=txt is no option of data=; did you mean text?"),
+        Refusal(MIX + "'data.parts={a:{name:text,rot:x}}'", "did you mean data.parts.a.root?"),
+        Refusal(MIX + "'data.parts={a:{name:text,root:/no/such}}'", "data.parts.a: data.root=/no/such does not exist"),
+        Refusal(MIX + "'data.parts={torch_docs:{wieght:3}}'", "no key data.parts.torch_docs.wieght"),
+        Refusal(MIX + "'data.parts={torch_docs:{weight:0}}'", "data.parts.torch_docs.weight=0 must be"),
+        Refusal(MIX + "'data.parts={torch_docs:{},stdlib:{vocabulary:words}}'", "GPT-2 tokens", "data.parts.stdlib"),
+        Refusal(MIX + "'data.parts={torch_docs:{batchify:true}}'", "data.parts.torch_docs: batchify"),
+        Refusal(MIX + "'data.parts={top:{name:torch_docs}}'", "val_loss_top does not read as a loss"),
+        Refusal(
+            "model=convnet data=mixture 'data.parts={a:{name:digits},b:{name:random_images,image_size:8}}'",
+            "[1, 28, 28]", "[1, 8, 8]", "data.parts.b",
+        ),
+    ],
+    "data.parts=": [Refusal(MIX, "needs parts by name"), Refusal(MIX + "data.parts=3", "data.parts={}")],
+    "train.monitor=val_loss_b": [
+        Refusal(MIX + "train.monitor=val_loss_b 'data.parts={a:{name:torch_docs}}'", "did you mean"),
+        Refusal(  # five rows have no validation split
+            MIX + "train.monitor=val_loss_b 'data.parts={a:{name:torch_docs},b:{name:jsonl,root:HERE/x.jsonl}}'",
+            "did you mean train.monitor=val_loss_a?",
+            file=file("x.jsonl", b'{"text": "some words"}\n' * 5),
+        ),
+    ],
     "scheduler": [
         Refusal("scheduler.warmup_steps=3", "it is a key of scheduler=cosine_warmup"),
+        Refusal("scheduler=wsd scheduler.decay_ratio=2", "scheduler.decay_ratio=2.0 must be 0 or more"),
+        Refusal("scheduler=wsd scheduler.warmup_steps=3 scheduler.decay_steps=4 train.steps=6", "than the 3 steps"),
         Refusal("scheduler=cosine_warmup scheduler.warmup_steps=-1", "scheduler.warmup_steps=-1"),
         Refusal("scheduler=step scheduler.every=0", "scheduler.every=0 must be at least 1"),
     ],

@@ -23,6 +23,7 @@ from common.errors import TrainingError, UserError
 from common.packages import load_transformers
 from data.dataset import DataSet
 from data.images import ImageData
+from data.mixture import Mixture
 from data.vocabulary import TEMPLATE
 from models.chain import Chain, Layers, as_tuple
 from models.generate import logits_at
@@ -156,6 +157,8 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
 
     With ``last``, a language model returns logits of the last position only.
     """
+    # One model has one tokenizer, and one way to prepare images.
+    data = data.first if isinstance(data, Mixture) else data
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
     texts = tokenizer(data, chain)  # prepares data with a vocabulary from its own text

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from data.dataset import Source
 from data.loader import EvalBatches
@@ -30,27 +32,37 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
         limit: The largest number of global batches; None for the whole split.
 
     Returns:
-        "loss", the mean over all terms, and the mean of each metric of the loss. Empty if no target counts, because no
-        mean exists then.
+        "loss", the mean over all terms, and the mean of each metric of the loss. For each part of a mixture, the same
+        numbers of its samples with its name: "loss_wiki". Without those whose targets do not count, because no mean
+        exists then.
 
     Raises:
         Stopped: A rank was told to stop, at most about a second ago. All ranks raise it after the same batch.
     """
     plan, mesh = strategy.plan, strategy.mesh
     batches = EvalBatches(source, plan.global_batch_size, mesh.replica, mesh.dp, limit=limit)
-    total, begin, asked = None, time.perf_counter(), 1
+    totals: dict[str, Tensor] = {}
+    parts = (name for name, count in batches.counts.items() for _ in range(count))
+    begin, asked = time.perf_counter(), 1
     read = read_ahead(batches, pin_memory=strategy.device.type == "cuda", timeout_s=strategy.options.timeout_s)
-    for done, batch in enumerate(read, 1):
+    for done, (part, batch) in enumerate(zip(parts, read, strict=True), 1):
         heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
         sums = strategy.eval_step(batch, done)
-        total = sums if total is None else total + sums
+        totals[part] = totals[part] + sums if part in totals else sums
         if done == asked < len(batches):  # all ranks agree on the number of batches until the next check
             stops, seconds = strategy.sum_of(stopping.wanted(), (time.perf_counter() - begin) / mesh.size)
             if stops:
                 raise Stopped(f"stopped in an evaluation, after batch {done} of {len(batches)}")
             asked += max(1, int(_ASK_EVERY_S * done / max(seconds, 1e-6)))
-    assert total is not None  # EvalBatches refuses a source without samples
-    loss, count, *metrics = strategy.all_sum(total)
+    sums = {part: strategy.all_sum(total) for part, total in totals.items()}
+    result = _means(strategy, [*map(sum, zip(*sums.values(), strict=True))])
+    of_parts = {part: _means(strategy, own) for part, own in sums.items() if part}
+    return result | {f"{name}_{part}": value for part, means in of_parts.items() for name, value in means.items()}
+
+
+def _means(strategy: Strategy, sums: Sequence[float]) -> dict[str, float]:
+    """Return the means of the loss and of its metrics by name; empty if no target counts."""
+    loss, count, *metrics = sums
     named = {"loss": loss, **dict(zip(strategy.chain.loss.metrics, metrics, strict=True))}
     return {name: value / count for name, value in named.items()} if count else {}
 

@@ -26,6 +26,7 @@ from conf.instantiate import (
 )
 from conf.schema import Root
 from data.dataset import DataSet
+from data.mixture import Mixture, in_part
 from launchers import World, call_in_workers
 from launchers.heartbeat import note
 from models.chain import ONE_LAYER, Chain, shared_parameters
@@ -251,7 +252,7 @@ def model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
         ``model`` if the model's function has an attribute ``sizes_of``: (section, the data's number of words) ->
         {key: value}.
     """
-    data = build("data", cfg.data)
+    data = _data_of(cfg.data)
     if (sizes_of := getattr(target_of("model", cfg.model), "sizes_of", None)) is not None:
         sizes = sizes_of(to_dict(cfg.model), data.vocab_size)
         cfg = with_values(cfg, in_section("model", sizes))
@@ -272,6 +273,18 @@ def _with_terms(cfg: Root, chain: Chain) -> Chain:
             "'model.loss={_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}'"
         )
     return chain.with_loss(TokenCrossEntropy(**terms))
+
+
+def _data_of(section: Any) -> DataSet:
+    """Build the data set of the section ``data``; of a mixture, the parts first."""
+    if target_of("data", section) is not Mixture:
+        return build("data", section)
+    parts, own = {}, {key: value for key, value in section.items() if key not in {"parts", *OWN_KEYS["data"]}}
+    for name, part in section.parts.items() if hasattr(section.parts, "keys") else ():
+        keys = {key: value for key, value in part.items() if key not in ("name", "weight")}
+        with in_part(name):
+            parts[name] = build(f"data.parts.{name}", keys), part.get("weight", 1)
+    return build("data", own, parts=parts)
 
 
 def _chain_of(model: Any, arguments: dict[str, Any]) -> Chain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from conf.schema import Root
 from data.arrays import Arrays
 from data.cache import cached_folder, key_of
 from data.dataset import DataSet
+from data.loader import Joined
+from data.mixture import Mixture
 from data.vocabulary import GPT2Vocabulary, tokens_after_gpt2
 from models.chain import Chain
 from parallel.axes import axes_of
@@ -29,7 +32,7 @@ from training.checkpoint.init_from import check_new_words, check_start
 from training.checkpoint.load import check_fits
 from training.optimizer.checks import check_layout, check_others, check_rates
 from training.optimizer.freezing import frozen_until
-from training.reporting.monitor import LOSS, SUMMARISED, Monitor, check_name, evaluated
+from training.reporting.monitor import LOSS, MINIMIZE, SUMMARISED, Monitor, check_name, direction_of, evaluated
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -73,16 +76,31 @@ def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
     """
     check_rates(to_dict(cfg.optim).get("rates"), chain)
     frozen_until(to_dict(cfg.train)["unfreeze"], chain)
-    train, numbers = cfg.train, partial(evaluated, chain.loss.metrics, data.seq_len is not None)
+    parts = [*data.parts] if isinstance(data, Mixture) else []
+    for part in parts:
+        if direction_of(name := f"{LOSS}_{part}") != MINIMIZE:
+            raise TrainingError(f"data.parts.{part}: {name} does not read as a loss; give the part another name")
+    train, numbers = cfg.train, partial(evaluated, _metrics(chain, parts), data.seq_len is not None)
     if (objective := cfg.sweep.objective) is not None:
         check_name("sweep.objective", objective, [*numbers(("val", "test")), *SUMMARISED])
         Monitor.of(train, objective, cfg.sweep.direction, ("sweep.objective", "sweep.direction"))
     if cfg.mode in ("train", "plan", "compare"):
-        check_name("train.monitor", train.monitor or LOSS, numbers())
+        _check_monitored(cfg, numbers())
         Monitor.of(train)
-        for name, stop in build_callbacks(cfg.callbacks, EarlyStop).items():
-            check_name(f"callbacks.{name}.metric", stop.metric or train.monitor or LOSS, numbers())
+        for stop in build_callbacks(cfg.callbacks, EarlyStop).values():
             stop.monitor(train)
+
+
+def _metrics(chain: Chain, parts: Iterable[str]) -> list[str]:
+    """Return the names of the metrics of the loss, and of the results of the parts of a mixture."""
+    own = chain.loss.metrics
+    return [*own, *(f"{name}_{part}" for part in parts for name in ("loss", *own))]
+
+
+def _check_monitored(cfg: Root, numbers: Sequence[str]) -> None:
+    check_name("train.monitor", cfg.train.monitor or LOSS, numbers)
+    for name, stop in build_callbacks(cfg.callbacks, EarlyStop).items():
+        check_name(f"callbacks.{name}.metric", stop.metric or cfg.train.monitor or LOSS, numbers)
 
 
 def check_evaluated(setup: Setup) -> None:
@@ -97,6 +115,9 @@ def check_evaluated(setup: Setup) -> None:
     if cfg.mode == "train" and follows and train.eval_every == 0:
         epoch = f"train.eval_every={setup.per_epoch} for one in each epoch"
         raise TrainingError(f"scheduler follows evaluations, and train.eval_every=0 has one at the end: set {epoch}")
+    if needs and isinstance(setup.data.valid, Joined):  # some parts may have no validation split
+        metrics = _metrics(setup.chain, setup.data.valid.parts)
+        _check_monitored(cfg, evaluated(metrics, setup.data.seq_len is not None))
 
 
 def check_proof(cfg: Root, chain: Chain, data: DataSet) -> None:
