@@ -103,6 +103,15 @@ def test_seeds_and_folds_are_averaged_together_and_one_setting_has_a_mean_too(tm
     assert said[1].endswith("train.py -m data.fold=0,1 seed=0,1") and "means over data.fold, seed ±" in said[2]
 
 
+def test_layouts_that_are_repeated_say_the_largest_loss_difference_of_their_jobs(tmp_path):
+    for num, (name, seed) in enumerate((name, seed) for name in ("single", "ddp") for seed in (1, 2)):
+        losses = [2.0 * seed, 1.0 + (name == "ddp") * seed * 1e-7]
+        leave(tmp_path, num, f"parallel={name}", f"seed={seed}", times=[1.0] * 6, losses=losses, parallel=name)
+    settings = read_table(tmp_path).settings()
+    assert [cells["loss difference"] for cells in settings.cells.values()] == ["", "2e-07"]
+    assert "relative to the training loss of the job marked as reference" in [*results(settings)][-1]
+
+
 def test_the_figures_have_error_bars_and_bands(tmp_path):
     settings = sweep(tmp_path, LOSSES).settings()
     (bars,) = [one for one in score_figure(settings).axes[0].containers if hasattr(one, "has_yerr")]

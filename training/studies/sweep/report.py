@@ -118,7 +118,7 @@ def results(table: Table) -> Iterator[str]:
         yield f"The same again{of_model}: {_command_of(row)}"
     if table.repeated:
         yield f"Numbers are means over {', '.join(table.repeated)} ± their sample standard deviation (n - 1)."
-    if table.references:
+    if table.references or any(row.difference is not None for row in table.rows):
         yield "Loss difference: the largest at any step, relative to the training loss of the job marked as reference."
 
 

@@ -128,6 +128,7 @@ class Row:
         repeats: The jobs of a setting; empty for a job.
         deviations: Of a setting, the sample standard deviations (n - 1) of the summary's numbers.
         deviation: Of a setting, that of the score; NaN if only one of its jobs has a score.
+        difference: Of a setting, the largest loss difference of its jobs; None if none has a reference.
     """
 
     job: Job
@@ -142,6 +143,7 @@ class Row:
     repeats: Sequence[Row] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)
     deviation: float = math.nan
+    difference: float | None = None
 
     @property
     def number(self) -> int:
@@ -198,7 +200,7 @@ class Table:
         groups: dict[tuple, list[Row]] = {}
         for row in self.rows:
             groups.setdefault(tuple(row.values.get(key) for key in keys), []).append(row)
-        rows = [_setting(jobs, keys, repeated) for jobs in groups.values()]
+        rows = [_setting(self, jobs, keys, repeated) for jobs in groups.values()]
         return Table(self.folder, keys, rows, self.objective, repeated) if repeated else self
 
     @cached_property
@@ -242,11 +244,11 @@ class Table:
     def loss_difference(self, row: Row) -> float | None:
         """Return the maximum of |loss - reference's| / |reference's| over the steps; infinite if the steps differ.
 
-        None for the reference itself, and for a job without a reference.
+        Of a setting, the largest of its jobs. None for the reference itself, and for a job without a reference.
         """
         reference = self.references.get(row, row)
         if reference is row:
-            return None
+            return row.difference
         (steps, losses), (same, expected) = (np.array(one.points["loss"]).T for one in (row, reference))
         if not np.array_equal(steps, same):
             return float("inf")
@@ -309,16 +311,17 @@ def read_table(
     return Table(folder, keys, rows, objective)
 
 
-def _setting(jobs: Sequence[Row], keys: list[str], repeated: Sequence[str]) -> Row:
+def _setting(table: Table, jobs: Sequence[Row], keys: list[str], repeated: Sequence[str]) -> Row:
     done = [row for row in jobs if row.finished]
     summary, deviations = average([row.summary for row in done])
     score, deviation = average([{"": row.score} for row in done if not math.isnan(row.score)])
     times = [row.times for row in done if row.times is not None]
+    differences = [found for job in jobs if (found := table.loss_difference(job)) is not None]
     first, named = jobs[0], label(jobs[0].job, keys) if keys else "all repetitions"
     return Row(
         first.job, first.folder, named, {key: first.values[key] for key in first.values if key not in repeated},
         summary, {}, min((row.timed for row in done), default=0), np.mean(times, axis=0) if times else None,
-        score.get("", math.nan), jobs, deviations, deviation.get("", math.nan),
+        score.get("", math.nan), jobs, deviations, deviation.get("", math.nan), max(differences, default=None),
     )  # fmt: skip
 
 
