@@ -131,11 +131,16 @@ class Joined(Source):
             places.append(np.flatnonzero((parts == part) & (epochs == epoch)))
             mine = rows[places[-1]]
             mine = mine if seed is None else permute(mine, len(sources[part]), (seed, part, epoch))
-            pieces.append(read_batch(sources[part], mine, epoch))
+            pieces.append(sources[part].read(mine, epoch))
         back = torch.from_numpy(np.argsort(np.concatenate(places)))
-        tensors = zip(*((*piece.input_tensors, piece.targets) for piece in pieces), strict=True)
-        *inputs, targets = (torch.cat(several)[back] for several in tensors)
-        return tuple(inputs) if isinstance(pieces[0].inputs, tuple) else inputs[0], targets
+
+        def joined(*several: Any) -> Any:
+            if not isinstance(several[0], Tensor):
+                return tuple(map(joined, *several))
+            whole = torch.cat(several)
+            return whole[back] if len(whole) == len(back) else whole  # whose length is an error
+
+        return joined(*pieces)
 
 
 class Steps:
@@ -314,7 +319,7 @@ class TrainBatches(Dataset):
             raise ValueError(f"step {step}: training steps count from {self._steps.done + 1}")
         epoch, number = self._steps.place(step)
         indices, *width = self._steps.batch(epoch, number, self._mine)
-        return read_batch(self._steps.source, indices, epoch, *width)
+        return _read(self._steps.source, indices, epoch, *width)
 
 
 class EvalBatches:
@@ -365,11 +370,11 @@ class EvalBatches:
                 real = positions < samples
                 # Each sample represents an equal part of the source, and is in the middle of that part.
                 spread = (2 * positions + 1) * len(source) // (2 * samples)
-                read = read_batch(source, np.where(real, spread, 0), 0)
+                read = _read(source, np.where(real, spread, 0), 0)
                 yield replace(read, weights=torch.from_numpy(real.astype(np.float32)))
 
 
-def read_batch(source: Source, indices: np.ndarray, *how: Any) -> Batch:
+def _read(source: Source, indices: np.ndarray, *how: Any) -> Batch:
     """Read samples. Raises DataError if there is not one row for each index."""
     batch = Batch(*source.read(indices, *how))
     if uneven := [len(tensor) for tensor in (*batch.input_tensors, batch.targets) if len(tensor) != len(indices)]:

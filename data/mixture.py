@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import DataError
 from data.cache import key_of
 from data.dataset import DataSet, once
-from data.loader import Joined, VariableLength, read_batch
+from data.loader import Joined, VariableLength
 
 _LONGEST = 20_000  # the order of parts repeats after at most about so many samples, if need be with rounded weights
 
@@ -133,8 +133,11 @@ class Mixed(Joined):
 
 def _facts(part: DataSet) -> dict[str, Any]:
     """Return what must be equal in all parts."""
-    known, sample = part.vocabulary, read_batch(part.train, np.zeros(1, np.int64), 0)
+
+    def described(sample: Any) -> Any:
+        return f"{sample.dtype} {list(sample.shape[1:])}" if isinstance(sample, Tensor) else [*map(described, sample)]
+
+    known, sample = part.vocabulary, described(part.train.read(np.zeros(1, np.int64), 0))
     key = key_of(getattr(known, "key", ""), *getattr(known, "words", ()))[:8]
-    tensors = [f"{t.dtype} {list(t.shape[1:])}" for t in (*sample.input_tensors, sample.targets)]
     vocabulary = f"{getattr(known, 'label', None)} ({part.vocab_size}, digest {key})"
-    return {"data.seq_len": part.seq_len, "the vocabulary": vocabulary, "a sample": tensors}
+    return {"data.seq_len": part.seq_len, "the vocabulary": vocabulary, "a sample": sample}

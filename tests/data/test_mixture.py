@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import DataError
 from data.loader import EvalBatches, TrainBatches, permute
 from data.mixture import Mixture
 from data.tensors import TensorData
@@ -106,3 +107,15 @@ def test_parts_have_epochs_and_augmentation_of_their_own():
     mixed.prepare()
     images, epochs = mixed.train.read(np.arange(16), 0)
     assert epochs.tolist() == [0, 0, 0, 0, 1, 0, 1, 0, 2, 0, 2, 0, 3, 0, 3, 0] and images.shape == (16, 3, 8, 8)
+
+
+def test_parts_with_several_inputs_keep_them_and_a_part_that_reads_too_many_rows_is_an_error():
+    pairs = {n: TensorData((torch.arange(n).float(), torch.arange(n) * 2), torch.arange(n), 0, 0) for n in (4, 6)}
+    mixed = Mixture({"four": pairs[4], "six": pairs[6]})
+    mixed.prepare()
+    batch = TrainBatches(mixed.train, 8, seed=1)[1]
+    assert torch.equal(batch.inputs[0].long(), batch.targets) and torch.equal(batch.inputs[1], batch.targets * 2)
+    read = pairs[6].train.read
+    pairs[6].train.read = lambda indices, epoch: read(np.append(indices, 0), epoch)
+    with pytest.raises(DataError, match="returned 9 rows for 8 indices"):
+        TrainBatches(mixed.train, 8, seed=1)[1]
