@@ -12,7 +12,7 @@ from common.errors import TrainingError
 from training.callbacks import Callback, TrainingRun
 from training.reporting.monitor import Monitor
 
-_KEPT = ("best", "num_bad_epochs", "cooldown_counter")
+_KEPT = ("best", "num_bad_epochs", "cooldown_counter")  # torch's state
 
 
 class Plateau(Callback):
@@ -39,7 +39,7 @@ class Plateau(Callback):
                 f"scheduler.factor={factor} must be between 0 and 1, and scheduler.patience={patience}, "
                 f"threshold={threshold}, cooldown={cooldown}, min_lr={min_lr} and eps={eps} 0 or more"
             )
-        self._factor, self._state, self._compared = 1.0, {}, None
+        self._factor, self._state = 1.0, {}
 
     def factor(self, step: int, total: int, per_epoch: int) -> float:
         """Return the present factor; it depends on the evaluations so far only."""
@@ -49,20 +49,21 @@ class Plateau(Callback):
         """Compare a result with the best so far. Every rank has the same numbers, and so the same factor."""
         monitor, lr = Monitor.of(run.cfg.train), run.cfg.optim.lr
         compared = [monitor.name, monitor.direction, run.evaluation]
-        if self._compared not in (None, compared):  # the best result of another metric or of other data says nothing
+        if self._state.get("compared") != compared:  # the best result of another metric or of other data says nothing
             self._state = {}
         optimizer = torch.optim.SGD([torch.zeros(())], lr=lr * self._factor)
         schedule = ReduceLROnPlateau(optimizer, "min" if monitor.sign > 0 else "max", **self._arguments)
         vars(schedule).update(self._state)
         schedule.step(record[monitor.name])
-        self._state, self._compared = {key: getattr(schedule, key) for key in _KEPT}, compared
+        self._state = {"compared": compared, **{key: getattr(schedule, key) for key in _KEPT}}
         self._factor = optimizer.param_groups[0]["lr"] / lr if lr else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor, torch's state, and the compared metric and data."""
-        return {"factor": self._factor, "state": self._state, "compared": self._compared}
+        return {"factor": self._factor, **self._state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Callback``."""
-        self._factor, self._compared = state["factor"], state["compared"]
-        self._state = {key: value for key, value in state["state"].items() if value is not None}  # JSON has no infinity
+        self._factor = state["factor"]
+        kept = ("compared", *_KEPT)
+        self._state = {key: state[key] for key in kept if state.get(key) is not None}  # JSON has no infinity

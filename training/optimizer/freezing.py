@@ -25,7 +25,7 @@ def frozen_until(unfreeze: Any, chain: Chain) -> dict[str, int]:
     for step, modules in (unfreeze or {}).items():
         if not str(step).isdecimal() or int(step) < 1:  # a checkpoint's configuration has strings
             raise TrainingError(f"train.unfreeze: {step!r} is not the number of a step, which counts from 1")
-        for module in [modules] if isinstance(modules, (str, int)) else modules:
+        for module in [modules] if isinstance(modules, (str, int)) else modules or ():
             check_module("train.unfreeze", module, names, "trained module")
             for name in {chain.canonical(name) for name in names if is_within(name, str(module))}:
                 until[name] = max(int(step), until.get(name, 0))
