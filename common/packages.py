@@ -58,6 +58,16 @@ def load_transformers() -> ModuleType:
         raise UserError("the package transformers is needed: pip install 'transformers>=5.20,<6'") from None
 
 
+def load_torchmetrics() -> ModuleType:
+    """Return torchmetrics, also where torchvision, which it imports, does not fit torch. Raises UserError."""
+    with suppress(ImportError):
+        load_torchvision()
+    try:
+        return importlib.import_module("torchmetrics")
+    except ImportError:
+        raise UserError("the package torchmetrics is needed: pip install torchmetrics") from None
+
+
 def package_file(package: str, path: str) -> Path | None:
     """Return a file of an installed package, which is not imported; None if there is no such package or file."""
     spec = importlib.util.find_spec(package)

@@ -23,7 +23,8 @@ OWN_KEYS = {
 LORA = ("rank", "alpha", "dropout", "targets")  # the keys of model.lora, besides base
 MIXTURE = "data.mixture.Mixture"  # its parts have the keys of options of ``data=``
 # What a command does: ``mode=NAME`` is training/command/modes/NAME.py.
-MODES = ("train", "eval", "plan", "export", "sample", "verify", "compare")
+MODES = ("train", "eval", "predict", "plan", "export", "sample", "verify", "compare")
+EVALUATES = ("eval", "predict")  # the modes in which a run computes with a checkpoint and trains nothing
 # The key of a plain configuration for its options and typed words (see conf.composition.Composed.plain).
 COMMAND = "command"
 

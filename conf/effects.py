@@ -19,14 +19,16 @@ _NEEDS = {
     "optim.decay_vectors": "optim.weight_decay!=0 or optim.others!=null", "verify": "mode=verify",
     "scheduler.decay_ratio": "scheduler.decay_steps=null", "scheduler.warmup_ratio": "scheduler.warmup_steps=null",
     "train.keep_checkpoints": "train.checkpoint_every!=null",
-    "sample": "mode=train or mode=sample or mode=export or mode=plan",
-    "train.eval_batches": "train.eval_every!=null or mode=eval", "train.monitor_direction": "train.eval_every!=null",
+    "sample": "mode=train or mode=sample or mode=export or mode=plan or mode=predict", "predict": "mode=predict",
+    "train.eval_batches": "train.eval_every!=null or mode=eval", "metrics": "train.eval_every!=null or mode=eval",
+    "train.monitor_direction": "train.eval_every!=null",
 }  # fmt: skip
 # The same for a run. A sweep may have them for those of its jobs that use them.
 _PIPELINES = " or ".join(f"parallel={name}" for name in names_where(stage_per_rank=True))
 _CHOSEN = "parallel=auto or parallel.strategy!=null"  # then any layout is possible
 _NEEDS_OF_RUN = {
-    "launcher.max_parallel": "-m", "sample": "model.vocab_size", "sample.tokens": "mode=sample or mode=export",
+    "launcher.max_parallel": "-m", "sample": "model.vocab_size",
+    "sample.tokens": "mode=sample or mode=export or mode=predict",
     "parallel.balance": f"{_PIPELINES} or parallel=model_parallel or {_CHOSEN}", "sweep": "-m",
     "parallel.bucket_mb": f"parallel=ddp or parallel=pipe_ddp or {_CHOSEN} or mode=verify",
     "parallel.comm_hook": "parallel.dp!=1 or mode=verify", "parallel.sync_batchnorm": "parallel.dp!=1 or mode=verify",

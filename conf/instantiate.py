@@ -27,7 +27,7 @@ from conf.schema import Root
 from parallel.strategies import OWN, STRATEGIES, StrategyInfo
 
 # A section of a checkpoint may only name public classes of these packages ...
-PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim")
+PACKAGES = ("models", "data", "parallel", "training", "torch.nn", "torch.optim", "torchmetrics")
 # ... and functions of these, which only compute. Functions elsewhere also write files and start processes.
 FUNCTIONS_OF = ("models",)
 
@@ -428,5 +428,5 @@ def why_foreign(target: Any) -> str | None:
 def is_ours(name: str, packages: Sequence[str] = PACKAGES) -> bool:
     """Return whether a dotted name is in one of the packages, and not in a file that the user has added to one."""
     return name.startswith(tuple(f"{package}." for package in packages)) and (
-        name.startswith("torch.") or is_here(name)
+        name.startswith(("torch.", "torchmetrics.")) or is_here(name)
     )

@@ -20,7 +20,9 @@ from conf import MODES
 from models.resolvers import RESOLVERS
 
 if TYPE_CHECKING:  # what functions get is plain data, with the names of choices
-    Device = Mode = Precision = Format = Positions = Direction = Tested = Order = Context = CommHook = Schedule = str
+    Device = Mode = Precision = Format = Positions = Direction = Split = Tested = Order = Context = CommHook = (
+        Schedule
+    ) = str
 else:
 
     class _Choice(Enum):
@@ -35,6 +37,7 @@ else:
     Positions = _Choice("Positions", "all last")
     Direction = _Choice("Direction", "minimize maximize")
     Tested = _Choice("Tested", "last best")
+    Split = _Choice("Split", "train val test")
     Order = _Choice("Order", "dp_pp pp_dp")
     Context = _Choice("Context", "gather ulysses ring")
     CommHook = _Choice("CommHook", "none bf16 fp16 hierarchical hierarchical_bf16")
@@ -110,6 +113,14 @@ class Sample(Section):
 
 
 @dataclass
+class Predict(Section):
+    """Settings of mode=predict."""
+
+    split: Split = "test"  # the samples to predict
+    targets: bool = False  # write the targets, too, if outputs are arrays
+
+
+@dataclass
 class Export(Section):
     """Settings of mode=export."""
 
@@ -144,11 +155,12 @@ class Root(Section):
     seed: int = 1337  # seed of initial weights, the order of samples, dropout and augmentation
     device: Device = "auto"  # where to compute; auto: the best available device
     mode: Mode = "train"  # what the command does
-    checkpoint: str | None = None  # for mode=eval, export and sample: a checkpoint or a run directory
+    checkpoint: str | None = None  # for mode=eval, predict, export and sample: a checkpoint or a run directory
     export_to: str = "export"  # for mode=export: a new folder; a relative path is in the run directory
     export: Export = field(default_factory=Export)
     print_config: bool = False  # print the whole configuration at the start, not only the words that were typed
     sample: Sample = field(default_factory=Sample)
+    predict: Predict = field(default_factory=Predict)
     train: Train = field(default_factory=Train)
     sweep: Sweep = field(default_factory=Sweep)
     verify: Verify = field(default_factory=Verify)
@@ -161,6 +173,7 @@ class Root(Section):
     loggers: Any = None  # the loggers after the first, by name; logger=[wandb,csv] sets them
     recipe: str | None = None  # the recipe that is used, a name in recipes; null: none
     recipes: Any = None  # values that the model's file sets in other groups: {NAME: {says: …, adamw: {lr: 6e-4}}}
+    metrics: Any = None  # of whole evaluations: [MulticlassAUROC, {_target_: mypackage.f}] (docs/own_model.md)
     callbacks: Any = None  # callbacks=[early_stop] sets them by name; or a list of sections with a _target_
     launcher: Any = None
     cluster: Any = None  # the description of a cluster, for which parallel=auto plans; null: measure this machine

@@ -150,5 +150,9 @@ class _Rows(Source):
 
     def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
         """See Source."""
+        return self.stored.read(np.array(self.ids(indices), dtype=np.int64))
+
+    def ids(self, indices: np.ndarray) -> list:
+        """Return the numbers of the rows in the files, from 0."""
         rows = (self.start + np.asarray(indices, dtype=np.int64)) % len(self.stored)
-        return self.stored.read(permute(rows, len(self.stored), (self.seed,)))
+        return permute(rows, len(self.stored), (self.seed,)).tolist()

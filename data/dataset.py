@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -103,6 +104,10 @@ class Source(ABC):
             indices: int64 [b], each in [0, len).
             epoch: The epoch, from 0 on.
         """
+
+    def ids(self, indices: np.ndarray) -> list | None:
+        """Return the names or numbers by which the data know samples, for predictions; None if there are none."""
+        return None
 
     def check_batch(self, global_batch_size: int) -> None:
         """Check that training can use batches of this size. All sizes are allowed unless this is overridden.
@@ -267,6 +272,15 @@ class DataSet(ABC):
         Raises:
             DataError: If the data is wrong or missing. The message has the fix.
         """
+
+    def source_of(self, split: str) -> Source:
+        """Return the samples of "train", "val" or "test" as in an evaluation. Raises DataError if there are none."""
+        source = copy({"train": self.train, "val": self.valid, "test": self.test}[split])
+        if source is None:
+            raise DataError(f"predict.split={split}: there are no such samples ({self.description})")
+        if hasattr(source, "augment"):
+            source.augment = None  # pyright: ignore[reportAttributeAccessIssue]
+        return source
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts to continue. The data must have a vocabulary; with words, call prepare() first."""

@@ -81,6 +81,10 @@ class _ImageFiles:
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
         return np.stack([self._read(self.folder / os.fsdecode(path)) for path in self._paths[rows]])
 
+    def ids(self, rows: np.ndarray) -> list[str]:
+        """Return the paths of the images in the folder."""
+        return [os.fsdecode(path) for path in self._paths[rows]]
+
     def _read(self, path: Path) -> np.ndarray:
         try:
             with Image.open(path, formats=("JPEG", "PNG")) as image:

@@ -173,6 +173,10 @@ class Images(Source):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def ids(self, indices: np.ndarray) -> list | None:
+        """See Source. Images of files have their paths."""
+        return self._images.ids(self._rows[indices]) if hasattr(self._images, "ids") else None
+
     def part(self, indices: np.ndarray) -> Images:
         """Return some of these images, int64 [len], with the same memory."""
         part = copy(self)

@@ -254,6 +254,11 @@ class TokenRows(Source):
             targets[i, : len(tokens) - 1] = np.where(counted, tokens, PADDING_TARGET)[1:]
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
+    def ids(self, indices: np.ndarray) -> list | None:
+        """Return the field ``id`` of rows, null where it is missing; None if the first row has none."""
+        found = self.rows.ids(self.selection.row(np.append(0, indices)))
+        return found[1:] if found[0] is not None else None
+
 
 class BucketedRows(TokenRows, VariableLength):
     """TokenRows in batches that can be narrower than seq_len. ``counts`` has the tokens of each cut row."""
@@ -349,6 +354,10 @@ class RowFiles(ABC):
         """
 
     @abstractmethod
+    def ids(self, indices: np.ndarray) -> list:
+        """Return the field ``id`` of rows, int [b]; None for a row without it."""
+
+    @abstractmethod
     def name(self, index: int) -> str:
         """Return a row's file and position, for a message."""
 
@@ -400,6 +409,10 @@ class Rows(RowFiles):
                 )
                 raise DataError(f"{self.name(index)}: {problem}") from None
         return rows
+
+    def ids(self, indices: np.ndarray) -> list:
+        """See RowFiles."""
+        return [json.loads(line.decode("utf-8-sig")).get("id") for line in self.lines(indices)]
 
     def name(self, index: int) -> str:
         """Return a row's file and line, for a message. The file is read up to the row."""

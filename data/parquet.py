@@ -70,6 +70,17 @@ class ParquetRows(RowFiles):
                     ) from None
         return rows
 
+    def ids(self, indices: np.ndarray) -> list:
+        """See RowFiles."""
+        found: list[Any] = [None] * len(indices)
+        for position, mine in by_part(self._starts, indices):
+            number, group, _ = self._groups[position].tolist()
+            if "id" in self._names[number]:
+                column = self._columns(number, group, ["id"], self.option)["id"]
+                for i in mine.tolist():
+                    found[i] = column[int(indices[i] - self._starts[position])].as_py()
+        return found
+
     def name(self, index: int) -> str:
         """Return a row's file and number, for a message."""
         ((position, _),) = by_part(self._starts, np.array([index]))

@@ -140,6 +140,11 @@ class RowTokens:
         self.key = [*fields, answer or "", vocabulary.key, *(self.template.key if self.template is not None else ())]
         self.key += [] if messages is None else ["messages", messages]
 
+    @property
+    def answered(self) -> bool:
+        """Whether rows have answers: those to prompts, or of the assistant in chats."""
+        return self.answers or self.messages is not None
+
     def take(self, values: Mapping[str, Any]) -> Row:
         """Return the row with these values of ``fields``, and with the tools of a chat.
 

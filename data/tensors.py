@@ -77,7 +77,7 @@ class TensorData(Folded):
             self.rows |= {"valid": left[start:end], "train": torch.cat([left[:start], left[end:]])}
             given.pop("valid", None)
             shares["valid"] = f"fold {fold} of {folds}"
-        parts = {split: InMemory(*whole.read(rows.numpy(), epoch=0)) for split, rows in self.rows.items() if len(rows)}
+        parts: dict[str, InMemory] = {split: _Drawn(whole, rows) for split, rows in self.rows.items() if len(rows)}
         if "train" not in parts:
             raise DataError(f"{len(whole)} samples leave none to train on")
         for split, pair in given.items():
@@ -93,6 +93,18 @@ class TensorData(Folded):
 
     def prepare(self) -> None:
         """Do nothing, because the samples are in memory."""
+
+
+class _Drawn(InMemory):
+    """Some ``rows`` of samples."""
+
+    def __init__(self, whole: InMemory, rows: Tensor) -> None:
+        super().__init__(*whole.read(rows.numpy(), epoch=0))
+        self.rows = rows
+
+    def ids(self, indices: np.ndarray) -> list:
+        """Return the numbers of the rows in the given tensors, from 0."""
+        return self.rows[indices].tolist()
 
 
 def _samples(inputs: Any, targets: Any, vocab_size: int | None) -> InMemory:

@@ -42,6 +42,8 @@ def generate(
     vocab_size: int,
     device: torch.device,
     cached: bool = False,
+    end: int | None = None,
+    first: int = 0,
 ) -> list[list[int]]:
     """Draw ``count`` tokens that follow each prompt. Each prompt has at least one token.
 
@@ -60,12 +62,14 @@ def generate(
         cached: Whether keys and values are cached. The model must support it (``Chain.continues``). They are cached
             until the longest text exceeds ``positions``. From then on, each new token changes the positions of all
             tokens.
+        end: A token after which nothing is needed: if all texts have drawn it, no further tokens are drawn.
+        first: The number of the first prompt among those that share a seed.
     """
     texts = [list(prompt) for prompt in prompts]
     longest = max(map(len, texts)) + count
     limit = longest if positions is None else positions
     cache = KeyValueCache(min(longest, limit)) if cached else None
-    generators = [torch.Generator().manual_seed(derive_seed(draws.seed, i)) for i in range(len(texts))]
+    generators = [torch.Generator().manual_seed(derive_seed(draws.seed, first + i)) for i in range(len(texts))]
     for _ in range(count):
         if max(map(len, texts)) > limit:
             cache = None
@@ -78,6 +82,8 @@ def generate(
         logits = logits[:, :vocab_size].float().cpu()
         for text, row, generator in zip(texts, logits, generators, strict=True):
             text.append(draw(row, draws, generator))
+        if end is not None and all(end in text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)):
+            break
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 

@@ -24,13 +24,13 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import CheckpointError, TrainingError
-from conf import CHOSEN, FOLDER, ON_TOP, TRAINED
+from conf import CHOSEN, EVALUATES, FOLDER, ON_TOP, TRAINED
 from conf.instantiate import PACKAGES, literal, targets, why_foreign
 from conf.schema import Root
 from conf.words import config_folder, parse
 from training.checkpoint.files import MANIFEST, Checkpoint
 
-_AT_ROOT = ("seed", "recipe")  # keys beside the sections
+_AT_ROOT = ("seed", "recipe", "metrics")  # keys beside the sections
 _NAMES_ONE = re.compile(r"\+*(checkpoint|train\.resume)=")
 
 
@@ -109,7 +109,7 @@ class SavedConfig:
         sections = ["train", *(group for group in CHOSEN if chosen.get(group, self._had[group]) == self._had[group])]
         values = {f"{section}.{key}": value for section in sections for key, value in config[section].items()}
         values |= {key: config[key] for key in _AT_ROOT if key in config}
-        if "eval" in (_values(typed.get("mode")) or [files["mode"]]):
+        if {*EVALUATES} & {*(_values(typed.get("mode")) or [files["mode"]])}:
             values["train.eval_batches"] = None  # the whole split, as in conf/model
         others = [group for group in sections[1:] if self._differs(group, files[group])]
         of_new = {f"{part}.{key}" for file in self._new(typed) for part in sections for key in file.get(part, {})}
@@ -131,8 +131,8 @@ class SavedConfig:
             if key.partition(".")[0] in sections and key not in typed and OmegaConf.select(cfg, key) is None:
                 raise TrainingError(f"{self._path} does not keep {key}, whose value was masked: type {key}= again")
         given = {*targets([files, *({key.split(".")[-1]: one.value()} for key, one in typed.items())])}
-        for section in sections:
-            for target in {*targets(_plain(cfg[section]))} - given:
+        for section in [*sections, "metrics"]:
+            for target in {*targets(_plain(cfg)[section])} - given:
                 if (why := why_foreign(target)) is not None:
                     raise TrainingError(
                         f"{self._path} names {section}._target_={target}, which is not allowed, as {why}: a checkpoint "

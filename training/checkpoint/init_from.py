@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.files import download_hint, find_weights, folder_of
+from conf import EVALUATES
 from conf.instantiate import with_values
 from conf.schema import Root
 from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens, tokens_after_gpt2
@@ -85,7 +86,9 @@ def digest_read(cfg: Root, chain: Chain) -> str | None:
     a rank reads only its layers, and reading the whole of a large model on every rank may take minutes.
     """
     model = cfg.model
-    if model.init_from is None or (chain.base is None and (cfg.mode == "eval" or cfg.train.resume not in (None, AUTO))):
+    if model.init_from is None or (
+        chain.base is None and (cfg.mode in EVALUATES or cfg.train.resume not in (None, AUTO))
+    ):
         return None
     digest = hashlib.sha256()
     try:

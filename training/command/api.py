@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import TrainingError, UserError
 from common.namesakes import check_folder
+from conf import EVALUATES
 from conf.composition import Composed, compose
 from conf.instantiate import check_role
 from conf.messages import explain
@@ -44,11 +46,13 @@ class Result:
         run_dir: The run directory.
         summary: The content of summary.json; empty for a mode that does not write it, such as plan.
         evaluated: The checkpoint that mode=eval has evaluated; otherwise None.
+        given: The objects in place of ``model=`` and ``data=``.
     """
 
     run_dir: Path
     summary: dict[str, Any]
     evaluated: Path | None = None
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -58,6 +62,38 @@ class Result:
     def state_dict(self, which: str = "last") -> dict[str, Tensor]:
         """Read the "last" or the "best" weights of the run; see ``load``. Of mode=eval, "last" are those evaluated."""
         return load(self.evaluated if self.evaluated and which == "last" else self.run_dir, which)
+
+    def predict(self, inputs: Any = "test", *overrides: str, which: str = "last") -> Any:
+        """Compute with the weights of the run, in this process and in evaluation mode.
+
+        The batches have ``train.global_batch_size`` samples.
+
+        Args:
+            inputs: An array or a tensor [n, ...] as the model takes it, or a tuple of these for several inputs; or
+                "train", "val" or "test" for these samples of the run's data.
+            *overrides: Words of the command line, such as "device=cpu", "train.global_batch_size=8" or
+                "sample.temperature=0".
+            which: See ``state_dict``.
+
+        Returns:
+            What the last layer returns, as an array [n, ...] or a tuple of arrays. Of a split of texts, a list of the
+            rows that mode=predict writes, as dicts.
+
+        Raises:
+            UserError: There are no such weights or samples.
+        """
+        checkpoint = _folder(self.evaluated if self.evaluated and which == "last" else self.run_dir, which)
+
+        def act(composed: Composed) -> Any:
+            from training.run.predict import predictions
+
+            return predictions(plain(composed).cfg, inputs)
+
+        with TemporaryDirectory() as folder:  # a run directory, which stays empty
+            words = ["mode=predict", f"checkpoint={hydra_word(str(checkpoint))}", f"hydra.run.dir={hydra_word(folder)}"]
+            # Metrics are not needed, and may be code that a checkpoint must not name.
+            words += ["metrics=null", *overrides]
+            return _run_words(act, words, None, self.given.get("model"), self.given.get("data"))
 
 
 def load(run: str | Path, which: str = "last") -> dict[str, Tensor]:
@@ -75,9 +111,14 @@ def load(run: str | Path, which: str = "last") -> dict[str, Tensor]:
     """
     from training.checkpoint.load import read_weights
 
+    return read_weights(_folder(run, which))
+
+
+def _folder(run: str | Path, which: str) -> Path:
+    """Return the folder of the "last" or the "best" weights. Raises TrainingError if ``which`` is something else."""
     if which not in ("last", "best"):
         raise TrainingError(f'a run keeps its "last" and its "best" weights, not {which!r}')
-    return read_weights(Path(run) / "checkpoints" / "best" if which == "best" else Path(run))
+    return Path(run) / "checkpoints" / "best" if which == "best" else Path(run)
 
 
 def load_config(*overrides: str) -> Any:
@@ -133,8 +174,9 @@ def train(
     def act(composed: Composed) -> Result:
         execute(composed)
         cfg, run_dir = composed.plain(), composed.run_dir
-        evaluated = Path(cfg.checkpoint) if cfg.mode == "eval" else None
-        return Result(run_dir, read_object(run_dir / SUMMARY), evaluated)
+        evaluated = Path(cfg.checkpoint) if cfg.mode in EVALUATES else None
+        given = {key: one for key, one in (("model", chain), ("data", data)) if one is not None}
+        return Result(run_dir, read_object(run_dir / SUMMARY), evaluated, given)
 
     return _run_words(act, overrides, config, chain, data)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from common.machine import changed_environment
-from conf import COMMAND
+from conf import COMMAND, EVALUATES
 from conf.composition import Composed
 from conf.instantiate import environment, to_dict
 from conf.masking import mask_secrets
@@ -111,7 +111,7 @@ def prepared(composed: Composed) -> Setup:
         import_compiler_late()
     if started_again() and cfg.mode == "train":
         cfg = after_restart(cfg, run_dir)
-    if cfg.train.resume is not None or cfg.mode == "eval":
+    if cfg.train.resume is not None or cfg.mode in EVALUATES:
         from training.studies.planning.choice import recall
 
         cfg = recall(cfg, run_dir)

@@ -60,7 +60,7 @@ def describe_plan(setup: Any) -> str:
     lines.append(f"data: {data.description}")
     if (entropy := data.unigram_entropy) is not None:
         lines.append(f"      unigram entropy {entropy:.3f} nats: the loss that counting its tokens reaches")
-    if (cfg.train.eval_every is not None or cfg.mode == "eval") and setup.extents:
+    if cfg.mode != "predict" and (cfg.train.eval_every is not None or cfg.mode == "eval") and setup.extents:
         parts = ", ".join(f"{split} {extent}" for split, extent in setup.extents.items())
         lines.append(f"      evaluations: {parts}, spread evenly (train.eval_batches)")
     shape = f" x {tokens} tokens" if tokens else ""

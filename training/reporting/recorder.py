@@ -15,11 +15,14 @@ class Recorder:
     """Writes rank 0's numbers to metrics.jsonl, to the loggers and to the progress bar.
 
     On other ranks it does nothing.
+
+    Attributes:
+        run_dir: The run directory.
     """
 
     def __init__(self, run_dir: Path, logger: Loggers | None, total_steps: int, first_step: int = 1) -> None:
         """Describe the environment and open the files. ``logger`` is None on ranks other than 0."""
-        self._logger, self._run_dir = logger, run_dir
+        self._logger, self.run_dir = logger, run_dir
         if logger is None:
             return
         write_json(run_dir / "environment.json", describe())
@@ -30,7 +33,7 @@ class Recorder:
         """Return whether metrics.jsonl has ``step`` without an evaluation. This is False on ranks other than 0."""
         if self._logger is None:
             return False
-        records = [record for record in read_records(self._run_dir / METRICS) if record.get("step") == step]
+        records = [record for record in read_records(self.run_dir / METRICS) if record.get("step") == step]
         return bool(records) and not any("val_loss" in record for record in records)
 
     def step(self, record: dict[str, Any], note: str = "") -> None:
@@ -65,6 +68,6 @@ class Recorder:
             return
         self._progress.close()
         if summary is not None:
-            write_json(self._run_dir / SUMMARY, summary)
+            write_json(self.run_dir / SUMMARY, summary)
         self._metrics.close()
         self._logger.finish(summary, exit_code=0 if summary is not None else 1)

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from common.errors import TrainingError, printable
 from common.files import expand_home, explain
+from conf import EVALUATES
 from conf.schema import Root
 from launchers import World
 from launchers.world import restarts
@@ -159,7 +160,7 @@ def check_free(folder: Path, cfg: DictConfig | Root) -> None:
 
     An evaluation must not use the directory of a run, because its numbers would replace those of the run.
     """
-    resume, trains = cfg.train.resume, getattr(cfg.mode, "name", cfg.mode) != "eval"
+    resume, trains = cfg.train.resume, getattr(cfg.mode, "name", cfg.mode) not in EVALUATES
     if trains and resume is not None and (resume == "auto" or _is_of(folder.resolve(), expand_home(resume).resolve())):
         return
     saved = any((folder / "checkpoints").glob("step-*"))

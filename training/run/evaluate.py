@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,10 @@ from data.loader import EvalBatches
 from data.read_ahead import read_ahead
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
+from parallel.outputs import Taker
 from parallel.strategy import Strategy
+from training.reporting.recorder import Recorder
+from training.run.split_metrics import SplitMetrics
 
 IGNORED_TARGETS = (
     "the loss ignores all of them, as it does for rows without a message that counts (the first lines of the run list "
@@ -23,13 +26,14 @@ IGNORED_TARGETS = (
 _ASK_EVERY_S = 1.0
 
 
-def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str, float]:
+def evaluate(strategy: Strategy, source: Source, limit: int | None, taker: Taker | None = None) -> dict[str, float]:
     """Evaluate the model on a split. All ranks call this together.
 
     Args:
         strategy: The model.
         source: The split.
         limit: The largest number of global batches; None for the whole split.
+        taker: Gets the outputs of the last layer, on rank 0.
 
     Returns:
         "loss", the mean over all terms, and the mean of each metric of the loss. For each part of a mixture, the same
@@ -47,7 +51,7 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None) -> dict[str,
     read = read_ahead(batches, pin_memory=strategy.device.type == "cuda", timeout_s=strategy.options.timeout_s)
     for done, (part, batch) in enumerate(zip(parts, read, strict=True), 1):
         heartbeat.note(heartbeat.here().step, f"evaluating, batch {done} of {len(batches)}")
-        sums = strategy.eval_step(batch, done)
+        sums = strategy.eval_step(batch, done, taker)
         totals[part] = totals[part] + sums if part in totals else sums
         if done == asked < len(batches):  # all ranks agree on the number of batches until the next check
             stops, seconds = strategy.sum_of(stopping.wanted(), (time.perf_counter() - begin) / mesh.size)
@@ -67,28 +71,30 @@ def _means(strategy: Strategy, sums: Sequence[float]) -> dict[str, float]:
     return {name: value / count for name, value in named.items()} if count else {}
 
 
-def evaluate_split(setup: Any, strategy: Strategy, split: str, say: Callable[[str], None]) -> dict[str, float]:
+def evaluate_split(setup: Any, strategy: Strategy, split: str, recorder: Recorder) -> dict[str, float]:
     """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl.
 
-    For text, the results include a perplexity. It is computed from the metric "token_loss" if the loss has this metric
-    (a loss with auxiliary terms does), otherwise from the loss. The result is empty if the run does not have the split,
-    or if no target counts. ``say`` prints a warning if there are no results, or if a result is not finite.
+    The results include those of ``metrics``, whose pictures are drawn into the run directory. For text, they include a
+    perplexity. It is computed from the metric "token_loss" if the loss has this metric (a loss with auxiliary terms
+    does), otherwise from the loss. The result is empty if the run does not have the split, or if no target counts. A
+    warning is printed if there are no results, or if a result is not finite.
     """
     source = setup.data.valid if split == "val" else setup.data.test
     if source is None:
         return {}
-    result = evaluate(strategy, source, setup.cfg.train.eval_batches)
+    metrics = SplitMetrics(setup.cfg.metrics, strategy.chain.loss) if setup.cfg.metrics else None
+    result = evaluate(strategy, source, setup.cfg.train.eval_batches, metrics)
     if not result:
-        say(f"warning: no target of this evaluation counts, so it has no loss: {IGNORED_TARGETS}")
+        recorder.say(f"warning: no target of this evaluation counts, so it has no loss: {IGNORED_TARGETS}")
         return {}
     record = {f"{split}_{name}": value for name, value in result.items()}
     if setup.data.seq_len is not None:
         perplexity = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
         record.setdefault(f"{split}_perplexity", perplexity)  # the loss may have a metric of this name
     if wrong := ", ".join(f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)):
-        say(
+        recorder.say(
             f"warning: {wrong}: in an evaluation, the weights or BatchNorm's running statistics give numbers that are "
             "not finite; train with a lower optim.lr, or with more than train.global_batch_size="
             f"{setup.plan.global_batch_size}"
         )
-    return record
+    return record if metrics is None else record | metrics.results(strategy.mesh, recorder.run_dir, split)

@@ -28,7 +28,7 @@ from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
 from training.optimizer.freezing import frozen_until
 from training.reporting.console import numbers
-from training.reporting.monitor import LOSS, MINIMIZE, Monitor
+from training.reporting.monitor import LOSS, MINIMIZE, Monitor, check_name
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome
 from training.reporting.utilization import seconds_at_peak
@@ -271,7 +271,7 @@ class Loop:
         heartbeat.note(step, "evaluating")
         with self.optimizer.evaluating():
             try:
-                record = evaluate_split(self.setup, self.strategy, "val", self.say)
+                record = evaluate_split(self.setup, self.strategy, "val", self.recorder)
             except Stopped:
                 self.stop(step)
             if not record:
@@ -279,6 +279,7 @@ class Loop:
             outcome, loss = self.outcome, Monitor(LOSS, MINIMIZE)
             if loss.is_better(record[LOSS], outcome.best_val_loss):
                 outcome.best_val_loss = record[LOSS]
+            check_name("train.monitor", self.monitor.name, [*record])  # a function of metrics may not give it
             if self.monitor.is_better(record[self.monitor.name], outcome.best):
                 outcome.best, outcome.best_step = record[self.monitor.name], self.skipping.counted
             self.recorder.record({"step": step, **record})

@@ -46,6 +46,7 @@ from training.run.checks.configuration import check_components, check_train
 from training.run.checks.data import check_length_of_run, check_read, check_splits
 from training.run.checks.layers import check_examined
 from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
+from training.run.checks.metrics import check_metrics
 from training.run.checks.model import (
     across_nodes,
     check_compile,
@@ -136,7 +137,7 @@ def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: 
     note(0, "checking the run")
     for check in (
         check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_microbatch_fits,
-        check_divided_data, check_examined,
+        check_divided_data, check_examined, check_metrics,
     ):  # fmt: skip
         check(setup)
     setup.plan = replace(setup.plan, **setup.examination.for_plan())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common.errors import TrainingError, add_note, exit_is_failure, is_out_of_memory
 from common.files import jsonable
 from common.machine import collect_as_usual, styled, usable_cores
-from conf import COMMAND, TRAINED
+from conf import COMMAND, EVALUATES, TRAINED
 from conf.instantiate import build, to_dict
 from conf.masking import mask_secrets
 from conf.schema import Root
@@ -48,7 +48,7 @@ from training.reporting.summary import Outcome, RankResult, gather_results, summ
 from training.run.changes import changes, earlier_batches, follows_total
 from training.run.checks.model import reads_weights
 from training.run.checks.ranks import check_nodes, check_ranks, check_run_directory, check_weights
-from training.run.evaluate import evaluate_split
+from training.run.evaluate import evaluate, evaluate_split
 from training.run.loop import Loop
 from training.run.prepare import adopt
 from training.run.setup import Setup
@@ -64,12 +64,12 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
 
     Args:
         setup: The objects of the run, from ``prepare(cfg)`` or, if another process has planned the run, from
-            ``build_setup``. The configuration has the ``mode`` "train" or "eval".
+            ``build_setup``. The configuration has the ``mode`` "train", "eval" or "predict".
         run_dir: The existing run directory. Rank 0 writes there.
         world: This process's rank among all processes; None for a single process.
 
     Returns:
-        The content of summary.json, on every rank.
+        The content of summary.json, on every rank; empty for predictions.
 
     Raises:
         UserError: The run cannot start or continue.
@@ -80,8 +80,9 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
     if world.meeting is not None:  # ranks started one by one, whose machines may have to prepare the data
         ready_together(world.meeting, cfg.parallel.timeout_s)
     with _strategy(setup, world) as strategy:
-        if cfg.mode == "eval":
-            return evaluate_checkpoint(setup, strategy, run_dir)
+        if cfg.mode in EVALUATES:
+            act = evaluate_checkpoint if cfg.mode == "eval" else predict_checkpoint
+            return act(setup, strategy, run_dir)
         optimizer = Optimizer(to_dict(cfg.optim), strategy, averaging_of(cfg.callbacks))
         files = {} if cfg.train.checkpoint_every is None else files_of(strategy, optimizer)
         check_savable(files)
@@ -153,7 +154,7 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
     summary = None
     try:
         for split in ("val", "test"):
-            results[split] = evaluate_split(setup, strategy, split, recorder.say)
+            results[split] = evaluate_split(setup, strategy, split, recorder)
             if results[split]:
                 recorder.say(numbers(results[split], setup.extents.get(split)))
         for result in filter(None, results.values()):  # only now: a stopped evaluation is repeated as a whole
@@ -164,6 +165,22 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
         return summary
     finally:
         recorder.close(summary)
+
+
+def predict_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict[str, Any]:
+    """Write the outputs for a split (``mode=predict``)."""
+    from training.run.predict import Predictions, describe_predictions, has_texts, writing
+
+    asked, first = setup.cfg.predict, strategy.mesh.rank == 0
+    load(checkpoint_of(setup.cfg), strategy)
+    _warn(strategy.mesh, check_weights(strategy, setup.cfg.launcher.allow_mixed))
+    source = setup.data.source_of(asked.split)
+    texts = has_texts(setup.data, source)
+    with writing(run_dir, asked.split, source, texts) if first else nullcontext() as put:
+        evaluate(strategy, source, None, Predictions(put, texts, asked.targets))
+    if first:
+        print(describe_predictions(run_dir, asked.split, source), flush=True)
+    return {}
 
 
 # -- before the training ---------------------------------------------------------------------------------------------
@@ -267,7 +284,7 @@ def _summary_of(strategy: Strategy, run_dir: Path, step: int) -> dict[str, Any] 
 
 def _recorder(setup: Setup, strategy: Strategy, run_dir: Path, first_step: int) -> Recorder:
     cfg, logger = setup.cfg, None
-    evaluates = cfg.mode == "eval"  # an evaluation that is started again begins anew
+    evaluates = cfg.mode in EVALUATES  # an evaluation that is started again begins anew
     if strategy.mesh.rank == 0:
         if evaluates or cfg.train.resume is not None:  # before loggers read the file
             truncate_after(run_dir / METRICS, first_step - 1)
@@ -291,7 +308,7 @@ def _test(setup: Setup, strategy: Strategy, loop: Loop) -> dict[str, Any]:
     try:
         if step != last:
             load(folder / step_name(step), strategy)
-        record = evaluate_split(setup, strategy, "test", loop.say)
+        record = evaluate_split(setup, strategy, "test", loop.recorder)
     except Stopped:
         loop.stop(loop.outcome.steps)
     if step != last:
@@ -358,6 +375,8 @@ def kept(cfg: Root) -> dict[str, Any]:
     more = {"choices": whole[COMMAND]["choices"]} if COMMAND in whole else {}
     if whole.get("recipe") is not None:
         more["recipe"] = whole["recipe"]
+    if whole.get("metrics") is not None:
+        more["metrics"] = whole["metrics"]
     public = _public(tree, mask_secrets(tree))
     if left_out := flat(tree).keys() - flat(public).keys():
         more["left_out"] = sorted(left_out)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from conf.schema import Root
 from data.dataset import DataSet
-from parallel.devices import share_cores
+from models.generate import Draws, generate
+from parallel.devices import autocast, share_cores
 from parallel.planning import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
@@ -29,8 +31,10 @@ class Restored(NamedTuple):
     step: int
 
 
-def restore(cfg: Root, device: str) -> Restored:
+def restore(cfg: Root, device: str, batch: int = 1) -> Restored:
     """Build the model that ``cfg`` describes, and load the weights of its checkpoint, which may have any layout.
+
+    Evaluations have batches of ``batch`` samples.
 
     Raises:
         CheckpointError: The checkpoint does not exist, is damaged, or belongs to another model.
@@ -41,8 +45,32 @@ def restore(cfg: Root, device: str) -> Restored:
     check_fits(path, chain, cfg)
     with_base(cfg, chain)  # raises if the base differs
     parallel = in_one_process(cfg).parallel
-    plan = make_plan(parallel, chain, global_batch_size=1, device=device, precision=cfg.train.precision)
+    plan = make_plan(parallel, chain, global_batch_size=batch, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
     if chain.base is not None:
         start(cfg.model, chain, strategy)
     return Restored(data, strategy, load(path, strategy).step)
+
+
+def continued(
+    cfg: Root, restored: Restored, prompts: Sequence[Sequence[int]], end: int | None = None, first: int = 0
+) -> list[list[int]]:
+    """Draw ``sample.tokens`` tokens that follow each prompt, by the other settings of ``sample``; see ``generate``."""
+    settings, strategy, size = cfg.sample, restored.strategy, restored.data.vocab_size
+    assert size is not None  # the data are texts
+    (stage,) = strategy.stages
+    stage.eval()
+    seed = cfg.seed if settings.seed is None else settings.seed
+    with autocast(strategy.plan.precision, strategy.device.type):
+        return generate(
+            stage.layers,
+            prompts,
+            settings.tokens,
+            Draws(settings.temperature, settings.top_k, settings.top_p, seed),
+            positions=strategy.chain.limits.get("positions"),
+            vocab_size=min(size, strategy.chain.limits.get("vocabulary", size)),
+            device=strategy.device,
+            cached=settings.cache and strategy.chain.continues,
+            end=end,
+            first=first,
+        )

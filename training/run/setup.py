@@ -69,6 +69,7 @@ class Setup:
         model, kind = self.shown["model"], type(self.chain.loss)
         loss = f"{kind.__module__}.{kind.__qualname__} {model.get('loss')} {self.cfg.train.eval_batches}"
         loss += "".join(f" {key}={self.cfg.train[key]}" for key in TERMS if self.cfg.train[key])
+        loss += f" {to_dict(self.cfg)['metrics']}" if self.cfg.metrics else ""
         return f"{data_digest(self.data, (self.data.valid,))} {hashlib.sha256(loss.encode()).hexdigest()[:_DIGITS]}"
 
     @cached_property

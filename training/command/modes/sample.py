@@ -14,11 +14,9 @@ from data.dataset import DataSet
 from data.vocabulary import Vocabulary
 from data.words import WordVocabulary, basic_english
 from launchers import stopping
-from models.generate import Draws, generate
-from parallel.devices import autocast
 from training.command.app import check_alone
 from training.reporting.metrics import SUMMARY, read_object
-from training.run.restore import restore
+from training.run.restore import continued, restore
 
 logger = logging.getLogger(__name__)
 
@@ -45,32 +43,18 @@ def sample(cfg: Root) -> str:
     """
     _check_sample(cfg)
     restored = restore(cfg, cfg.device)
-    vocabulary, strategy = restored.data.vocabulary, restored.strategy
+    vocabulary = restored.data.vocabulary
     if vocabulary is None:
         raise TrainingError(
             f"data.vocab_size={restored.data.vocab_size}: this vocabulary is unknown, so no text can be shown"
         )
     if isinstance(vocabulary, WordVocabulary):
         restored.data.prepare()  # it reads the words
-    assert vocabulary.size is not None
-    settings, chain = cfg.sample, strategy.chain
-    seed = cfg.seed if settings.seed is None else settings.seed
+    settings = cfg.sample
     prompts = [settings.prompt] if settings.prompts is None else settings.prompts
     encoded = [_encode(restored.data, vocabulary, prompt) for prompt in prompts]
     start = [] if vocabulary.end is None else [vocabulary.end]  # without one, _encode refuses an empty prompt
-    (stage,) = strategy.stages
-    stage.eval()
-    with autocast(strategy.plan.precision, strategy.device.type):
-        drawn = generate(
-            stage.layers,
-            [tokens or start for tokens in encoded],
-            settings.tokens,
-            Draws(settings.temperature, settings.top_k, settings.top_p, seed),
-            positions=chain.limits.get("positions"),
-            vocab_size=min(vocabulary.size, chain.limits.get("vocabulary", vocabulary.size)),
-            device=strategy.device,
-            cached=settings.cache and chain.continues,
-        )
+    drawn = continued(cfg, restored, [tokens or start for tokens in encoded])
     return _BETWEEN.join(vocabulary.decode([*pair[0], *pair[1]]) for pair in zip(encoded, drawn, strict=True))
 
 

@@ -18,7 +18,7 @@ def check_train(cfg: Root) -> None:
     train = cfg.train
     if cfg.mode == "train" and cfg.checkpoint is not None:
         raise TrainingError(
-            f"checkpoint={cfg.checkpoint} is for mode=eval, export and sample. To continue its training, set "
+            f"checkpoint={cfg.checkpoint} is for mode=eval, predict, export and sample. To continue its training, set "
             f"train.resume={cfg.checkpoint}; to start from its weights, use mode=export, then model.init_from="
         )
     if (recipe := cfg.get("recipe")) is not None and recipe not in (known := cfg.get("recipes") or {}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError, add_note
+from conf import EVALUATES
 from parallel.examination import ERRORS, reads_numbers
 from parallel.supported import check_facts
 from training.run.checks.loss import check_result, check_targets, loss_name
@@ -25,7 +26,7 @@ def check_examined(setup: Setup) -> None:
     needs_shapes = plan.pipelined or setup.cfg.train.compile or setup.cfg.mode == "plan"
     try:
         found = setup.examination
-        check_facts(found, setup.chain, plan, plan.recompute, setup.cfg.mode != "eval")
+        check_facts(found, setup.chain, plan, plan.recompute, setup.cfg.mode not in EVALUATES)
         for facts in found.layers:
             at, known = f"layer {facts.name!r} ({facts.kind}): ", known and not facts.reads_numbers
             if needs_shapes and not known:

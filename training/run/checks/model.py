@@ -12,6 +12,7 @@ import torch
 import models
 from common.errors import DataError, TrainingError
 from common.files import folder_of
+from conf import EVALUATES
 from conf.instantiate import build, to_dict
 from conf.schema import Root
 from data.arrays import Arrays
@@ -33,6 +34,7 @@ from training.checkpoint.load import check_fits
 from training.optimizer.checks import check_layout, check_others, check_rates
 from training.optimizer.freezing import frozen_until
 from training.reporting.monitor import LOSS, MINIMIZE, SUMMARISED, Monitor, check_name, direction_of, evaluated
+from training.run.split_metrics import entries, target_of
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -42,7 +44,7 @@ _MODELS = Path(models.__file__).parent
 
 def _checkpoint(cfg: Root) -> Path | None:
     """Return the checkpoint that the configuration names; None if it names none."""
-    if cfg.mode == "eval":
+    if cfg.mode in EVALUATES:
         return checkpoint_of(cfg)
     return None if cfg.train.resume in (None, "auto") else Path(cfg.train.resume)
 
@@ -80,7 +82,11 @@ def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
     for part in parts:
         if direction_of(name := f"{LOSS}_{part}") != MINIMIZE:
             raise TrainingError(f"data.parts.{part}: {name} does not read as a loss; give the part another name")
-    train, numbers = cfg.train, partial(evaluated, _metrics(chain, parts), data.seq_len is not None)
+    for entry in entries(cfg.metrics):
+        target_of(entry)
+        if (name := entry.name) in ("loss", "perplexity", *chain.loss.metrics):
+            raise TrainingError(f"metrics: an evaluation has a number {name} already; name yours, {{…, name: …}}")
+    train, numbers = cfg.train, partial(evaluated, _metrics(cfg, chain, parts), data.seq_len is not None)
     if (objective := cfg.sweep.objective) is not None:
         check_name("sweep.objective", objective, [*numbers(("val", "test")), *SUMMARISED])
         Monitor.of(train, objective, cfg.sweep.direction, ("sweep.objective", "sweep.direction"))
@@ -91,10 +97,13 @@ def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
             stop.monitor(train)
 
 
-def _metrics(chain: Chain, parts: Iterable[str]) -> list[str]:
-    """Return the names of the metrics of the loss, and of the results of the parts of a mixture."""
-    own = chain.loss.metrics
-    return [*own, *(f"{name}_{part}" for part in parts for name in ("loss", *own))]
+def _metrics(cfg: Root, chain: Chain, parts: Iterable[str]) -> list[str]:
+    """Return the names of the metrics of the loss, of the results of the parts of a mixture, and of ``metrics``."""
+    own, whole = chain.loss.metrics, [entry.name for entry in entries(cfg.metrics)]
+    # A metric may give several numbers: ``check_metrics`` knows which.
+    typed = [cfg.train.monitor or "", *(s.metric or "" for s in build_callbacks(cfg.callbacks, EarlyStop).values())]
+    whole += [name.partition("_")[2] for name in typed if name.startswith(tuple(f"val_{one}_" for one in whole))]
+    return [*own, *(f"{name}_{part}" for part in parts for name in ("loss", *own)), *whole]
 
 
 def _check_monitored(cfg: Root, numbers: Sequence[str]) -> None:
@@ -105,6 +114,8 @@ def _check_monitored(cfg: Root, numbers: Sequence[str]) -> None:
 
 def check_evaluated(setup: Setup) -> None:
     """Check that a run has evaluations if its settings need them. Raises TrainingError."""
+    if setup.cfg.mode == "predict":
+        setup.data.source_of(setup.cfg.predict.split)
     cfg, train, never = setup.cfg, setup.cfg.train, setup.cfg.train.eval_every is None
     needs = [f"callbacks.{name}" for name in build_callbacks(cfg.callbacks, EarlyStop)]
     needs += ["scheduler"] * (follows := hasattr(build("scheduler", cfg.scheduler), "on_evaluation"))
@@ -118,7 +129,7 @@ def check_evaluated(setup: Setup) -> None:
     if (
         cfg.mode == "train" and needs and isinstance(setup.data.valid, Joined)
     ):  # some parts may have no validation split
-        metrics = _metrics(setup.chain, setup.data.valid.parts)
+        metrics = _metrics(cfg, setup.chain, setup.data.valid.parts)
         _check_monitored(cfg, evaluated(metrics, setup.data.seq_len is not None))
 
 
@@ -156,7 +167,7 @@ def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
 
 def reads_weights(cfg: Root, chain: Chain) -> bool:
     """Return whether a run starts from the weights of model.init_from, or trains adapters on them."""
-    anew = cfg.mode != "eval" and cfg.train.resume is None
+    anew = cfg.mode not in EVALUATES and cfg.train.resume is None
     return cfg.model.init_from is not None and (anew or chain.base is not None)
 
 

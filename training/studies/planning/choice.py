@@ -16,6 +16,7 @@ import torch
 
 from common.errors import PlanError
 from common.machine import available_memory, usable_cores
+from conf import EVALUATES
 from conf.instantiate import in_section, to_dict, with_values
 from conf.schema import Root
 from launchers import World
@@ -54,7 +55,7 @@ def recall(cfg: Root, run_dir: Path) -> Any:
         cfg: The configuration.
         run_dir: The run directory, for ``train.resume=auto``.
     """
-    parallel, evaluates = cfg.parallel, cfg.mode == "eval"
+    parallel, evaluates = cfg.parallel, cfg.mode in EVALUATES
     source = cfg.checkpoint if evaluates else cfg.train.resume
     of_training = not evaluates and (cfg.train.precision == AUTO or parallel.balance in BALANCES)
     if source is None or not (is_automatic(cfg) or of_training):
