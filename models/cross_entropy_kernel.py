@@ -36,18 +36,13 @@ def _sum(logits, words, block: tl.constexpr):
 
 
 @triton.jit
-def _differentiate(
-    logits, target, largest, total, words, block: tl.constexpr, smoothing: tl.constexpr = 0.0,
-    each: tl.constexpr = 0.0, z: tl.constexpr = 0.0,
-):  # fmt: skip
+def _differentiate(logits, target, largest, total, words, block: tl.constexpr):
     """Replace the logits of a row by their gradient."""
     for start in range(0, words, block):
         at = start + tl.arange(0, block)
         x = tl.load(logits + at, mask=at < words, other=float("-inf")).to(tl.float32)
         probability = tl.exp(x - largest) / total
-        if smoothing or z:
-            probability = probability * (1.0 + 2.0 * z * (largest + tl.log(total))) - each
-        tl.store(logits + at, tl.where(at == target, probability - (1.0 - smoothing), probability), mask=at < words)
+        tl.store(logits + at, tl.where(at == target, probability - 1.0, probability), mask=at < words)
 
 
 @triton.jit
@@ -78,13 +73,10 @@ def _row_statistics(logits, columns, found, rows, words, block: tl.constexpr):
 
 
 @triton.jit
-def _row_gradient(
-    logits, columns, largest, total, words, smoothing: tl.constexpr, each: tl.constexpr, z: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
+def _row_gradient(logits, columns, largest, total, words, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    column, largest, total = tl.load(columns + row), tl.load(largest + row), tl.load(total + row)
-    _differentiate(logits + row * words, column, largest, total, words, block, smoothing, each, z)
+    column = tl.load(columns + row)
+    _differentiate(logits + row * words, column, tl.load(largest + row), tl.load(total + row), words, block)
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
@@ -116,16 +108,9 @@ def statistics_of_rows(logits: Tensor, columns: Tensor) -> Tensor:
     return found
 
 
-def gradient_of_rows(
-    logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, smoothing: float, each: float, z: float
-) -> None:
-    """Replace ``logits`` by exp(logit - largest) / total, less 1 in each row's column; [n] float32, contiguous.
-
-    With a z-loss of factor ``z``, this is multiplied by 1 + 2 z logsumexp before the subtraction. Label smoothing
-    subtracts ``each`` everywhere, and 1 - ``smoothing`` in the column.
-    """
+def gradient_of_rows(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -> None:
+    """Replace ``logits`` by exp(logit - largest) / total, less 1 in each row's column; [n] float32, contiguous."""
     rows, words = logits.shape
     if rows:
         with torch.cuda.device_of(logits):
-            terms = smoothing, each, z
-            _row_gradient[(rows,)](logits, columns, largest, total, words, *terms, _BLOCK, num_warps=_WARPS)
+            _row_gradient[(rows,)](logits, columns, largest, total, words, _BLOCK, num_warps=_WARPS)

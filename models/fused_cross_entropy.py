@@ -68,14 +68,18 @@ def _by_statistics(
         sums[0] = sums[0] * (largest - most).exp()
         largest, sums = most, words.sum(torch.stack(sums))
     total, of_target, *of_all = sums
-    if needs_grad:
-        _gradient(logits, columns, largest, total, smoothing, smoothing / count, loss.z_loss)
     normaliser = largest + total.log()
     cross_entropy = terms = (normaliser - of_target) * counted
-    if smoothing:
-        terms = terms + smoothing * (of_target - of_all[0] / count) * counted
     if loss.z_loss:
         terms = terms + loss.z_loss * normaliser.square() * counted
+        total = total / (1 + 2 * loss.z_loss * normaliser)  # which multiplies the probabilities in the gradient
+    if needs_grad:
+        _gradient(logits, columns, largest, total)
+    if smoothing:
+        terms = terms + smoothing * (of_target - of_all[0] / count) * counted
+        if needs_grad:
+            of_targets = smoothing * (columns >= 0)[:, None].to(logits.dtype)
+            logits.sub_(smoothing / count).scatter_add_(1, columns.clamp(min=0)[:, None], of_targets)
     return terms.sum(), cross_entropy.sum()
 
 
@@ -90,20 +94,17 @@ def _statistics_by_blocks(logits: Tensor, columns: Tensor, rows: int) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def _gradient_by_blocks(
-    logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, rows: int, smoothing: float, each: float, z: float
-) -> None:
+def _gradient_by_blocks(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, rows: int) -> None:
     """Replace ``logits`` by their gradient. ``largest`` and ``total`` belong to the whole vocabulary.
 
-    ``each`` is the part of ``smoothing`` for a word, and ``z`` the factor of the z-loss.
+    A large z-loss of small logits makes ``total`` negative.
     """
-    parts = (tensor.split(rows) for tensor in (logits, columns, largest + total.log()))
-    for block, column, normaliser in zip(*parts, strict=True):
+    parts = (tensor.split(rows) for tensor in (logits, columns, largest + total.abs().log(), total))
+    for block, column, normaliser, of_row in zip(*parts, strict=True):
         gradient = (block.to(normaliser.dtype) - normaliser[:, None]).clamp_(min=_LEAST).exp_()
-        if smoothing or z:
-            gradient.mul_(1.0 + 2.0 * z * normaliser[:, None]).sub_(each)
-        of_target = (smoothing - 1.0) * (column >= 0)[:, None].to(gradient.dtype)
-        gradient.scatter_add_(1, column.clamp(min=0)[:, None], of_target)
+        if (of_row < 0).any():
+            gradient *= of_row.sign()[:, None]
+        gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0)[:, None].to(gradient.dtype))
         block.copy_(gradient)
 
 
@@ -123,16 +124,14 @@ def _(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("one_word_parallel::cross_entropy_gradient_", mutates_args={"logits"})
-def _gradient(
-    logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, smoothing: float, each: float, z: float
-) -> None:
+def _gradient(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -> None:
     """Compute ``_gradient_by_blocks`` by the implementation for the device."""
     if _has_kernel(logits):
         from models.cross_entropy_kernel import gradient_of_rows
 
-        gradient_of_rows(logits, columns, largest, total, smoothing, each, z)
+        gradient_of_rows(logits, columns, largest, total)
     else:
-        _gradient_by_blocks(logits, columns, largest, total, _rows(logits), smoothing, each, z)
+        _gradient_by_blocks(logits, columns, largest, total, _rows(logits))
 
 
 # This is one operator, so torch.compile, and code that counts operators, need not know how it is computed.
@@ -176,7 +175,7 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
         torch.testing.assert_close(logits[::2], expected[::2], rtol=2e-2, atol=1e-6)
         found = statistics_of_rows(drawn, targets)
         torch.testing.assert_close(found, _statistics_by_blocks(drawn, targets, OTHER_ROWS), rtol=1e-3, atol=1e-6)
-        gradient_of_rows(drawn, targets, found[0], found[1], 0.0, 0.0, 0.0)
+        gradient_of_rows(drawn, targets, found[0], found[1])
         torch.testing.assert_close(drawn[::2], expected[::2], rtol=2e-2, atol=1e-6)
 
     return passes("cross entropy", check)
@@ -247,13 +246,7 @@ def _shrunk(x: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
 
 
 def fused_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    cast: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    words: Any = None,
-    loss: TokenCrossEntropy = PLAIN,
+    x: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, bias: Tensor | None = None, words: Any = None, loss=PLAIN
 ) -> tuple[Tensor, ...]:
     """Compute the ``loss`` of ``x @ weight.T + bias`` against ``targets``, summed where they are not ``IGNORED``.
 

@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -277,11 +276,16 @@ class TokenCrossEntropy:
         """See ``Loss``."""
         targets = mask_targets(targets, weights).flatten()
         logits = _at_least_float32(output.flatten(0, 1))
-        cross_entropy = partial(F.cross_entropy, target=targets, reduction="sum", ignore_index=IGNORED)
-        loss, counted = cross_entropy(logits, label_smoothing=self.label_smoothing), targets != IGNORED
+        summed: dict[str, Any] = {"reduction": "sum", "ignore_index": IGNORED}
+        loss, counted = (
+            F.cross_entropy(logits, targets, **summed, label_smoothing=self.label_smoothing),
+            targets != IGNORED,
+        )
         if self.z_loss:
             loss = loss + self.z_loss * (logits.logsumexp(1).square() * counted).sum()
-        return Sums(loss, counted.sum(), tuple(cross_entropy(logits.detach()) for _ in self.metrics))
+        return Sums(
+            loss, counted.sum(), tuple(F.cross_entropy(logits.detach(), targets, **summed) for _ in self.metrics)
+        )
 
 
 class ElementwiseLoss:

@@ -70,7 +70,7 @@ def test_ranks_that_share_the_words_get_the_same_losses_and_gradients(rows, monk
     losses = (most + total.log() - found[:, 2].sum(dim=0)) * counted
     torch.testing.assert_close(losses, rows(whole, targets, True), rtol=1e-5, atol=1e-5)
     for part, column in zip(parts, columns, strict=True):
-        fused._gradient(part, column, most, total, 0.0, 0.0, 0.0)
+        fused._gradient(part, column, most, total)
     both = torch.cat(parts, dim=1)
     torch.testing.assert_close(both[counted], whole[counted], rtol=TOLERANCE[dtype], atol=1e-6)
 
@@ -80,13 +80,13 @@ def test_ranks_that_share_the_words_get_the_same_losses_and_gradients(rows, monk
 def test_gradients_with_label_smoothing_and_z_loss_are_torch_s(rows, monkeypatch, smoothing, z, dtype):
     monkeypatch.setattr(fused, "_has_kernel", lambda logits: True)
     logits, targets = drawn(7, 5003, dtype)
-    wide = logits.float().requires_grad_()
+    wide = logits.float().clone().requires_grad_()
     loss = F.cross_entropy(wide, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
     loss = loss + z * wide.logsumexp(1)[targets != IGNORED].square().sum()
     counted, (gradient,) = targets != IGNORED, torch.autograd.grad(loss, wide)
     found, _ = fused._by_statistics(logits, targets, True, None, TokenCrossEntropy(smoothing, z))
     torch.testing.assert_close(found, loss.detach())
-    torch.testing.assert_close(logits[counted].float(), gradient[counted], rtol=TOLERANCE[dtype], atol=1e-7)
+    torch.testing.assert_close(logits[counted].float(), gradient[counted], rtol=TOLERANCE[dtype], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

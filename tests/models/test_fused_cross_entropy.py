@@ -64,7 +64,7 @@ def with_terms(x, weight, targets, smoothing, z, bias=None):
     return loss + z * logits.logsumexp(1)[targets != IGNORED].square().sum()
 
 
-@pytest.mark.parametrize("smoothing, z", [(0.1, 0.0), (0.0, 0.3), (0.2, 0.01)])
+@pytest.mark.parametrize("smoothing, z", [(0.1, 0.0), (0.0, 0.3), (0.2, 0.01), (0.1, -0.4)])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
 def test_label_smoothing_and_the_z_loss_are_added_to_loss_and_gradients(dtype, tolerance, smoothing, z):
     x, weight, targets = problem(37, dtype, "some")

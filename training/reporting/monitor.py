@@ -13,9 +13,7 @@ from conf.messages import nearest
 LOSS = "val_loss"
 MINIMIZE, MAXIMIZE = "minimize", "maximize"
 # Numbers of summary.json, without results of evaluations.
-SUMMARISED = (
-    "final_loss first_loss step_time_s samples_per_s tokens_per_s mfu peak_memory_bytes bubble_fraction".split()
-)
+SUMMARISED = "final_loss first_loss step_time_s samples_per_s tokens_per_s mfu peak_memory_bytes bubble_fraction"
 _KEYS = ("train.monitor", "train.monitor_direction")
 _WORDS = {
     MINIMIZE: """loss losses error errors err perplexity ppl nll bce ce crossentropy kl kld mse rmse mae mape smape msle

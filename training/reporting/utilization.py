@@ -26,11 +26,10 @@ def peak_of(device: str, precision: str) -> float | None:
         device: The name that torch reports, such as "NVIDIA H100 80GB HBM3".
         precision: As in ``train.precision``, without auto.
     """
-    if re.search(r"\bMIG\b|\bH\d+ (NVL|PCIe)", device):  # a part of a GPU, or one that is slower than its name's SXM
-        return None
     for path in (Path(conf.__file__).parent / "cluster" / "device").glob("*.yaml"):
         described: Any = OmegaConf.load(path)
-        if re.search(rf"\b{described.device.split()[0]}\b", device):
+        # Not a part of a GPU, or one that is slower than the SXM of its name.
+        if re.search(rf"\b{described.device.split()[0]}\b(?! (NVL|PCIe)|.* MIG )", device):
             return described.peak.get(precision.removesuffix("_residual"))
     return None
 

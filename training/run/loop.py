@@ -252,8 +252,7 @@ class Loop:
         if setup.data.seq_len is not None:
             record["tokens_per_s"] = result.terms / seconds
         if self._at_peak is not None:
-            at_peak = self._at_peak * batch.input_tensors[0].numel() * setup.plan.dp
-            outcome.at_peak_s += at_peak
+            outcome.at_peak_s += (at_peak := self._at_peak * batch.input_tensors[0].numel() * setup.plan.dp)
             record["mfu"] = at_peak / seconds
         record["skipped"] = bool(skipped)
         self.recorder.step(record, note=skipped)

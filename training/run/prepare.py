@@ -260,20 +260,14 @@ def model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
     check_kind(data, cfg.model)
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
         data.prepare()  # the vocabulary's size is known only after that
-    return cfg, _with_terms(cfg, build_chain(cfg.model, data.vocab_size)), data
-
-
-def _with_terms(cfg: Root, chain: Chain) -> Chain:
-    """Return the chain with the terms that ``train.label_smoothing`` and ``train.z_loss`` add to the loss of tokens."""
-    if not (terms := {key: cfg.train[key] for key in TERMS if cfg.train[key]}):
-        return chain
-    if type(chain.loss) is not TokenCrossEntropy:
+    chain, terms = build_chain(cfg.model, data.vocab_size), {key: cfg.train[key] for key in TERMS if cfg.train[key]}
+    if terms and type(chain.loss) is not TokenCrossEntropy:
         raise TrainingError(
             f"train.{next(iter(terms))} needs the cross entropy of tokens (models.losses.TokenCrossEntropy), and the "
             f"loss of model={cfg.model.name} is {type(chain.loss).__name__}; leave it out. For classes: "
             "'model.loss={_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}'"
         )
-    return chain.with_loss(TokenCrossEntropy(**terms))
+    return cfg, chain.with_loss(TokenCrossEntropy(**terms)) if terms else chain, data
 
 
 def _data_of(section: Any) -> DataSet:

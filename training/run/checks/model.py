@@ -88,7 +88,7 @@ def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
             raise TrainingError(f"metrics: an evaluation has a number {name} already; name yours, {{…, name: …}}")
     train, numbers = cfg.train, partial(evaluated, _metrics(cfg, chain, parts), data.seq_len is not None)
     if (objective := cfg.sweep.objective) is not None:
-        check_name("sweep.objective", objective, [*numbers(("val", "test")), *SUMMARISED])
+        check_name("sweep.objective", objective, [*numbers(("val", "test")), *SUMMARISED.split()])
         Monitor.of(train, objective, cfg.sweep.direction, ("sweep.objective", "sweep.direction"))
     if cfg.mode in ("train", "plan", "compare"):
         _check_monitored(cfg, numbers())
