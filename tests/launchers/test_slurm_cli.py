@@ -82,6 +82,7 @@ def test_a_batch_script_of_ones_own_gives_the_same_losses(cluster, recipe, local
 SWEEP = [*TOY, "parallel=pipelined", "train.steps=3", "train.global_batch_size=16", *TWO_NODES]
 GRIDS = {
     "good": ["parallel.chunks=1,2,4"],
+    "repeated": ["seed=1,2"],
     # One of each pair cannot be cut, which is known before; one of the others fails in its job.
     "bad": ["parallel.chunks=2,3", "optim.lr=0.01,1e30", "train.steps=20", "train.max_skipped=0", "logger=none"],
 }
@@ -112,6 +113,13 @@ def test_the_jobs_are_one_array_which_ends_with_one_table_and_code_0(sweeps, clu
     assert statuses(sweep, 3) == ["finished"] * 3
     assert (sweep.folder / "sweep.csv").read_text().count("\n") == 4
     assert queue(cluster) == ""
+
+
+def test_repetitions_in_an_array_are_averaged(sweeps):
+    sweep = sweeps["repeated"]
+    assert sweep.code == 0, sweep.console
+    assert (sweep.folder / "sweep.csv").read_text().count("\n") == 2
+    assert "means over seed" in sweep.stdout and re.search(r"^0 1 +2 of 2 finished", sweep.stdout, re.MULTILINE)
 
 
 def test_jobs_that_fail_here_or_there_are_shown_and_the_others_finish(sweeps):
