@@ -18,7 +18,7 @@ CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug"
 OWN_KEYS = {
     "data": {"seq_len", "tokenizer"},  # of a mixture, for its parts
     "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer", "lora"},
-    "optim": {"decay_vectors", "rates", "update", "others"},
+    "optim": {"decay_vectors", "rates", "decays", "update", "others"},
 }
 LORA = ("rank", "alpha", "dropout", "targets")  # the keys of model.lora, besides base
 MIXTURE = "data.mixture.Mixture"  # its parts have the keys of options of ``data=``

@@ -211,6 +211,12 @@ VALUES = {
             file=file("x.jsonl", b'{"text": "some words"}\n' * 5),
         ),
     ],
+    "optim.decays": [
+        Refusal("optim.decays={net3:2}", "optim.decays: the model has no module 'net3'; it has net1, net2"),
+        Refusal("optim.decays={net1:-1}", "optim.decays.net1=-1 must be a number of at least 0"),
+        Refusal("optim.decays=10", "optim.decays=10 must be numbers by module"),
+        Refusal("optim=muon +optim.others.decays={net1:1}", "optim.decays applies to both optimizers"),
+    ],
     "scheduler": [
         Refusal("scheduler.warmup_steps=3", "it is a key of scheduler=cosine_warmup"),
         Refusal("scheduler=wsd scheduler.decay_ratio=2", "scheduler.decay_ratio=2.0 must be 0 or more"),

@@ -30,9 +30,11 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         if not section:
             continue
         kind = target_of("optim", section)
-        if section is not config and (twice := {"decay_vectors", "rates", "others"} & section.keys()):
+        if section is not config and (twice := {"decay_vectors", "rates", "decays", "others"} & section.keys()):
             key = min(twice)
             raise TrainingError(f"optim.others.{key} has no effect: optim.{key} applies to both optimizers")
+        if config.get("decays") and "weight_decay" not in {*section, *inspect.signature(kind).parameters}:
+            raise TrainingError(f"optim.decays has no effect: {section['_target_']} has no weight decay")
         if section.get("update") is not None and update_of({**section, "update": None}) is not None:
             raise TrainingError(f"{place}.update has no effect: it is for optimizers not of torch. Leave it out")
         if "lr" not in section:
@@ -52,7 +54,8 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
                 "in micro-batches does not; use another optimizer"
             )
         one = ("", nn.Parameter(torch.zeros(1, 1)))
-        build_optimizer({"decay_vectors": True, **section, "rates": None}, [one], fused=False, place=place)
+        tried = {"decay_vectors": True, **section, "rates": None, "decays": None}
+        build_optimizer(tried, [one], fused=False, place=place)
 
 
 def check_layout(config: Mapping[str, Any], plan: Plan, chain: Chain) -> None:
@@ -95,12 +98,16 @@ def check_others(config: Mapping[str, Any], chain: Chain) -> None:
         )
 
 
-def check_rates(rates: Mapping[str, float] | None, chain: Chain) -> None:
-    """Check ``optim.rates``. Raises TrainingError for a factor below 0 and for a module without parameters."""
-    if not isinstance(rates or {}, Mapping):
-        raise TrainingError(f"optim.rates={rates} must be factors by module, such as {{fc: 10, layer4.0: 0.1}}")
+def check_by_module(key: str, numbers: Mapping[str, float] | None, chain: Chain, example: str) -> None:
+    """Check a section ``key`` of numbers by module.
+
+    Raises:
+        TrainingError: A number is below 0, or a module has no parameters. The message may have the ``example``.
+    """
+    if not isinstance(numbers or {}, Mapping):
+        raise TrainingError(f"{key}={numbers} must be {example}")
     names = [name for name, _ in chain.skeleton().named_parameters()]
-    for module, factor in (rates or {}).items():
-        check_module("optim.rates", module, names)
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
-            raise TrainingError(f"optim.rates.{module}={factor} must be a number of at least 0, and finite")
+    for module, number in (numbers or {}).items():
+        check_module(key, module, names)
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+            raise TrainingError(f"{key}.{module}={number} must be a number of at least 0, and finite")

@@ -29,13 +29,13 @@ def build_optimizer(
     arguments = {key: value for key, value in config.items() if key not in OWN_KEYS["optim"]}
     known = inspect.signature(resolve(config["_target_"])).parameters
     spared = ("weight_decay" in known or "weight_decay" in arguments) and not config["decay_vectors"]
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, float | None], dict[str, Any]] = {}
     for name, parameter in parameters:
         # A parameter's rate is multiplied by the factors of all modules around it.
         factor = math.prod(rate for module, rate in (config["rates"] or {}).items() if is_within(name, module))
-        decays = parameter.dim() >= 2 or not spared
-        group = {"params": [], "lr": config["lr"] * factor} | ({} if decays else {"weight_decay": 0.0})
-        groups.setdefault((factor, decays), group)["params"].append(parameter)
+        decay = decay_of(name, spared and parameter.dim() < 2, config.get("decays") or {})
+        group = {"params": [], "lr": config["lr"] * factor} | ({} if decay is None else {"weight_decay": decay})
+        groups.setdefault((factor, decay), group)["params"].append(parameter)
     if fused and "fused" in known and arguments.get("fused") is None and not arguments.get("foreach"):
         arguments["fused"] = True
     try:
@@ -45,6 +45,19 @@ def build_optimizer(
         raise TrainingError(f"optim: {error}{hint if '2D' in str(error) else ''}") from None
     except (IndexError, KeyError, TypeError, RuntimeError) as error:
         raise TrainingError(f"optim: {config['_target_']} cannot take these values: {error}") from error
+
+
+def decay_of(name: str, spared: bool, decays: Mapping[str, float]) -> float | None:
+    """Return a parameter's weight decay, which is that of the innermost module in ``decays``; None for the optimizer's.
+
+    A parameter that is ``spared`` does not decay, unless a key of ``decays`` names the parameter itself.
+    """
+    around = {str(module): decay for module, decay in decays.items() if is_within(name, module)}
+    # A number matches the outermost module.
+    inner = max(around, key=lambda m: (not m.isdecimal(), f".{name}.".rindex(f".{m}.") + len(m), len(m)), default=None)
+    if spared and not (inner is not None and f".{name}".endswith(f".{inner}")):
+        return 0.0
+    return None if inner is None else around[inner]
 
 
 def is_within(name: str, module: str) -> bool:

@@ -27,8 +27,9 @@ class Optimizer:
     """The optimizer of a configuration over this rank's parameters. It does nothing on a rank without parameters.
 
     Weight decay applies to matrices; biases and the scales of norms are left out unless ``decay_vectors`` is set.
-    ``rates`` maps modules to factors on the learning rate of their parameters. If the section has ``others``, the
-    optimizer (Muon) updates the matrices of hidden layers, and a second one all other parameters; see
+    ``decays`` maps modules to the weight decay of their parameters; of several modules around a parameter, the
+    innermost counts. ``rates`` maps modules to factors on the learning rate of their parameters. If the section has
+    ``others``, the optimizer (Muon) updates the matrices of hidden layers, and a second one all other parameters; see
     ``hidden_matrices``. One fused kernel updates all parameters of one rate if the optimizer and the device have it.
 
     If parameters are sharded, an elementwise optimizer updates this rank's box as a plain tensor. An optimizer that
@@ -57,7 +58,7 @@ class Optimizer:
         first = dict(parameters).keys() if others is None else hidden_matrices(strategy.chain)
         matrices = [(name, p) for name, p in parameters if name in first]
         rest = [(name, p) for name, p in parameters if name not in first]
-        shared = {key: config.get(key) for key in ("decay_vectors", "rates")}
+        shared = {key: config.get(key) for key in ("decay_vectors", "rates", "decays")}
         for section, own in ((config, matrices), (others or config, rest)):
             section, together = {**section, **shared}, []
             for name, parameter in own:

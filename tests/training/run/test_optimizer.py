@@ -15,7 +15,7 @@ from parallel.strategy import Options, build_strategy
 from planner.memory import memory_of_ranks
 from training.optimizer import WSD, Constant, CosineWarmup, Linear, Optimizer, Step
 from training.optimizer.checks import check_optimizer
-from training.optimizer.groups import is_within
+from training.optimizer.groups import decay_of, is_within
 from training.optimizer.kinds import mean_states
 from training.optimizer.muon import hidden_matrices
 from training.run.prepare import build_chain, prepare
@@ -67,6 +67,31 @@ def test_the_parameters_of_a_module_have_a_rate_of_their_own(toy, decays):
     moved = {name: (before[name] - p.detach()).mean().item() for name, p in strategy.named_parameters()}
     rates = {"net1.weight": 0.1, "net1.bias": 0.05, "net2.weight": 1.0, "net2.bias": 0.5}
     assert moved == pytest.approx(rates, rel=1e-4)
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_the_innermost_module_decides_how_much_a_parameter_decays(toy, vectors):
+    decays = "{net1: 0.2, net2: 0, net2.weight: 0.3, net2.bias: 0.4}"
+    before, after = step_without_gradient(
+        *toy(*ADAMW, f"optim.decays={decays}", f"optim.decay_vectors={vectors}"), lr=0.1
+    )
+    expected = {"net1.weight": 0.2, "net1.bias": 0.2 * vectors, "net2.weight": 0.3, "net2.bias": 0.4}
+    for name, old in before.items():
+        torch.testing.assert_close(after[name].detach(), old * (1 - 0.1 * expected[name]), msg=name)
+
+
+@pytest.mark.parametrize(
+    "name, decays, expected",
+    [
+        ("h.0.attn.weight", {"h": 1, "attn": 2, "h.0": 3}, 2),
+        ("h.0.attn.weight", {"attn": 1, "h.0.attn": 2}, 2),
+        ("h.0.attn.weight", {"h.1": 1, "mlp": 2}, None),
+        ("0.layers.0.weight", {0: 1, "layers": 2}, 2),
+        ("0.layers.0.weight", {"layers.0": 1, 0: 2}, 1),
+    ],
+)
+def test_of_several_modules_around_a_parameter_the_innermost_counts(name, decays, expected):
+    assert decay_of(name, False, decays) == expected
 
 
 def assert_it_resumes_with_the_same_bits(cfg, folder):

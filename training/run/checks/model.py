@@ -31,7 +31,7 @@ from training.callbacks.early_stop import EarlyStop
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import check_new_words, check_start
 from training.checkpoint.load import check_fits
-from training.optimizer.checks import check_layout, check_others, check_rates
+from training.optimizer.checks import check_by_module, check_layout, check_others
 from training.optimizer.freezing import frozen_until
 from training.reporting.monitor import LOSS, MINIMIZE, SUMMARISED, Monitor, check_name, direction_of, evaluated
 from training.run.split_metrics import entries, target_of
@@ -71,12 +71,14 @@ def check_length(cfg: Root, chain: Chain, data: DataSet) -> None:
 
 
 def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
-    """Check that ``optim.rates`` names parameters, and that the metrics for comparing weights and runs exist.
+    """Check that ``optim.rates`` and ``optim.decays`` name parameters, and that the metrics for comparing exist.
 
     Raises:
         TrainingError: A name is wrong, or the direction of a metric is unknown.
     """
-    check_rates(to_dict(cfg.optim).get("rates"), chain)
+    optim = to_dict(cfg.optim)
+    check_by_module("optim.rates", optim.get("rates"), chain, "factors by module, such as {fc: 10, layer4.0: 0.1}")
+    check_by_module("optim.decays", optim.get("decays"), chain, "numbers by module, such as {embedding: 0, head: 0.01}")
     frozen_until(to_dict(cfg.train)["unfreeze"], chain)
     parts = [*data.parts] if isinstance(data, Mixture) else []
     for part in parts:
