@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -10,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import Source, check_fractions, given_path, once, to_tensor
+from data.dataset import Rows, Source, check_fractions, given_path, mapped, once, to_tensor, widened
 from data.documents import SPLITS
 from data.folds import Folded
 from data.loader import permute
@@ -27,7 +28,7 @@ class Arrays(Folded):
         self,
         root: str | None = None,
         inputs: str | list[str] = "inputs",
-        targets: str = "targets",
+        targets: str | list[str] = "targets",
         valid: float = 0.1,
         test: float = 0.1,
         seed: int = 0,
@@ -87,34 +88,37 @@ class Arrays(Folded):
 class _Stored:
     """Arrays of equal length in a folder or an .npz file. Another process gets the path, and opens them again."""
 
-    def __init__(self, place: Path, inputs: str | list[str], targets: str) -> None:
+    def __init__(self, place: Path, inputs: str | list[str], targets: str | list[str]) -> None:
         self.place, self.inputs, self.targets = place, inputs, targets
-        self.names = [*([inputs] if isinstance(inputs, str) else inputs), targets]
-        self.arrays = [_opened(place, name) for name in self.names]
-        for name, array in zip(self.names, self.arrays, strict=True):
+        each = [names if isinstance(names, list) else [names] for names in (inputs, targets)]
+        self.arrays = {name: _opened(place, name) for name in itertools.chain(*each)}
+        for name, array in self.arrays.items():
             to_tensor(f"{place}: {name}", array[:1].copy() if array.ndim else array)
             if len(array) != len(self):
                 raise DataError(
-                    f"{place}: {name} has {len(array):,} rows and {targets} {len(self):,}; give each input one target"
+                    f"{place}: {name} has {len(array):,} rows and {[*self.arrays][-1]} {len(self):,}; give each input "
+                    "one target"
                 )
 
     def __len__(self) -> int:
-        return len(self.arrays[-1])
+        return len([*self.arrays.values()][-1])
 
     def __reduce__(self) -> tuple:
         return _Stored, (self.place, self.inputs, self.targets)
 
-    def read(self, rows: np.ndarray) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    def read(self, rows: np.ndarray) -> Rows:
         """Return inputs and targets of some rows, [b, ...] each."""
-        pairs = zip(self.names, self.arrays, strict=True)
-        *inputs, targets = (to_tensor(name, np.asarray(array[rows])) for name, array in pairs)
-        if not targets.is_floating_point():
-            targets = targets.long()
-        return inputs[0] if isinstance(self.inputs, str) else tuple(inputs), targets
+
+        def column(name: str) -> Tensor:
+            return to_tensor(name, np.asarray(self.arrays[name][rows]))
+
+        inputs, targets = (tuple(n) if isinstance(n, list) else n for n in (self.inputs, self.targets))
+        return mapped(column, inputs), mapped(lambda name: widened(column(name)), targets)
 
     def check_like(self, train: _Stored) -> None:
         """Check that rows are like those to train on. Raises DataError."""
-        for name, own, theirs in zip(self.names, self.arrays, train.arrays, strict=True):
+        for name, own in self.arrays.items():
+            theirs = train.arrays[name]
             if (own.dtype, own.shape[1:]) != (theirs.dtype, theirs.shape[1:]):
                 raise DataError(
                     f"{self.place}: {name} has rows of {own.dtype} {list(own.shape[1:])}, and {train.place} of "
@@ -133,7 +137,7 @@ def _opened(place: Path, name: str) -> np.ndarray:
         with_names = np.load(place).files if archive else sorted(path.stem for path in place.glob("*.npy"))
         raise DataError(
             f"{place} holds no array {name!r}; it has {', '.join(with_names) or 'none'}. Type data.inputs=NAME (or "
-            "[NAME,NAME] for a model with several inputs) and data.targets=NAME"
+            "[NAME,NAME] for a model with several inputs) and data.targets=NAME, or several of them"
         ) from None
     except (ValueError, OSError, EOFError, BadZipFile) as error:
         raise DataError(f"{place}: {name} cannot be read ({error}); write numbers by numpy.save or savez") from error
@@ -148,7 +152,7 @@ class _Rows(Source):
     def __len__(self) -> int:
         return self.size
 
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    def read(self, indices: np.ndarray, epoch: int) -> Rows:
         """See Source."""
         return self.stored.read(np.array(self.ids(indices), dtype=np.int64))
 

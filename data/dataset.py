@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,19 +25,28 @@ if TYPE_CHECKING:
     from data.words import WordVocabulary
 
 
+Given = Tensor | np.ndarray
+Rows = tuple[Tensor | tuple[Tensor, ...], Tensor | tuple[Tensor, ...]]  # inputs and targets
+
+
+def mapped(change: Callable[[Any], Any], tensors: Any) -> Any:
+    """Return the result of ``change`` for a tensor, or for each tensor of a tuple."""
+    return tuple(map(change, tensors)) if isinstance(tensors, tuple) else change(tensors)
+
+
 @dataclass
 class Batch:
     """A batch of b samples.
 
     Attributes:
         inputs: [b, ...], or a flat tuple of such tensors if a model has several inputs.
-        targets: [b, ...].
+        targets: [b, ...], or a flat tuple of such tensors if a model has several targets.
         weights: [b] float, or None if every sample counts 1. 0.0 marks a sample that only fills up the last evaluation
             batch and must not count.
     """
 
     inputs: Tensor | tuple[Tensor, ...]
-    targets: Tensor
+    targets: Tensor | tuple[Tensor, ...]
     weights: Tensor | None = None
 
     @property
@@ -45,13 +54,28 @@ class Batch:
         """The inputs as a tuple, even if they are a single tensor."""
         return self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
 
+    @property
+    def target_tensors(self) -> tuple[Tensor, ...]:
+        """The targets as a tuple, even if they are a single tensor."""
+        return self.targets if isinstance(self.targets, tuple) else (self.targets,)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Inputs and targets."""
+        return *self.input_tensors, *self.target_tensors
+
+    @property
+    def terms(self) -> int:
+        """The number of elements of all targets."""
+        return sum(targets.numel() for targets in self.target_tensors)
+
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.target_tensors[0])
 
     def map(self, change: Callable[[Any], Any]) -> Batch:
         """Return a batch of the results of ``change`` for each tensor."""
-        inputs = tuple(map(change, self.inputs)) if isinstance(self.inputs, tuple) else change(self.inputs)
-        return Batch(inputs, change(self.targets), None if self.weights is None else change(self.weights))
+        weights = None if self.weights is None else change(self.weights)
+        return Batch(mapped(change, self.inputs), mapped(change, self.targets), weights)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on a device; with ``non_blocking`` copies of pinned memory overlap with computation."""
@@ -95,8 +119,8 @@ class Source(ABC):
         """The number of samples."""
 
     @abstractmethod
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
-        """Return samples as (inputs [b, ...], targets [b, ...]); a tuple of inputs if a model has several.
+    def read(self, indices: np.ndarray, epoch: int) -> Rows:
+        """Return samples as (inputs [b, ...], targets [b, ...]); a tuple of either if a model has several.
 
         This is a pure function: augmentation, if any, depends only on (seed, epoch, index).
 
@@ -149,12 +173,6 @@ def given_path(root: str | None, needed: str) -> Path:
     return expand_home(root).absolute()
 
 
-ONE_TARGET = (
-    "a loss gets one tensor of them. Join them, torch.cat([a, b], dim=1), and let the loss take them apart; or give "
-    "the others as inputs, which the model returns with its output"
-)
-
-
 def once(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
     """Let ``prepare`` do nothing once it has succeeded."""
 
@@ -173,8 +191,6 @@ def to_tensor(name: str, given: Any) -> Tensor:
     Raises:
         DataError: If it is neither, or its numbers are not of a dtype for training. The message has ``name``.
     """
-    if name == "targets" and isinstance(given, (tuple, list)) and getattr(given[0] if given else None, "shape", ()):
-        raise DataError(f"{len(given)} targets: {ONE_TARGET}")
     if isinstance(given, np.ndarray) and not given.dtype.isnative:
         given = given.astype(given.dtype.newbyteorder("="))
     try:
@@ -182,7 +198,7 @@ def to_tensor(name: str, given: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"{name}: {type(given).__name__} is not a tensor ({error}); give a torch.Tensor or a numpy array of "
-            "numbers, or a tuple of them for a model with several inputs"
+            "numbers, or a tuple of them for a model with several inputs or targets"
         ) from None
     if tensor.dim() == 0:
         raise DataError(f"{name}: a single number has no samples; give a tensor whose first dimension counts them")
@@ -197,27 +213,32 @@ def to_tensor(name: str, given: Any) -> Tensor:
     return tensor
 
 
+def widened(targets: Tensor) -> Tensor:
+    """Return targets with whole numbers, such as classes, as int64."""
+    return targets if targets.is_floating_point() else targets.long()
+
+
 class InMemory(Source):
     """Samples that are held as tensors. Arrays become tensors.
 
     Attributes:
         inputs: [n, ...], or a tuple of such tensors if a model has several inputs.
-        targets: [n, ...].
+        targets: [n, ...], or a tuple of such tensors if a model has several targets.
     """
 
-    def __init__(self, inputs: Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...], targets: Tensor | np.ndarray):
+    def __init__(self, inputs: Given | tuple[Given, ...], targets: Given | tuple[Given, ...]):
         """Raise DataError if inputs and targets are not tensors or differ in length."""
-        several = tuple(to_tensor("inputs", given) for given in (inputs if isinstance(inputs, tuple) else (inputs,)))
-        self.targets = to_tensor("targets", targets)
-        for tensor in several:
-            if len(tensor) != len(self.targets):
-                raise DataError(f"{len(tensor)} inputs and {len(self.targets)} targets; each input needs one target")
-        self.inputs = several if isinstance(inputs, tuple) else several[0]
+        self.inputs = mapped(partial(to_tensor, "inputs"), inputs)
+        self.targets = mapped(partial(to_tensor, "targets"), targets)
+        batch = Batch(self.inputs, self.targets)
+        if any(len(tensor) != len(batch) for tensor in batch.tensors):
+            sizes = (" and ".join(str(len(t)) for t in each) for each in (batch.input_tensors, batch.target_tensors))
+            raise DataError(f"{' inputs and '.join(sizes)} targets; each input needs one target")
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(Batch(self.inputs, self.targets))
 
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    def read(self, indices: np.ndarray, epoch: int) -> Rows:
         """See Source."""
         rows = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         read = Batch(self.inputs, self.targets).map(lambda tensor: tensor[rows])

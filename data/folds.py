@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import DataSet, Source
+from data.dataset import DataSet, Rows, Source
 from data.loader import VariableLength, permute
 
 _KEY = (-1,)  # of the permutation that deals; no run's seed has a part in it, so repetitions share their folds
@@ -81,7 +81,7 @@ class _Dealt(Source):
         samples = len(self.source)
         return permute((self.start + np.asarray(indices, np.int64)) % samples, samples, _KEY)
 
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    def read(self, indices: np.ndarray, epoch: int) -> Rows:
         return self.source.read(self.rows(indices), epoch)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from common.errors import DataError
-from data.dataset import Batch, Source
+from data.dataset import Batch, Rows, Source
 from data.read_ahead import read_ahead, read_in_processes
 
 _ROUNDS = 8
@@ -116,15 +116,13 @@ class Joined(Source):
     def __len__(self) -> int:
         return int(self.lengths.sum())
 
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    def read(self, indices: np.ndarray, epoch: int) -> Rows:
         """See Source."""
         ends = np.cumsum(self.lengths)
         parts = np.searchsorted(ends, indices, side="right")
         return self.read_rows(parts, indices - (ends - self.lengths)[parts], np.full(len(indices), epoch))
 
-    def read_rows(
-        self, parts: np.ndarray, rows: np.ndarray, epochs: np.ndarray, seed: int | None = None
-    ) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    def read_rows(self, parts: np.ndarray, rows: np.ndarray, epochs: np.ndarray, seed: int | None = None) -> Rows:
         """Read a row of a part in an epoch for each of ``parts``, int64 [b]; with a seed, each epoch is shuffled."""
         sources, pieces, places = [*self.parts.values()], [], []
         for part, epoch in np.unique(np.stack([parts, epochs], axis=1), axis=0).tolist():
@@ -377,7 +375,7 @@ class EvalBatches:
 def _read(source: Source, indices: np.ndarray, *how: Any) -> Batch:
     """Read samples. Raises DataError if there is not one row for each index."""
     batch = Batch(*source.read(indices, *how))
-    if uneven := [len(tensor) for tensor in (*batch.input_tensors, batch.targets) if len(tensor) != len(indices)]:
+    if uneven := [len(tensor) for tensor in batch.tensors if len(tensor) != len(indices)]:
         raise DataError(
             f"{type(source).__name__}.read() returned {uneven[0]} rows for {len(indices)} indices; it must return one "
             "for each. Leave damaged samples out of len(), or give them targets that do not count (-100)"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.errors import DataError
 from data.cache import key_of
-from data.dataset import DataSet, once
+from data.dataset import DataSet, Rows, once
 from data.loader import Joined, VariableLength
 
 _LONGEST = 20_000  # the order of parts repeats after at most about so many samples, if need be with rounded weights
@@ -122,7 +122,7 @@ class Mixed(Joined):
         # The number of samples of the same part before each place.
         self._before = np.argsort(np.argsort(order, kind="stable")) - (np.cumsum(counts) - counts)[order]
 
-    def read(self, indices: np.ndarray, epoch: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    def read(self, indices: np.ndarray, epoch: int) -> Rows:
         """See Source."""
         rounds, places = np.divmod(epoch * len(self) + np.asarray(indices, np.int64), len(self._order))
         parts = self._order[places]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import Batch, InMemory, check_fractions, to_tensor
+from data.dataset import Batch, Given, InMemory, check_fractions, mapped, to_tensor, widened
 from data.folds import Folded, first_of
 
 _IGNORED = -100  # torch's own ignore_index
 
 
-Samples = tuple[Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...], Tensor | np.ndarray]  # inputs and targets
+Samples = tuple[Given | tuple[Given, ...], Given | tuple[Given, ...]]  # inputs and targets
 
 
 class TensorData(Folded):
@@ -30,8 +30,8 @@ class TensorData(Folded):
 
     def __init__(
         self,
-        inputs: Tensor | np.ndarray | tuple[Tensor | np.ndarray, ...],
-        targets: Tensor | np.ndarray,
+        inputs: Given | tuple[Given, ...],
+        targets: Given | tuple[Given, ...],
         valid: float | Samples = 0.1,
         test: float | Samples = 0.1,
         vocab_size: int | None = None,
@@ -44,7 +44,8 @@ class TensorData(Folded):
         Args:
             inputs: [n, ...], or tokens [n, t] if ``vocab_size`` is given; a tuple of such tensors or arrays if a model
                 has several inputs.
-            targets: [n, ...]; whole numbers, such as classes, become int64.
+            targets: [n, ...]; whole numbers, such as classes, become int64. A tuple of such tensors or arrays if there
+                are several losses (``models.losses.Several``).
             valid: What to validate on: a fraction of these samples in [0, 1), or others, as (inputs, targets).
             test: What to test on, as ``valid``.
             vocab_size: The number of tokens; None for data that is not language.
@@ -108,20 +109,19 @@ class _Drawn(InMemory):
 
 
 def _samples(inputs: Any, targets: Any, vocab_size: int | None) -> InMemory:
-    if isinstance(inputs, tuple) and not inputs:
-        raise DataError("inputs is an empty tuple; give a tensor, or one for each input of the model")
-    targets = to_tensor("targets", targets)
-    samples = InMemory(inputs, targets if targets.is_floating_point() else targets.long())
-    *several, targets = _tensors(samples)
+    if any(isinstance(given, tuple) and not given for given in (inputs, targets)):
+        raise DataError("inputs or targets are an empty tuple; give a tensor, or one for each input or target")
+    samples = InMemory(inputs, mapped(lambda given: widened(to_tensor("targets", given)), targets))
     if vocab_size is not None:
-        _check_tokens(several, vocab_size)
-        if targets.shape == several[0].shape:
-            _check_tokens((targets.where(targets != _IGNORED, 0),), vocab_size, "targets")
+        batch = Batch(samples.inputs, samples.targets)
+        _check_tokens(batch.input_tensors, vocab_size)
+        alike = [t for t in batch.target_tensors if t.shape == batch.input_tensors[0].shape]
+        _check_tokens([t.where(t != _IGNORED, 0) for t in alike], vocab_size, "targets")
     return samples
 
 
 def _tensors(samples: InMemory) -> tuple[Tensor, ...]:
-    return *Batch(samples.inputs, samples.targets).input_tensors, samples.targets
+    return Batch(samples.inputs, samples.targets).tensors
 
 
 def _check_like(split: str, samples: InMemory, whole: InMemory) -> None:

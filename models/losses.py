@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -88,12 +90,14 @@ class Sums(NamedTuple):
 
     def stack(self) -> Tensor:
         """Return [loss, count, *metrics], detached, as one vector of float64 (float32 on MPS, which has no float64)."""
-        dtype = torch.float32 if self.loss.device.type == "mps" else torch.float64
-        return torch.stack([v.detach().to(dtype) for v in (self.loss, self.count, *self.metrics)])
+        return torch.stack([v.detach().to(_wide(self.loss)) for v in (self.loss, self.count, *self.metrics)])
 
 
 class Loss(Protocol):
     """The loss at the end of a chain.
+
+    One of several losses (``Several``) also has a method ``count(targets)``, which returns ``Sums.count`` of a training
+    step, a scalar, before the output exists.
 
     Attributes:
         metrics: The names of further sums that the loss returns. Their means are in every record of metrics.jsonl
@@ -188,10 +192,25 @@ def mask_targets(targets: Tensor, weights: Tensor | None) -> Tensor:
     return targets.masked_fill(padding, IGNORED)
 
 
+def _known(targets: Tensor) -> Tensor:
+    return (targets != IGNORED).sum()
+
+
 def is_by_sample(loss: Any) -> bool:
     """Return whether a loss, or a layer's method, is known to be a sum over samples without the samples of weight 0."""
+    if isinstance(loss, Several):
+        return all(map(is_by_sample, loss.losses.values()))
     call = loss if loss is None or inspect.isroutine(loss) else type(loss).__call__
     return getattr(call, "__module__", None) in _BY_SAMPLE
+
+
+def means(loss: Loss, sums: Sequence[float]) -> dict[str, float]:
+    """Return the mean "loss" and that of each metric, from the totals [loss, count, *metrics]; {} if count is 0."""
+    total, count, *metrics = sums
+    if isinstance(loss, Several) and count:
+        return loss.means(metrics)
+    named = zip(("loss", *loss.metrics), (total, *metrics), strict=True)
+    return {name: value / count for name, value in named if count}
 
 
 def loss_of(layer: Any) -> Callable[..., Any] | None:
@@ -217,6 +236,8 @@ class SquaredError:
         errors = F.mse_loss(_at_least_float32(output), targets, reduction="none")
         scale = per_element(weights, errors)
         return Sums((errors * scale).sum(), scale.sum())
+
+    count = staticmethod(torch.numel)
 
 
 class OneHotSquaredError:
@@ -252,7 +273,9 @@ class ClassCrossEntropy:
             raise ValueError(f"targets must be one class number for each sample: give {whole}")
         targets = mask_targets(targets, weights)
         loss = F.cross_entropy(_at_least_float32(output), targets, reduction="sum", ignore_index=IGNORED)
-        return Sums(loss, (targets != IGNORED).sum(), ((output.argmax(dim=1) == targets).sum(),))
+        return Sums(loss, _known(targets), ((output.argmax(dim=1) == targets).sum(),))
+
+    count = staticmethod(_known)
 
 
 class TokenCrossEntropy:
@@ -287,6 +310,8 @@ class TokenCrossEntropy:
             loss, counted.sum(), tuple(F.cross_entropy(logits.detach(), targets, **summed) for _ in self.metrics)
         )
 
+    count = staticmethod(_known)
+
 
 class ElementwiseLoss:
     """A torch loss that compares element with element, summed over all elements. The count is the number of elements.
@@ -306,6 +331,8 @@ class ElementwiseLoss:
         terms = _terms(self.terms, output, targets)
         scale = per_element(weights, terms)
         return Sums((terms * scale).sum(), scale.sum())
+
+    count = staticmethod(torch.numel)
 
 
 class TorchCrossEntropy:
@@ -328,18 +355,24 @@ class TorchCrossEntropy:
                 f"nn.CrossEntropyLoss takes logits [b, classes, ...], and the model gives {tuple(output.shape)} for "
                 f"targets {tuple(targets.shape)}: use models.losses.TokenCrossEntropy(), or move the classes forward"
             )
-        terms, of_classes = _terms(self.terms, output, targets), self.terms.weight
-        counts, classes = torch.ones_like(terms), targets
-        if targets.is_floating_point():
-            classes = targets.argmax(dim=1)
-        else:
-            counted = targets != self.terms.ignore_index
-            counts = counts * counted
-            if of_classes is not None:
-                counts = counts * of_classes.to(terms)[targets.where(counted, 0)]
+        terms = _terms(self.terms, output, targets)
+        counts = self._count_each(targets).to(terms)
+        classes = targets.argmax(dim=1) if targets.is_floating_point() else targets
         scale = per_element(weights, terms)
         right = ((output.argmax(dim=1) == classes) * counts * scale).sum()
         return Sums((terms * scale).sum(), (counts * scale).sum(), (right,) * len(self.metrics))
+
+    def count(self, targets: Tensor) -> Tensor:
+        """See ``Loss``."""
+        return self._count_each(targets).sum()
+
+    def _count_each(self, targets: Tensor) -> Tensor:
+        if targets.is_floating_point():
+            return torch.ones_like(targets[:, 0])
+        counted, of_classes = targets != self.terms.ignore_index, self.terms.weight
+        if of_classes is None:
+            return counted.to(_wide(targets))
+        return counted * of_classes.to(targets.device, _wide(targets))[targets.where(counted, 0)]
 
 
 _ELEMENTWISE = (nn.MSELoss, nn.BCEWithLogitsLoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
@@ -347,11 +380,15 @@ _OF_TORCH = (nn.CrossEntropyLoss, *_ELEMENTWISE)
 
 
 def as_sums(loss: Any) -> Any:
-    """Return a torch loss that is a mean over its terms as sum and count. Return any other object unchanged.
+    """Return a torch loss that is a mean over its terms as sum and count, and a list or dict of losses as ``Several``.
+
+    Any other object is returned unchanged.
 
     Raises:
         ModelError: If the options of the loss make it something other than this mean.
     """
+    if isinstance(loss, (Mapping, list, tuple)):
+        return Several(loss)
     if type(loss) not in _OF_TORCH:
         return loss
     name = f"nn.{type(loss).__name__}"
@@ -369,6 +406,84 @@ def as_sums(loss: Any) -> Any:
             "pos_weight=, or write a loss (docs/own_model.md, 'A loss')"
         )
     return ElementwiseLoss(terms)
+
+
+class Several:
+    """Several losses. Each is a mean over its own targets in the global batch; the loss is the sum of these means.
+
+    The first loss gets the model's first output and the first of the targets, and so on. If the model has one output,
+    or the data one tensor of targets, all losses get it. The metrics of the loss NAME are ``NAME_loss``,
+    ``NAME_METRIC`` for each of its metrics, and ``NAME_count``, the number of targets that count. A loss for which no
+    target of a batch counts adds nothing.
+
+    Args:
+        losses: Losses by name; or a list of losses, which get the names target_1, target_2, ... Each is a loss of torch
+            or of this module, or one that has a method ``count`` (see ``Loss``).
+        weights: The factors of the losses by name, or in their order; 1 where they are not given.
+
+    Attributes:
+        totals: The number of targets of each loss in the global batch, [losses]. A training step sets it, so that the
+            gradient is that of the sum of the means.
+
+    Raises:
+        ModelError: If a loss or a weight cannot be used.
+    """
+
+    totals: Tensor | None = None
+
+    def __init__(self, losses: Any, weights: Any = None) -> None:
+        self.losses = {name: as_sums(loss) for name, loss in _by_name(losses).items()}
+        self.weights = dict.fromkeys(self.losses, 1.0) | _by_name(weights or {})
+        if unknown := self.weights.keys() - self.losses.keys():
+            raise ModelError(f"weights={weights}: there is no loss {min(unknown)}, only {', '.join(self.losses)}")
+        for loss in self.losses.values():
+            check_is_loss(loss)
+            if not hasattr(loss, "count"):
+                kind = type(loss).__name__
+                raise ModelError(f"{kind} is one of several losses: give it a method count(targets), as Sums.count is")
+        each = ((name, metric) for name, loss in self.losses.items() for metric in ("loss", *loss.metrics, "count"))
+        self.metrics: tuple[str, ...] = tuple(map("_".join, each))
+
+    def parts(self, output: Any, targets: Any) -> list[tuple[Any, Any, Any]]:
+        """Return each loss with its output and targets. Raises ValueError if there are not as many."""
+        n = len(self.losses)
+        outputs, of_each = (given if isinstance(given, tuple) else (given,) * n for given in (output, targets))
+        if not len(outputs) == len(of_each) == n:
+            raise ValueError(f"{n} losses for {len(outputs)} outputs of the model and {len(of_each)} targets")
+        return list(zip(self.losses.values(), outputs, of_each, strict=True))
+
+    def counts(self, targets: Any) -> Tensor:
+        """Return the number of targets that count for each loss, [losses]."""
+        parts = self.parts(None, targets)
+        return torch.stack([torch.as_tensor(loss.count(y), dtype=_wide(y), device=y.device) for loss, _, y in parts])
+
+    def __call__(self, output: Any, targets: Any, weights: Tensor | None) -> Sums:
+        """See ``Loss``."""
+        sums = [loss(*given, weights) for loss, *given in self.parts(output, targets)]
+        losses = torch.stack([part.loss * weight for part, weight in zip(sums, self.weights.values(), strict=True)])
+        if self.totals is not None:  # a step divides the sum by the sum of all counts, not by the count of each loss
+            losses = losses * torch.where(self.totals > 0, self.totals.sum() / self.totals, 0.0).to(losses.device)
+        metrics = itertools.chain(*((part.loss, *part.metrics, part.count) for part in sums))
+        count = torch.stack([part.count for part in sums]).sum()
+        return Sums(losses.sum().to(sums[0].loss.dtype), count, tuple(metrics))
+
+    def means(self, metrics: Sequence[float]) -> dict[str, float]:
+        """Return the mean "loss" and the mean of each metric. See ``means``."""
+        named = dict(zip(self.metrics, metrics, strict=True))
+        counts = {name: named[f"{name}_count"] for name in self.losses}
+        for name, loss in self.losses.items():
+            keys = (f"{name}_{metric}" for metric in ("loss", *loss.metrics))
+            named |= {key: named[key] / counts[name] if counts[name] else math.nan for key in keys}
+        return {"loss": sum(self.weights[n] * named[f"{n}_loss"] for n in counts if counts[n]), **named}
+
+
+def _by_name(given: Any) -> dict[str, Any]:
+    items = given.items() if isinstance(given, Mapping) else enumerate(given, 1)
+    return {key if isinstance(key, str) else f"target_{key}": value for key, value in items}
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def _terms(loss: nn.Module, output: Tensor, targets: Tensor) -> Tensor:

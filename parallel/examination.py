@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from common.errors import PlanError
-from data.dataset import Batch
+from data.dataset import Batch, mapped
 from models.auxiliary import Collected, collecting
 from models.batchnorm import StepBatchNorm
 from models.chain import CPU, LOSS, Chain, LayerSpec, Tensors, as_tuple, checked, converted, is_within
@@ -299,15 +299,15 @@ class _Examiner:
         with torch.set_grad_enabled(self.training), computing(Samples(len(batch), notes=notes)), mode:
             return call(module, tensors, batch)
 
-    def _differs_by_halves(self, loss: Facts, call: Call, module: nn.Module, targets: Tensor) -> bool:
+    def _differs_by_halves(self, loss: Facts, call: Call, module: nn.Module, targets: Tensors) -> bool:
         whole, dims = len(self.batches[1]), _sample_dims(loss.given)
         few = min(_ASKED, whole)
-        rows = torch.linspace(0, len(targets) - 1, few, dtype=torch.float64).long()
-        (targets,) = as_tuple(converted(targets[rows], torch.float32))
+        rows = torch.linspace(0, len(as_tuple(targets)[0]) - 1, few, dtype=torch.float64).long()
+        targets = converted(mapped(lambda x: x[rows], targets), torch.float32)
 
         def sums(first: int, count: int) -> Tensor:
             part = some_samples(outputs, dims, first, count, few)
-            return call(module, part, Batch(part, targets[first : first + count])).stack()
+            return call(module, part, Batch(part, mapped(lambda x: x[first : first + count], targets))).stack()
 
         with suppress(Exception), torch.no_grad():  # a user's code
             outputs = some_samples(loss.given[1], dims, 0, few, whole)

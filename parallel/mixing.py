@@ -77,7 +77,7 @@ def _problem(chain: Chain, found: Examination) -> str:
         return refused[0]
     assert found.sample is not None
     inputs, targets = found.sample.input_tensors, found.sample.targets
-    if targets.dim() < 2 or len({tensor.shape[1:2] for tensor in (*inputs, targets)}) > 1:
+    if isinstance(targets, tuple) or targets.dim() < 2 or len({tensor.shape[1:2] for tensor in (*inputs, targets)}) > 1:
         return ""  # the check of the data refuses these
     length = targets.shape[1]
     largest = max(sum(p.numel() for p in layer.parameters()) for _, layer in chain.skeleton().items())

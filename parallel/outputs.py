@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.chain import Tensors
 from parallel.mesh import Mesh
 from parallel.plan import Plan
 
@@ -22,28 +23,30 @@ class Taker(Protocol):
 
     alone: bool
 
-    def select(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+    def select(self, outputs: tuple[Tensor, ...], targets: Tensors) -> tuple[Tensor, ...]:
         """Return what rank 0 needs of a micro-batch. A rank with the last layer calls this.
 
         Args:
             outputs: What the last layer has returned, [samples, ...] each, without samples that fill up a batch. If
                 ranks divide sequences, these are the positions of this rank.
-            targets: [samples, ...], likewise.
+            targets: [samples, ...], or a tuple of such tensors, likewise.
         """
         ...
 
-    def take(self, selected: tuple[Tensor, ...], targets: Tensor) -> None:
+    def take(self, selected: tuple[Tensor, ...], targets: Tensors) -> None:
         """Take a global batch, on the CPU and in the order of the data. Rank 0 calls this.
 
         Args:
             selected: The results of ``select``, of all micro-batches and positions, [samples, ...] each. 16-bit floats
                 have become float32.
-            targets: [samples, ...].
+            targets: [samples, ...], or a tuple of such tensors.
         """
         ...
 
 
-def hand_out(mine: Sequence[Tensor], plan: Plan, mesh: Mesh, device: torch.device, taker: Taker) -> None:
+def hand_out(
+    mine: Sequence[Tensor], plan: Plan, mesh: Mesh, device: torch.device, taker: Taker, several: int | None = None
+) -> None:
     """Send what was selected of a global batch to rank 0, for its ``taker``. All ranks call this together.
 
     Args:
@@ -52,6 +55,7 @@ def hand_out(mine: Sequence[Tensor], plan: Plan, mesh: Mesh, device: torch.devic
         mesh: The ranks.
         device: The device of this rank.
         taker: The taker of this rank.
+        several: The number of targets of a sample; None if they are one tensor.
     """
     last = next(p for p in range(plan.pp) if plan.stages[-1] in plan.stages_of(p))
     owners = [mesh.pipeline(replica)[last if plan.pipelined else 0] for replica in range(mesh.dp)]
@@ -74,5 +78,6 @@ def hand_out(mine: Sequence[Tensor], plan: Plan, mesh: Mesh, device: torch.devic
                         dist.recv(x, owner)
             received.append([(x.float() if x.is_floating_point() and x.itemsize < 4 else x).cpu() for x in tensors])
     if mesh.rank == 0:
-        *selected, targets = map(torch.cat, zip(*received, strict=True))
-        taker.take(tuple(selected), targets)
+        whole = tuple(map(torch.cat, zip(*received, strict=True)))
+        first = len(whole) - (several or 1)
+        taker.take(whole[:first], whole[first] if several is None else whole[first:])

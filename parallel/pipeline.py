@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import Batch
-from models.chain import Chain
+from models.chain import Chain, Tensors
 from parallel.axes import axes_of
 from parallel.gathering import gathering
 from parallel.mesh import Mesh
@@ -87,9 +87,9 @@ class Pipeline(Strategy):
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return batch.input_tensors if self.mesh.position == 0 else ()
 
-    def _arguments(self, batch: Batch) -> dict[str, Tensor]:
+    def _arguments(self, batch: Batch) -> dict[str, Tensors]:
         samples = self.samples_of(batch)
-        arguments = {"samples": samples, "target": samples}
+        arguments: dict[str, Tensors] = {"samples": samples, "target": samples}
         if any(stage.ends_chain for stage in self.stages):
             arguments["targets"] = batch.targets
         if batch.weights is not None:

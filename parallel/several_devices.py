@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import PlanError
+from data.dataset import mapped
 from models.chain import Tensors, as_tuple
 from parallel.devices import autocast
 from parallel.stage import Stage
@@ -33,11 +34,11 @@ class _OnSeveralDevices(nn.Module):
         super().__init__()
         self._stages = tuple(stages)  # not as submodules: the strategy has their parameters
 
-    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None) -> Tensors:
+    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensors, weights: Tensor | None) -> Tensors:
         output: Tensors = tensors
         for stage in self._stages:
             if stage.ends_chain:
-                targets = targets.to(stage.device, non_blocking=True)
+                targets = mapped(lambda x, at=stage.device: x.to(at, non_blocking=True), targets)
             # Copy on the same device, too: the stage may change the tensor in place, and the previous stage would not
             # notice.
             tensors = tuple(tensor.to(stage.device, non_blocking=True, copy=True) for tensor in as_tuple(output))
@@ -64,8 +65,8 @@ class DataParallel(LocalStrategy):
 
 
 class _OnCopies(nn.DataParallel):
-    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensor, weights: Tensor | None) -> Tensor:
-        weights = None if weights is None else weights.to(targets.device)  # which DataParallel scatters
+    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensors, weights: Tensor | None) -> Tensor:
+        weights = None if weights is None else weights.to(as_tuple(targets)[0].device)  # which DataParallel scatters
         return super().forward(*tensors, samples=tuple(samples), targets=targets, weights=weights).sum()
 
 
@@ -76,9 +77,10 @@ class _Copy(nn.Module):
         super().__init__()
         self._stage, self._devices, self._precision = stage, devices, precision
 
-    def forward(self, *tensors: Tensor, samples: tuple[int, int], targets: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(self, *tensors: Tensor, samples: tuple[int, int], targets: Tensors, weights: Tensor | None) -> Tensor:
         first, count = samples
         each = -(-count // len(self._devices))  # all parts but the last
-        part = first + each * self._devices.index(targets.device.index), len(targets)
+        one, *_ = as_tuple(targets)
+        part = first + each * self._devices.index(one.device.index), len(one)
         with autocast(self._precision, "cuda"):
             return self._stage(*tensors, samples=part, targets=targets, weights=weights)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import PlanError
-from data.dataset import Batch
+from data.dataset import Batch, mapped
 from models.chain import CPU, Chain, LayerSpec, as_tuple, checked, converted, without_weights
 from models.losses import copy_to_try, loss_of
 from models.seeds import Samples, computing, seeded
@@ -105,7 +105,7 @@ def trace(
         for mode in seen or [nullcontext()]:
             given = tuple(tensor.clone() for tensor in tensors)  # each micro-batch has its own
             with mode:
-                output = loss_from(*given, targets.clone(), None).loss if last else module(*given)
+                output = loss_from(*given, mapped(torch.clone, targets), None).loss if last else module(*given)
         outputs = checked(layer.name, module, output)
         return outputs if last else as_tuple(converted(outputs, between_layers(precision))), seen
 

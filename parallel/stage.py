@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
+from data.dataset import mapped
 from models.auxiliary import leave_uncompiled
 from models.chain import LOSS, Chain, Tensors, as_tuple, converted
 from models.losses import Sums, is_by_sample, loss_of, replicas
@@ -133,7 +134,7 @@ class Stage(nn.Module):
         self,
         *tensors: Tensor,
         samples: Sequence[int] | Tensor,
-        targets: Tensor | None = None,
+        targets: Tensors | None = None,
         weights: Tensor | None = None,
     ) -> Tensors:
         """Compute one micro-batch. Samples of weight 0, which fill up the last batch of an evaluation, do not count.
@@ -143,7 +144,7 @@ class Stage(nn.Module):
             samples: The index of the micro-batch's first sample in the global batch, and the number of its samples.
                 Random numbers depend on them. A torch schedule cuts them out of a tensor and gives [1, 2] int64 on the
                 CPU.
-            targets: [b, ...], used by the stage that ends the chain and ignored by the other stages.
+            targets: [b, ...], or a tuple of such tensors; used by the stage that ends the chain, ignored by the others.
             weights: [b], used like ``targets``: 1, or 0 for the last samples. Best on the CPU, where they are counted.
 
         Returns:
@@ -157,9 +158,9 @@ class Stage(nn.Module):
         if not self.ends_chain:
             targets = weights = None
         elif targets is not None and weights is not None:
-            weights = weights.to(targets.device, non_blocking=True)
+            weights = weights.to(as_tuple(targets)[0].device, non_blocking=True)
             if 0 < counted < count and not self.leaves_out:
-                targets = targets[:counted]
+                targets = mapped(lambda x: x[:counted], targets)
                 if not self.sample_dims and self.begins_chain:
                     tensors, weights, count = tuple(x[:counted] for x in tensors), weights[:counted], counted
                     replicas.filled = None
@@ -169,7 +170,8 @@ class Stage(nn.Module):
         with kept:  # what an evaluation draws changes nothing after it
             result, returned = self._compute(where, tensors, targets, weights)
             if self.taker is not None and targets is not None:
-                self.taken.append((first, self.taker.select(self._rows(returned, counted, count), targets[:counted])))
+                of_these = mapped(lambda x: x[:counted], targets)
+                self.taken.append((first, self.taker.select(self._rows(returned, counted, count), of_these)))
         if not isinstance(result, Sums):
             return self._as_output(result)
         if counted:
@@ -177,7 +179,7 @@ class Stage(nn.Module):
         return result.loss * self.loss_scale
 
     def _compute(
-        self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: Tensor | None, weights: Tensor | None
+        self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: Any, weights: Tensor | None
     ) -> tuple[Tensors | Sums, tuple[Tensor, ...]]:
         """Compute all layers and, if there are targets, the loss. ``where`` is None if nothing is random.
 
@@ -215,10 +217,10 @@ class Stage(nn.Module):
             if self.taker.alone:
                 return torch.zeros((), device=tensors[0].device), as_tuple(returned)
             returned = tuple(x.clone() for x in as_tuple(returned))
-        if weights is not None and len(weights) > len(targets):
+        if weights is not None and len(weights) > (rows := len(as_tuple(targets)[0])):
             dims = self.sample_dims or [[0]] * len(tensors)
-            tensors = some_samples(tensors, dims, 0, len(targets), len(weights))
-            weights, output = weights[: len(targets)], tensors if isinstance(output, tuple) else tensors[0]
+            tensors = some_samples(tensors, dims, 0, rows, len(weights))
+            weights, output = weights[:rows], tensors if isinstance(output, tuple) else tensors[0]
             replicas.filled = None
         if head_loss is not None:
             return self.compute_layer(last_name, head_loss, where, *tensors, targets, weights), returned
@@ -279,7 +281,7 @@ class Stage(nn.Module):
         return self.chain.channels_last and x.dim() == 4
 
     def compute_layer(
-        self, name: str, layer: Callable[..., T], where: tuple[int, int] | None, given: Tensors, *more: Tensor | None
+        self, name: str, layer: Callable[..., T], where: tuple[int, int] | None, given: Tensors, *more: Tensors | None
     ) -> T:
         """Compute a layer, or the loss, with its random numbers. ``where`` is the first sample and the count.
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from common.errors import add_note
 from data.dataset import Batch
 from models.chain import LOSS, Chain
+from models.losses import Several, means
+from models.step import current_step, set_step
 from parallel.auxiliary import AuxiliaryLosses
 from parallel.axes import axes_of
 from parallel.batchnorm import RunningStatistics
@@ -86,6 +88,7 @@ class Strategy(ABC):
 
         ``sample`` is one micro-batch, for its shapes. It may be None if there is no pipeline.
         """
+        set_step(1)
         self.plan, self.chain, self.mesh, self.options = plan, chain, mesh, options
         self.device, self.devices = devices[0], list(dict.fromkeys(devices))
         self.timeline: Timeline | None = None
@@ -94,7 +97,7 @@ class Strategy(ABC):
         self._dtype, self._replica, self._alone = parameter_dtype(plan.precision), mesh.replica, mesh.size == 1
         self._first = 0  # the index of the first sample: in the global batch, or in the split in an evaluation
         self._averaged = plan.dp if self.loss_scale.enabled else 1  # a loss is divided by its terms and by this
-        each = max(1, sample.targets.numel()) / len(sample) if sample is not None else 1.0
+        each = max(1, sample.terms) / len(sample) if sample is not None else 1.0
         self._usual_terms = self._terms = plan.global_batch_size // plan.dp * each
         along = axes_of(plan)
         self.axes = [axis(name, plan, chain, mesh) for name, axis in along]
@@ -157,6 +160,12 @@ class Strategy(ABC):
         # ``terms`` is about the number of a replica's targets, padding included, and the same on all replicas.
         # ``averaged`` is 1; in float16 it is dp, so that every number is as large as in one process.
         placed, factor = self._placed(batch), self.loss_scale.factor / (self._averaged * self._terms)
+        before = current_step()
+        set_step(step)
+        if isinstance(loss := self.chain.loss, Several):
+            loss.totals = loss.counts(placed.targets) * self._counts_terms
+            if not self._alone:
+                dist.all_reduce(loss.totals)
         with self.auxiliary.step(factor):
             if self.auxiliary.in_advance:
                 with self._step(step, gradients=False):
@@ -168,10 +177,12 @@ class Strategy(ABC):
                 self.forward_backward(placed)
         self.gradients.finish()
         self.statistics.take()
-        result = self._agree(placed.targets.numel(), stop, loss_limit)
+        result = self._agree(placed.terms, stop, loss_limit)
         if result.usable:
             self.statistics.update()
             self.auxiliary.after_step()
+        else:
+            set_step(before)
         return result
 
     def eval_step(self, batch: Batch, number: int = 1, taker: Taker | None = None) -> Tensor:
@@ -193,7 +204,8 @@ class Strategy(ABC):
         with self._step():
             self.forward(placed)
         if taker is not None:
-            hand_out(self._outputs(placed), self.plan, self.mesh, self.device, taker)
+            several = len(placed.targets) if isinstance(placed.targets, tuple) else None
+            hand_out(self._outputs(placed), self.plan, self.mesh, self.device, taker, several)
         self._first = 0
         return self.take_sums()
 
@@ -204,7 +216,10 @@ class Strategy(ABC):
         for stage in self.stages:
             stage.taker = None
             if stage.ends_chain:
-                found = [*(x.to(self.device) for x in stage.take_outputs()), batch.targets[:counted]]
+                found = [
+                    *(x.to(self.device) for x in stage.take_outputs()),
+                    *(x[:counted] for x in batch.target_tensors),
+                ]
         for axis in reversed(self.axes):
             found = [axis.whole_output(x) for x in found]
         return found
@@ -293,9 +308,9 @@ class Strategy(ABC):
         factor *= self._averaged / self.loss_scale.factor
         self.gradients.multiply(factor)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.nan
-        mean = loss / count + auxiliary if count else math.nan
-        means = [value / count if count else math.nan for value in metrics]
-        named = dict(zip(self.chain.loss.metrics, means, strict=True))
+        named = dict.fromkeys(("loss", *self.chain.loss.metrics), math.nan)
+        named |= means(self.chain.loss, (loss, count, *metrics))
+        mean = named.pop("loss") + auxiliary
         if self.auxiliary.exist:
             named["auxiliary_loss"] = auxiliary
         return StepResult(mean, norm, stops > 0, count, spike=mean > loss_limit, metrics=named)

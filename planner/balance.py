@@ -76,7 +76,7 @@ def time_layers(
     tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample.input_tensors)
 
     def timed(layer: LayerSpec, tensors: tuple[Tensor, ...]) -> tuple[Times, tuple[Tensor, ...]]:
-        device, passed = sample.targets.device, between_layers(precision)
+        device, passed = sample.target_tensors[0].device, between_layers(precision)
         stage = Stage(chain, [layer.name], seed=seed, device=device, dtype=dtype, between_layers=passed)
         with autocast(precision, stage.device.type):
             _time_stage(stage, tensors, sample, 1)  # kernels are chosen and memory is taken
@@ -94,7 +94,7 @@ def _time_stage(
 ) -> tuple[Times, tuple[Tensor, ...]]:
     """Return the seconds of each micro-batch, and the stage's output."""
     device, count, times, begun = stage.device, len(sample), [], time.perf_counter()
-    stage.begin(training=True, step=1, loss_scale=1 / sample.targets.numel())
+    stage.begin(training=True, step=1, loss_scale=1 / sample.terms)
     while len(times) < fewest or (len(times) < _MOST_MICROBATCHES and time.perf_counter() - begun < least_s):
         received = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         synchronize(device)

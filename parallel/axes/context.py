@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import PlanError
-from data.dataset import Batch, DataSet
+from data.dataset import Batch, DataSet, mapped
 from models.chain import Chain
 from models.sequence import computing_part
 from parallel.axes.axis import AxisOfStage, Collective, all_reduce_sum
@@ -62,14 +62,14 @@ class ContextParallel(AxisOfStage):
         if layout.cp == 1:
             return
         sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
-        tensors = (*sample.input_tensors, sample.targets)
-        if len({tensor.shape[1:2] for tensor in tensors}) > 1 or sample.targets.dim() < 2:
+        tensors, targets = sample.tensors, sample.targets
+        if isinstance(targets, tuple) or len({tensor.shape[1:2] for tensor in tensors}) > 1 or targets.dim() < 2:
             shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors)
             raise PlanError(
                 f"parallel.cp={layout.cp} divides sequences, and the samples are not sequences of inputs and targets "
-                f"of one length: their tensors are {shapes}. Use a layout without parallel.cp"
+                f"of one length, with one tensor of targets: they are {shapes}. Use a layout without parallel.cp"
             )
-        widths, chunks = {sample.targets.shape[1], *getattr(data.train, "widths", ())}, 2 * layout.cp
+        widths, chunks = {targets.shape[1], *getattr(data.train, "widths", ())}, 2 * layout.cp
         multiple = math.lcm(chunks, layout.cp * layout.tp if layout.sequence else 1)
         if uneven := sorted(width for width in widths if width % multiple):
             again = f", and parallel.tp={layout.tp} ranks divide these again (parallel.sequence=true)" * layout.sequence
@@ -119,7 +119,8 @@ class ContextParallel(AxisOfStage):
 
     def part_of_batch(self, batch: Batch) -> Batch:
         """Return the batch at the positions of this rank."""
-        length, device = batch.targets.shape[1], batch.targets.device
+        targets = batch.target_tensors[0]
+        length, device = targets.shape[1], targets.device
         if self.attention is None or self.attention.length != length:
             self.attention = ContextAttention(self.ranks, self.plan.context, length, device)
         positions = self.attention.positions
@@ -127,8 +128,7 @@ class ContextParallel(AxisOfStage):
         def part(x: Tensor) -> Tensor:
             return x.index_select(1, positions)
 
-        inputs = tuple(map(part, batch.inputs)) if isinstance(batch.inputs, tuple) else part(batch.inputs)
-        return replace(batch, inputs=inputs, targets=part(batch.targets))
+        return replace(batch, inputs=mapped(part, batch.inputs), targets=part(targets))
 
     def whole_output(self, x: Tensor) -> Tensor:
         """See ``Axis.whole_output``. Tensors [b, t/n, ...] become [b, t, ...]."""

@@ -35,7 +35,7 @@ def test_every_row_is_in_one_split_and_which_are_held_out_depends_on_the_seed_al
 def test_an_array_is_mapped_and_an_archive_of_arrays_gives_the_same(folder, prepared):
     np.savez_compressed(folder / "all.npz", inputs=X, targets=Y)
     mapped, archive = prepared(Arrays, folder), prepared(Arrays, folder / "all.npz")
-    assert all(isinstance(array, np.memmap) for array in mapped.train.stored.arrays)
+    assert all(isinstance(array, np.memmap) for array in mapped.train.stored.arrays.values())
     assert rows(mapped.train) == rows(archive.train)
 
 
@@ -50,6 +50,13 @@ def test_a_model_may_have_several_inputs(folder, prepared):
     np.save(folder / "more", X[:, :1])
     inputs, targets = prepared(Arrays, folder, inputs=["inputs", "more"]).train.read(np.array([3, 4]), 0)
     assert [tensor.tolist() for tensor in inputs] == [X[targets.numpy()].tolist(), X[targets.numpy(), :1].tolist()]
+
+
+def test_a_sample_may_have_several_targets(folder, prepared):
+    np.save(folder / "more", X[:, :1])
+    inputs, targets = prepared(Arrays, folder, targets=["targets", "more"]).train.read(np.array([3, 4]), 0)
+    assert targets[0].dtype == torch.int64 and inputs.tolist() == X[targets[0].numpy()].tolist()
+    assert targets[1].tolist() == inputs[:, :1].tolist()
 
 
 def broken(folder):

@@ -1,6 +1,7 @@
 """Losses as sums and counts: padding counts nothing, and the mean over everything is the usual one."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from models.losses import (
     IGNORED,
     ClassCrossEntropy,
     OneHotSquaredError,
+    Several,
     SquaredError,
     Sums,
     TokenCrossEntropy,
@@ -49,7 +51,7 @@ CASES = pytest.mark.parametrize("loss, output, targets, mean, terms", LOSSES.val
 @CASES
 def test_sum_over_count_is_torch_s_mean(loss, output, targets, mean, terms):
     sums = loss(output, targets, None)
-    assert sums.count == terms * len(targets)
+    assert sums.count == terms * len(targets) == getattr(loss, "count", lambda _: sums.count)(targets)
     assert (sums.loss / sums.count).item() == pytest.approx(mean(output, targets).item(), rel=1e-6)
     exact = targets.double() if targets.is_floating_point() else targets
     assert loss(output.double(), exact, None).loss.dtype == torch.float64
@@ -155,3 +157,18 @@ def test_a_loss_with_parameters_is_refused_because_no_run_would_train_them(build
         check_is_loss(loss)
     net.requires_grad_(False)
     check_is_loss(loss)
+
+
+def test_one_of_several_losses_for_which_no_target_counts_adds_nothing_and_has_no_mean():
+    several = Several({"kind": ClassCrossEntropy(), "size": SquaredError()}, {"size": 0.5})
+    kinds, sizes = torch.full_like(CLASSES, IGNORED), torch.randn(6, 5, generator=DRAWN)
+    outputs = CLASS_LOGITS.detach().requires_grad_(), OUTPUT.detach()[[0, 1, 2, 3, 0, 1]].requires_grad_()
+    several.totals = several.counts((kinds, sizes))
+    sums = several(outputs, (kinds, sizes), None)
+    (sums.loss / sums.count).backward()
+    mean = nn.MSELoss()(outputs[1], sizes)
+    assert not outputs[0].grad.any()
+    torch.testing.assert_close(outputs[1].grad, torch.autograd.grad(mean / 2, outputs[1])[0])
+    found = several.means([metric.item() for metric in sums.metrics])
+    assert math.isnan(found["kind_loss"]) and found["kind_count"] == 0 and found["size_count"] == 30
+    assert found["loss"] == pytest.approx(mean.item() / 2) and found["size_loss"] == pytest.approx(mean.item())

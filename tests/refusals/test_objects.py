@@ -17,7 +17,7 @@ from data.dataset import DataSet, InMemory, Source
 from data.tensors import TensorData
 from models.chain import Chain, LayerSpec
 from models.given import set_given
-from models.losses import ClassCrossEntropy, SquaredError, Sums, gather
+from models.losses import ClassCrossEntropy, Several, SquaredError, Sums, gather
 from models.sequential import chain_of
 from training import load_config, train
 from training.command.api import with_given
@@ -63,6 +63,13 @@ class Loss:
 
     def __call__(self, output, targets, weights):
         return self.give(output, targets)
+
+
+class Miscounted(Loss):
+    """Its method does not count as its sums do."""
+
+    def count(self, targets):
+        return len(targets) // 2
 
 
 class Given(DataSet):
@@ -192,7 +199,13 @@ AT_ONCE = {
     "a sparse tensor": (lambda: data(INPUTS.to_sparse()), "sparse"),
     "a list of inputs": (lambda: data([INPUTS, INPUTS]), "a tuple of them for a model with several inputs"),
     "no targets": (lambda: data(INPUTS, None), "targets: NoneType is not a tensor"),
-    "two targets": (lambda: data(INPUTS, (LABELS, INPUTS)), "2 targets: a loss gets one tensor of them. Join them"),
+    "no target at all": (lambda: data(INPUTS, ()), "inputs or targets are an empty tuple"),
+    "fewer of a second target": (lambda: data(INPUTS, (LABELS, INPUTS[:9])), "40 inputs and 40 and 9 targets"),
+    "a factor for no loss": (lambda: chain(Several([SquaredError()], [1, 2])), "no loss target_2, only target_1"),
+    "a loss among several without count": (
+        lambda: chain([ClassCrossEntropy(), Loss(summed)]),
+        r"Loss is one of several.*a method count\(targets\)",
+    ),
     "fewer targets": (lambda: data(INPUTS, LABELS[:20]), "40 inputs and 20 targets"),
     "tokens without length": (lambda: data(LABELS, vocab_size=4), r"tokens, whole numbers \[n, t\]"),
     "tokens beyond the vocabulary": (lambda: data(LABELS[:, None] + 5, vocab_size=4), "from 5 to 6, but vocab_size=4"),
@@ -255,6 +268,19 @@ BEFORE_THE_RUN = {
     "labels in a column": (chain(), data(targets=LABELS[:, None]), r"\(1,\) int64 .*give targets\[:, 0\]"),
     "labels as vectors": (chain(), data(targets=F.one_hot(LABELS).float()), r"targets.argmax\(dim=1\)"),
     "all labels ignored": (chain(), data(targets=torch.full_like(LABELS, -100)), "no target counts: all 32 samples"),
+    "two targets for a loss": (
+        chain(), data(targets=(LABELS, INPUTS)), "each sample has 2 targets, and the loss ClassCrossEntropy takes one",
+    ),
+    "losses for another number of targets": (
+        chain([ClassCrossEntropy()] * 3), data(targets=(LABELS, LABELS)), "3 losses for 3 outputs .* and 2 targets",
+    ),
+    "one of two targets beyond the classes": (
+        chain([ClassCrossEntropy()] * 2), data(targets=(LABELS, LABELS + 1)), "int64 .* from 1 to 2.*out of bounds",
+    ),
+    "a count that is another one": (
+        chain([ClassCrossEntropy(), Miscounted(lambda o, t: Sums(summed(o, t), torch.tensor(len(t))))]),
+        data(targets=(LABELS, LABELS)), "count.. returns 4 for.*counts 8",
+    ),
     "targets of another shape": (chain(SquaredError()), data(targets=INPUTS[:, 0]), r"\(8, 2\), the targets are"),
     "whole numbers": (chain(), data(LABELS[:, None].expand(40, 4)), r"'0' \(Linear\).*int64: give inputs.float\(\)"),
     "truth values": (chain(), data(INPUTS > 0), "gets bool"),

@@ -18,6 +18,7 @@ from conf.instantiate import with_values
 from conf.schema import Root
 from models.chain import Chain
 from models.sequential import names_of_module
+from models.step import set_step
 from parallel.mesh import Mesh
 from parallel.pieces import Box
 from parallel.strategy import Strategy
@@ -80,6 +81,7 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
         tensors = CheckpointTensors(checkpoint)
         _compare(checkpoint, tensors, strategy.chain, trains=optimizer is not None)
         strategy.load_state_dict(tensors, lambda name: name not in strategy.chain.unsaved)
+        set_step(checkpoint.step)
         if optimizer is not None:
             _load_optimizer(tensors, strategy, optimizer)
             optimizer.average.load(checkpoint.average, tensors)

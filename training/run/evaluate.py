@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from data.loader import EvalBatches
 from data.read_ahead import read_ahead
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
+from models.losses import means
 from parallel.outputs import Taker
 from parallel.strategy import Strategy
 from training.reporting.recorder import Recorder
@@ -58,17 +58,10 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None, taker: Taker
             if stops:
                 raise Stopped(f"stopped in an evaluation, after batch {done} of {len(batches)}")
             asked += max(1, int(_ASK_EVERY_S * done / max(seconds, 1e-6)))
-    sums = {part: strategy.all_sum(total) for part, total in totals.items()}
-    result = _means(strategy, [*map(sum, zip(*sums.values(), strict=True))])
-    of_parts = {part: _means(strategy, own) for part, own in sums.items() if part}
-    return result | {f"{name}_{part}": value for part, means in of_parts.items() for name, value in means.items()}
-
-
-def _means(strategy: Strategy, sums: Sequence[float]) -> dict[str, float]:
-    """Return the means of the loss and of its metrics by name; empty if no target counts."""
-    loss, count, *metrics = sums
-    named = {"loss": loss, **dict(zip(strategy.chain.loss.metrics, metrics, strict=True))}
-    return {name: value / count for name, value in named.items()} if count else {}
+    loss, sums = strategy.chain.loss, {part: strategy.all_sum(total) for part, total in totals.items()}
+    result = means(loss, [*map(sum, zip(*sums.values(), strict=True))])
+    of_parts = {part: means(loss, own) for part, own in sums.items() if part}
+    return result | {f"{name}_{part}": value for part, named in of_parts.items() for name, value in named.items()}
 
 
 def evaluate_split(setup: Any, strategy: Strategy, split: str, recorder: Recorder) -> dict[str, float]:

@@ -53,7 +53,7 @@ def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
         if stage.begins_chain:
             look(0, -1, "an input of the batch", batch.input_tensors)
         if stage.ends_chain:
-            look(0, len(position) - 1, "a target of the batch", [batch.targets])
+            look(0, len(position) - 1, "a target of the batch", batch.target_tensors)
         handles.append(stage.register_forward_hook(look_at_loss))
         handles += [layer.register_forward_hook(partial(look_at_layer, name)) for name, layer in stage.layers.items()]
     try:

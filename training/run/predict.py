@@ -37,18 +37,18 @@ class Predictions:
         Args:
             put: Gets "loss" and "tokens" of texts, otherwise "output", or "output_0", "output_1", ... of several.
             texts: Whether samples are texts. Then the losses of each text's tokens are summed.
-            targets: Whether it gets "targets", too.
+            targets: Whether it gets "targets", too; "targets_0", "targets_1", ... of several.
         """
         self._put, self._texts, self._targets = put, texts, targets
 
-    def select(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+    def select(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
         """See ``Taker``. Of texts, return the loss of each token, which is small beside the logits."""
         if not self._texts:
             return outputs
         logits = outputs[0].to(torch.promote_types(outputs[0].dtype, torch.float32)).flatten(0, 1)
         return (F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view_as(targets),)
 
-    def take(self, selected: tuple[Tensor, ...], targets: Tensor) -> None:
+    def take(self, selected: tuple[Tensor, ...], targets: Any) -> None:
         """See ``Taker``."""
         if self._texts:
             columns = {"loss": selected[0].double().sum(1), "tokens": (targets != IGNORED).sum(1)}
@@ -57,7 +57,9 @@ class Predictions:
         else:
             columns = {f"output_{i}": tensor for i, tensor in enumerate(selected)}
         assert self._put is not None  # on rank 0
-        self._put({**columns, "targets": targets} if self._targets else columns)
+        several = targets if isinstance(targets, tuple) else ()
+        named = {f"targets_{i}": one for i, one in enumerate(several)} if several else {"targets": targets}
+        self._put(columns | named if self._targets else columns)
 
 
 def rows_of(columns: Columns) -> list[dict[str, Any]]:

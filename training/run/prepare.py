@@ -289,7 +289,7 @@ def _chain_of(model: Any, arguments: dict[str, Any]) -> Chain:
         made = build("model", arguments)
         if not isinstance(made, nn.Module):
             return made
-    if not hasattr(model.get("loss"), "keys"):
+    if not hasattr(model.get("loss"), "copy"):
         raise TrainingError(
             f"model={model.name}: {arguments['_target_']} gives an nn.Module, which says no loss; write "
             "'model.loss={_target_: torch.nn.CrossEntropyLoss}'"
@@ -308,7 +308,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
         TrainingError: The model does not accept the arguments.
     """
     loss = model.get("loss")
-    own_loss = hasattr(loss, "keys")  # otherwise ``loss`` is an argument of the model's function
+    own_loss = hasattr(loss, "copy")  # a section or several; otherwise ``loss`` is an argument of the model's function
     dropped = OWN_KEYS["model"] if own_loss or loss is None else OWN_KEYS["model"] - {"loss"}
     arguments = {key: value for key, value in model.items() if key not in dropped}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:

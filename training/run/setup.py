@@ -183,7 +183,7 @@ def _some_samples(source: Source | None) -> list[Tensor]:
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(np.int64))
     # Read one by one, so that samples of variable length are not padded to the longest.
     batches = [Batch(*source.read(np.array([index]), 0)) for index in indices]
-    return [tensor for batch in batches for tensor in (*batch.input_tensors, batch.targets)]
+    return [tensor for batch in batches for tensor in batch.tensors]
 
 
 def _content(tensor: Tensor) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from common.errors import TrainingError
 from common.packages import load_torchmetrics
 from conf.instantiate import resolve, to_dict
 from conf.messages import nearest
-from models.losses import IGNORED, ClassCrossEntropy, ElementwiseLoss, TokenCrossEntropy, TorchCrossEntropy
+from models.chain import Tensors
+from models.losses import IGNORED, ClassCrossEntropy, ElementwiseLoss, Several, TokenCrossEntropy, TorchCrossEntropy
 from parallel.mesh import Mesh
 
 _TASKS = ("Binary", "Multiclass", "Multilabel")
@@ -88,17 +89,20 @@ class Measured:
     """An entry during an evaluation, on rank 0."""
 
     def __init__(self, entry: Entry, loss: Any) -> None:
-        self.entry, self.loss, self.target = entry, loss, target_of(entry)
+        self.entry, self.target, self.place = entry, target_of(entry), entry.output or 0
+        self.loss = [*loss.losses.values()][self.place] if isinstance(loss, Several) else loss
         self.metric: Any = None
-        self.rows: list[tuple[Any, Tensor]] = []
+        self.rows: list[tuple[Tensors, Tensors]] = []
 
-    def update(self, outputs: tuple[Tensor, ...], targets: Tensor) -> None:
-        """Add a global batch."""
-        if not inspect.isclass(self.target):
-            several = self.entry.output is None and len(outputs) > 1
-            self.rows.append((outputs if several else outputs[self.entry.output or 0], targets))
+    def update(self, outputs: tuple[Tensor, ...], targets: Tensors) -> None:
+        """Add a global batch. Of several targets, those of the measured output count."""
+        if not inspect.isclass(self.target) and self.entry.output is None and len(outputs) > 1:
+            self.rows.append((outputs, targets))
             return
-        output = outputs[self.entry.output or 0]
+        output, targets = outputs[self.place], targets[self.place] if isinstance(targets, tuple) else targets
+        if not inspect.isclass(self.target):
+            self.rows.append((output, targets))
+            return
         if self.target.__module__.startswith("torchmetrics.classification."):
             output, targets = self._as_classes(output, targets)
         if self.metric is None:
@@ -110,9 +114,7 @@ class Measured:
         if self.metric is not None:
             return self.metric.compute()
         outputs, targets = zip(*self.rows, strict=True)
-        several = isinstance(outputs[0], tuple)
-        joined = tuple(map(torch.cat, zip(*outputs, strict=True))) if several else torch.cat(outputs)
-        return self.target(joined, torch.cat(targets), **self.entry.arguments)
+        return self.target(_joined(outputs), _joined(targets), **self.entry.arguments)
 
     def _as_classes(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities and whole numbers: torchmetrics would decide by each batch whether it gets logits."""
@@ -139,6 +141,11 @@ class Measured:
         return metric
 
 
+def _joined(batches: Sequence[Tensors]) -> Tensors:
+    several = isinstance(batches[0], tuple)
+    return tuple(map(torch.cat, zip(*batches, strict=True))) if several else torch.cat(batches)
+
+
 class SplitMetrics:
     """The taker of an evaluation with metrics (see ``parallel.outputs.Taker``)."""
 
@@ -148,11 +155,11 @@ class SplitMetrics:
         """Read the entries. ``loss`` is the chain's, which tells what the outputs are."""
         self._entries, self._loss, self.measured = entries(metrics), loss, []
 
-    def select(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+    def select(self, outputs: tuple[Tensor, ...], targets: Tensors) -> tuple[Tensor, ...]:
         """See ``Taker``."""
         return outputs
 
-    def take(self, selected: tuple[Tensor, ...], targets: Tensor) -> None:
+    def take(self, selected: tuple[Tensor, ...], targets: Tensors) -> None:
         """See ``Taker``."""
         self.measured = self.measured or [Measured(entry, self._loss) for entry in self._entries]
         for one in self.measured:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.errors import DataError
 from conf.instantiate import build
-from data.dataset import ONE_TARGET, Batch, Source
+from data.dataset import Batch, Source
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -36,22 +36,19 @@ def check_read(setup: Setup) -> None:
     source, first = setup.data.train, np.zeros(1, dtype=np.int64)
     given = source.read(first, 0)
     if isinstance(given, (tuple, list)) and len(given) == 2:
-        tensors = [*Batch(*given).input_tensors, given[1]]
+        tensors = Batch(*given).tensors
         if len(tensors) > 1 and all(isinstance(t, Tensor) and t.dim() > 0 and len(t) == 1 for t in tensors):
-            again = Batch(*source.read(first, 0))
-            if any(map(_differ, tensors, (*again.input_tensors, again.targets))):
+            if any(map(_differ, tensors, Batch(*source.read(first, 0)).tensors)):
                 raise DataError(
                     f"{type(source).__name__}.read() returned another sample for the same index the second time; it "
                     "must depend on its arguments only, so that a run can be repeated, resumed and divided. Draw from "
                     "a generator that is seeded by (epoch, index)"
                 )
             return
-        if isinstance(given[1], (tuple, list)):
-            raise DataError(f"{type(source).__name__}.read() returned {len(given[1])} targets: {ONE_TARGET}")
     kinds = ", ".join(map(_kind, given if isinstance(given, (tuple, list)) else [given]))
     raise DataError(
         f"{type(source).__name__}.read() returned {kinds} for one index; it must return (inputs, targets): tensors "
-        "with one row for each index, or a tuple of them as inputs"
+        "with one row for each index, or tuples of them"
     )
 
 

@@ -50,7 +50,8 @@ def check_examined(setup: Setup) -> None:
             )
         raise TrainingError(
             f"model={setup.cfg.model.name} cannot take this data: samples "
-            f"{' and '.join(map(_described, batch.input_tensors))} with targets {_described(batch.targets)} "
+            f"{' and '.join(map(_described, batch.input_tensors))} with targets "
+            f"{' and '.join(map(_described, batch.target_tensors))} "
             f"({'' if said.startswith(at.removesuffix(': ')) else at}{said})"
         ) from None
     except Exception as error:

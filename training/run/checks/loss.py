@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from common.errors import ModelError, TrainingError
 from data.dataset import Batch
 from models.chain import LOSS, Tensors, as_tuple
-from models.losses import IGNORED, Sums, check_sums, copy_to_try
+from models.losses import IGNORED, Several, Sums, check_sums, copy_to_try, is_by_sample
 from parallel.examination import MOST_OUTPUTS, Facts, made_up
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ def loss_name(loss: Any, facts: Facts) -> str:
 def check_result(setup: Setup, facts: Facts) -> None:
     """Check the result of the loss for a micro-batch. Raises the error of the loss, TrainingError or ModelError."""
     loss, plan, name = setup.chain.loss, setup.plan, loss_name(setup.chain.loss, facts)
+    if isinstance(targets := setup.sample.targets, tuple) and is_by_sample(loss) and not isinstance(loss, Several):
+        raise TrainingError(
+            f"each sample has {len(targets)} targets, and the loss {name} takes one; give one loss for each: "
+            "model.loss=[{_target_: torch.nn.CrossEntropyLoss}, {_target_: torch.nn.MSELoss}]"
+        )
     if facts.error is not None and not (facts.outputs and (facts.reads_numbers or plan.device_type == "cpu")):
         raise facts.error
     sums = facts.outputs[0]
@@ -48,16 +54,19 @@ def check_targets(setup: Setup, batch: Batch, output: Tensors) -> None:
         TrainingError: All targets are ignored, or the loss does not accept some targets.
     """
     samples = setup.known
-    if samples and samples[0].targets.numel() and (samples[0].targets == IGNORED).all():
+    if samples and samples[0].terms and all((targets == IGNORED).all() for targets in samples[0].target_tensors):
         raise TrainingError(f"no target counts: all {len(samples[0]):,} samples to train on are {IGNORED}, ignored")
     if sum(tensor.numel() for tensor in as_tuple(output)) > MOST_OUTPUTS:
         return
     for sample in samples or [batch]:  # one sample says nothing about others
         of = "this data" if samples else "the first sample"
-        _check_labels(setup.chain.loss, output, len(batch), sample.targets, of)
+        loss, given = setup.chain.loss, (output, sample.targets)
+        for part, outputs, targets in loss.parts(*given) if isinstance(loss, Several) else [(loss, *given)]:
+            if isinstance(targets, Tensor):  # a loss of the user's own may take several
+                _check_labels(part, outputs, targets, len(batch), of)
 
 
-def _check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose: str) -> None:
+def _check_labels(loss: Any, output: Tensors, targets: Tensor, size: int, whose: str) -> None:
     """Compute the loss of random outputs for ``size`` samples with the largest and the smallest real targets."""
     span = ""
     if not targets.is_floating_point() and targets.numel() > 0:
@@ -71,7 +80,7 @@ def _check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose:
     else:
         targets = targets[torch.arange(size) % len(targets)].float()  # as a step places them
     try:
-        copy_to_try(loss)(made_up(output), targets, None)
+        sums = copy_to_try(loss)(made_up(output), targets, None)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         shapes = " and ".join(str(list(t.shape)) for t in as_tuple(output))
         raise TrainingError(
@@ -79,3 +88,6 @@ def _check_labels(loss: Any, output: Tensors, size: int, targets: Tensor, whose:
             f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}{span}, with the model's output {shapes}"
             f": {error}"
         ) from None
+    if hasattr(loss, "count") and not math.isclose(sums.count, count := float(loss.count(targets)), rel_tol=1e-4):
+        name = type(loss).__name__
+        raise TrainingError(f"{name}.count() returns {count:g} for targets of which {name} counts {sums.count:g}")

@@ -61,7 +61,7 @@ def check_microbatch_fits(setup: Setup) -> None:
         UserError: The micro-batch does not fit.
     """
     one = setup.some(1)
-    size = sum(tensor.nbytes for tensor in (*one.input_tensors, one.targets))
+    size = sum(tensor.nbytes for tensor in one.tensors)
     count = setup.plan.microbatch_size
     check_memory(
         2 * size * count,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.machine import available_memory
-from data.dataset import Batch
+from data.dataset import Batch, mapped
 from launchers import Interrupted, stopping
 from models.chain import CPU, LOSS, Chain, as_tuple, converted, is_within
 from models.losses import loss_of
@@ -117,7 +117,8 @@ class Layer:
                 torch.stack(parts).sum().backward()
             if stage.ends_chain:
                 with torch.no_grad():
-                    stage(*self.rows(rows), samples=where, targets=self.samples.targets[rows])
+                    targets = mapped(lambda x: x[rows], self.samples.targets)
+                    stage(*self.rows(rows), samples=where, targets=targets)
         stage.end()
         given = dict(enumerate(outputs))
         gradients = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
