@@ -71,7 +71,8 @@ def rows_of(columns: Columns) -> list[dict[str, Any]]:
 def has_texts(data: DataSet, source: Source) -> bool:
     """Return whether each sample of a split is a text, whose next tokens are its targets."""
     inputs, targets = source.read(np.zeros(1, np.int64), 0)
-    return data.seq_len is not None and isinstance(inputs, Tensor) and inputs.shape == targets.shape
+    shapes = [of.shape for of in (inputs, targets) if isinstance(of, Tensor)]
+    return data.seq_len is not None and len(shapes) == 2 and shapes[0] == shapes[1]
 
 
 def prepared(cfg: Root, split: str) -> tuple[Restored, Source]:

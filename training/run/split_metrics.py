@@ -141,9 +141,9 @@ class Measured:
         return metric
 
 
-def _joined(batches: Sequence[Tensors]) -> Tensors:
+def _joined(batches: Sequence[Any]) -> Tensors:
     several = isinstance(batches[0], tuple)
-    return tuple(map(torch.cat, zip(*batches, strict=True))) if several else torch.cat(batches)
+    return tuple(map(torch.cat, zip(*batches, strict=True))) if several else torch.cat([*batches])
 
 
 class SplitMetrics:
