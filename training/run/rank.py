@@ -83,7 +83,10 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
         if cfg.mode in EVALUATES:
             act = evaluate_checkpoint if cfg.mode == "eval" else predict_checkpoint
             return act(setup, strategy, run_dir)
-        optimizer = Optimizer(to_dict(cfg.optim), strategy, averaging_of(cfg.callbacks))
+        optim = to_dict(cfg.optim)
+        if cfg.train.unfreeze and "fused" in optim and optim.get("momentum"):
+            optim["fused"] = False  # torch's fused SGD needs the momentum of all parameters or of none (torch 2.13)
+        optimizer = Optimizer(optim, strategy, averaging_of(cfg.callbacks))
         files = {} if cfg.train.checkpoint_every is None else files_of(strategy, optimizer)
         check_savable(files)
         _warn(strategy.mesh, check_run_directory(strategy.mesh, run_dir, bool(files), cfg.parallel.timeout_s))

@@ -128,13 +128,19 @@ def test_an_average_that_is_left_out_or_new_is_told_and_training_continues_from_
         assert says in said and ("the first weights that swa averages come later" in said) == bool(more)
 
 
-@pytest.mark.parametrize("optim", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("optim", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_frozen_modules_are_trained_after_their_step_as_by_requires_grad(tmp_path, optim):
     words = [f"optim={optim}", "optim.weight_decay=0.1", "optim.decay_vectors=true", "scheduler=constant"]
     words += ["train.unfreeze={5: [body], 8: [norm]}", "train.grad_clip=0.3", "optim.lr=0.01"]
+    (kind, more), net = OPTIMIZERS[optim], Net()
+    words += [f"optim.{key}={[*value] if isinstance(value, tuple) else value}" for key, value in more.items()]
     result = resumed(tmp_path, *words)
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optim]
-    net, more = Net(), {} if optim == "sgd" else {"betas": (0.9, 0.95)}
     optimizer = kind(net.parameters(), lr=0.01, weight_decay=0.1, **more)
 
     def before(step):
