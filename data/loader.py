@@ -118,9 +118,19 @@ class Joined(Source):
 
     def read(self, indices: np.ndarray, epoch: int) -> Rows:
         """See Source."""
+        parts, rows = self._places(indices)
+        return self.read_rows(parts, rows, np.full(len(indices), epoch))
+
+    def ids(self, indices: np.ndarray) -> list:
+        """Return the name of each sample's part with the id, or else the number, that the sample has there."""
+        pairs = [([*self.parts.items()][part], row) for part, row in zip(*self._places(indices), strict=True)]
+        return [f"{name}/{(source.ids(np.array([row])) or [row])[0]}" for (name, source), row in pairs]
+
+    def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the part of each sample, and its number there."""
         ends = np.cumsum(self.lengths)
         parts = np.searchsorted(ends, indices, side="right")
-        return self.read_rows(parts, indices - (ends - self.lengths)[parts], np.full(len(indices), epoch))
+        return parts, indices - (ends - self.lengths)[parts]
 
     def read_rows(self, parts: np.ndarray, rows: np.ndarray, epochs: np.ndarray, seed: int | None = None) -> Rows:
         """Read a row of a part in an epoch for each of ``parts``, int64 [b]; with a seed, each epoch is shuffled."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from numbers import Real
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from common.errors import DataError
 from data.cache import key_of
-from data.dataset import DataSet, Rows, once
+from data.dataset import DataSet, Rows, Source, once
 from data.loader import Joined, VariableLength
 
 _LONGEST = 20_000  # the order of parts repeats after at most about so many samples, if need be with rounded weights
@@ -87,6 +86,12 @@ class Mixture(DataSet):
         self.fingerprint = " ".join(part.fingerprint for part in self.parts.values())
         self.description = "; ".join(f"{n} ({self.weights[n]:g}): {part.description}" for n, part in self.parts.items())
 
+    def source_of(self, split: str) -> Source:
+        """See DataSet."""
+        super().source_of(split)  # raises if no part has samples
+        held = {"val": "valid"}.get(split, split)
+        return Joined({name: part.source_of(split) for name, part in self.parts.items() if getattr(part, held)})
+
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """See DataSet."""
         return self.first.encode_prompts(texts)
@@ -108,6 +113,8 @@ class Mixed(Joined):
 
     def __init__(self, parts: Mapping[str, Any], weights: Sequence[float], seed: int):
         """Choose the order of parts. It repeats after as many samples as the weights, in whole numbers, add up to."""
+        from fractions import Fraction  # takes 5 ms
+
         super().__init__(parts)
         exact = [Fraction(str(weight)) for weight in weights]  # of 0.1, one tenth
         shares = [weight / sum(exact) for weight in exact]

@@ -91,6 +91,11 @@ def test_evaluations_take_one_part_after_the_other():
     assert batches.counts == {"a": 1, "b": 1} and len(batches) == batches.whole == 2
     joined = mixture({"a": 3, "b": 1}).valid
     assert joined.read(np.array([3, 0, 2]), 0)[1].tolist() == [1001, 0, 1000] and len(joined) == 4
+    assert joined.ids(np.array([3, 0, 2])) == ["b/1", "a/0", "b/0"]
+    whole = mixture({"a": 3, "b": 1}).source_of("train")
+    assert whole.read(np.arange(53), 0)[1].tolist() == [
+        number for name in "ab" for number in samples(name, SIZES[name]).train.targets.tolist()
+    ]
 
 
 def test_parts_have_epochs_and_augmentation_of_their_own():

@@ -128,9 +128,8 @@ def check_evaluated(setup: Setup) -> None:
     if cfg.mode == "train" and follows and train.eval_every == 0:
         epoch = f"train.eval_every={setup.per_epoch} for one in each epoch"
         raise TrainingError(f"scheduler follows evaluations, and train.eval_every=0 has one at the end: set {epoch}")
-    if (
-        cfg.mode == "train" and needs and isinstance(setup.data.valid, Joined)
-    ):  # some parts may have no validation split
+    # Some parts of a mixture may have no validation split.
+    if cfg.mode == "train" and needs and isinstance(setup.data.valid, Joined):
         metrics = _metrics(cfg, setup.chain, setup.data.valid.parts)
         _check_monitored(cfg, evaluated(metrics, setup.data.seq_len is not None))
 
