@@ -84,7 +84,7 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
             act = evaluate_checkpoint if cfg.mode == "eval" else predict_checkpoint
             return act(setup, strategy, run_dir)
         optim = to_dict(cfg.optim)
-        if cfg.train.unfreeze and "fused" in optim and optim.get("momentum"):
+        if cfg.train.unfreeze and optim["_target_"].endswith(".SGD") and optim.get("momentum"):
             optim["fused"] = False  # torch's fused SGD needs the momentum of all parameters or of none (torch 2.13)
         optimizer = Optimizer(optim, strategy, averaging_of(cfg.callbacks))
         files = {} if cfg.train.checkpoint_every is None else files_of(strategy, optimizer)
