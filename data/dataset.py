@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from data.words import WordVocabulary
 
 
+PADDING_TARGET = -100  # torch's ignore_index, a target that does not count in the loss
 Given = Tensor | np.ndarray
 Rows = tuple[Tensor | tuple[Tensor, ...], Tensor | tuple[Tensor, ...]]  # inputs and targets
 
@@ -41,12 +42,14 @@ class Batch:
     Attributes:
         inputs: [b, ...], or a flat tuple of such tensors if a model has several inputs.
         targets: [b, ...], or a flat tuple of such tensors if a model has several targets.
+        documents: [b, t] int64, where the document of each token begins in its row. None if each row is one document.
         weights: [b] float, or None if every sample counts 1. 0.0 marks a sample that only fills up the last evaluation
             batch and must not count.
     """
 
     inputs: Tensor | tuple[Tensor, ...]
     targets: Tensor | tuple[Tensor, ...]
+    documents: Tensor | None = None
     weights: Tensor | None = None
 
     @property
@@ -69,13 +72,18 @@ class Batch:
         """The number of elements of all targets."""
         return sum(targets.numel() for targets in self.target_tensors)
 
+    @property
+    def others(self) -> dict[str, Tensor]:
+        """All that is not None beside the inputs, by name."""
+        return {name: given for name, given in vars(self).items() if name != "inputs" and given is not None}
+
     def __len__(self) -> int:
         return len(self.target_tensors[0])
 
     def map(self, change: Callable[[Any], Any]) -> Batch:
         """Return a batch of the results of ``change`` for each tensor."""
-        weights = None if self.weights is None else change(self.weights)
-        return Batch(mapped(change, self.inputs), mapped(change, self.targets), weights)
+        more = (None if given is None else change(given) for given in (self.documents, self.weights))
+        return Batch(mapped(change, self.inputs), mapped(change, self.targets), *more)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on a device; with ``non_blocking`` copies of pinned memory overlap with computation."""
@@ -119,10 +127,11 @@ class Source(ABC):
         """The number of samples."""
 
     @abstractmethod
-    def read(self, indices: np.ndarray, epoch: int) -> Rows:
+    def read(self, indices: np.ndarray, epoch: int) -> Any:
         """Return samples as (inputs [b, ...], targets [b, ...]); a tuple of either if a model has several.
 
-        This is a pure function: augmentation, if any, depends only on (seed, epoch, index).
+        If rows have several documents, the third item is ``Batch.documents``. This is a pure function: augmentation, if
+        any, depends only on (seed, epoch, index).
 
         Args:
             indices: int64 [b], each in [0, len).

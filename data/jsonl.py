@@ -22,11 +22,12 @@ from torch import Tensor
 from common.errors import DataError
 from common.machine import usable_cores
 from data.cache import MappedFile, cached_folder, key_of
-from data.dataset import Source, by_part, check_at_least, given_path, once
+from data.dataset import PADDING_TARGET, Source, by_part, check_at_least, given_path, once
 from data.documents import TO_UTF8, files_of, is_utf16, split_of
 from data.folds import Folded
 from data.loader import VariableLength, bucket_widths
 from data.packed import SUFFIXES, unpacked
+from data.packing import PackedRows, Packing
 from data.prompts import Row, RowProblem, RowTokens, is_chat
 from data.seen_rows import SeenRows
 from data.vocabulary import ExtraTokens, Vocabulary, choose_vocabulary
@@ -41,7 +42,6 @@ _ENCODE_BYTES = 4 << 20  # of the rows that are checked; encoding takes much lon
 _SEEN = "seen.json"
 PERIOD = 20
 CHATS = "data.messages="
-PADDING_TARGET = -100  # torch's ignore_index, a target that does not count in the loss
 _LENGTHS = "tokens.uint32"
 _AT_A_TIME = 256  # the number of rows that are read at a time if all are read in order
 _VALID, _TEST = 9, 19
@@ -88,9 +88,13 @@ class RowData(Folded):
         answer: str | None = None,
         template: str | None = None,
         messages: str | None = None,
+        packing: Packing = False,
         **options: Any,
     ):
         super().__init__(**options)
+        if packing and bucket_by_length:
+            raise DataError("data.packing fills rows, and data.bucket_by_length=true shortens them; leave one out")
+        self.packing, self._split = packing, packing == "split"
         self.root = given_path(root, f"data={self.suffix[1:]} needs the rows, data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len)
         self.vocabulary = choose_vocabulary(tokenizer, extra_tokens)
@@ -118,6 +122,9 @@ class RowData(Folded):
         if self.bucket_by_length:
             counts = cached_counts(rows["train"], self.row_tokens, self.seq_len + 1, self.cache_dir)
             self.train = BucketedRows(counts, rows["train"], selected["train"], self.row_tokens, self.seq_len)
+        if self.packing:
+            packed = {split: self._packed(source) for split, source in sources.items()}
+            self.train, self.valid, self.test = packed["train"], packed["valid"] or None, packed["test"] or None
         self.description = self._describe(seen["train"])
         self.deal()
 
@@ -159,11 +166,18 @@ class RowData(Folded):
         folder = cached_folder(self.cache_dir, f"checked-{key_of(rows.key, *checked)}", check)
         return SeenRows(**json.loads((folder / _SEEN).read_bytes()))
 
+    def _packed(self, source: TokenRows) -> PackedRows:
+        most = None if self._split else self.seq_len + 1
+        counts = cached_counts(source.rows, self.row_tokens, most, self.cache_dir)
+        documents = BucketedRows(counts, source.rows, source.selection, self.row_tokens, self.seq_len)
+        return PackedRows(documents, self.seq_len, self._split, self.cache_dir)
+
     def _describe(self, seen: SeenRows) -> str:
         splits = (("train", self.train), ("valid", self.valid), ("test", self.test))
         parts = [f"{split} {len(source) if source else 0:,} rows" for split, source in splits]
         widths = self.train.widths if isinstance(self.train, BucketedRows) else (self.seq_len,)
-        described = seen.describe(self.seq_len, " or ".join(map(str, widths)))
+        how = f"{self.train.described}, packed" if isinstance(self.train, PackedRows) else "padded"
+        described = seen.describe(self.seq_len, " or ".join(map(str, widths)), how)
         return f"{self.title} of {self.root}, {self.vocabulary.label}: {', '.join(parts)}, {described}"
 
 
@@ -261,15 +275,25 @@ class TokenRows(Source):
 
 
 class BucketedRows(TokenRows, VariableLength):
-    """TokenRows in batches that can be narrower than seq_len. ``counts`` has the tokens of each cut row."""
+    """TokenRows in batches that can be narrower than seq_len. ``counts`` has the tokens of each cut row.
+
+    Attributes:
+        key: Everything that determines the tokens, for the cache.
+        end: The token that fills up rows.
+    """
 
     def __init__(self, counts: MappedFile, rows: RowFiles, selection: RowSelection, *more: Any):
         super().__init__(rows, selection, *more)
         self.widths, self.counts = bucket_widths(self.seq_len), counts
+        self.key, self.end = [counts.path.parent.name, rows.key, selection.kept], self.row_tokens.vocabulary.end
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of filled positions: the tokens of a row without the last, which is only a target."""
         return self.counts.array[self.selection.row(indices)].astype(np.int64) - 1
+
+    def tokens(self, indices: np.ndarray, most: int | None) -> list[tuple[list[int], np.ndarray]]:
+        """Return at most ``most`` tokens of each row, and which of them count in the loss."""
+        return encoded_rows(self.rows, self.selection.row(indices), self.row_tokens, most=most)
 
 
 def encoded_rows(
@@ -293,7 +317,7 @@ def encoded_rows(
         raise DataError(f"{rows.name(indices[problem.index])}: {problem}") from None
 
 
-def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int, cache_dir: str | os.PathLike | None) -> MappedFile:
+def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int | None, cache_dir: Any) -> MappedFile:
     """Return the number of tokens of each row, at most ``most``, including the end token."""
     threads = min(4, usable_cores())
 

@@ -12,6 +12,7 @@ from common.errors import DataError
 from data.cache import MappedFile
 from data.dataset import DataSet, check_at_least, once
 from data.documents import Document
+from data.packing import PackedRows, Packing, Stream
 from data.token_windows import ColumnWindows, TokenWindows, cached_tokens, unigram_entropy
 from data.vocabulary import ExtraTokens, Vocabulary, choose_vocabulary
 from data.words import WordVocabulary
@@ -36,7 +37,8 @@ class LanguageData(DataSet):
     min_word_frequency = 5
     vocabulary: Vocabulary | WordVocabulary
     seq_len: int
-    train: TokenWindows
+    train: TokenWindows | PackedRows
+    _trained: MappedFile
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class LanguageData(DataSet):
         columns: int | None = None,
         extra_tokens: ExtraTokens = None,
         tokenizer: str | None = None,
+        packing: Packing = False,
         **options: Any,
     ):
         """Check the arguments; prepare() reads the data.
@@ -61,6 +64,7 @@ class LanguageData(DataSet):
             columns: The number of columns, which is the global batch size. Needed with ``batchify``.
             extra_tokens: Tokens after GPT-2's own (``model.extra_tokens``).
             tokenizer: A folder with a tokenizer.json, or that file, in place of GPT-2's tokens.
+            packing: Fill samples with documents, which do not see each other. True for "split".
             options: See DataSet.
 
         Raises:
@@ -70,7 +74,12 @@ class LanguageData(DataSet):
         check_at_least(1, seq_len=seq_len)
         if batchify and columns is None:
             raise DataError("data.batchify=true needs data.columns, which is the global batch size")
-        self.seq_len = seq_len
+        if packing and (batchify or vocabulary == "words"):
+            raise DataError(
+                "data.packing needs the token that ends a document, which words do not have, and fills samples, which "
+                "data.batchify=true reads as columns; leave it out, or use data.vocabulary=gpt2 data.batchify=false"
+            )
+        self.seq_len, self.packing = seq_len, packing
         self.columns = columns if batchify else None
         if vocabulary == "words":
             if extra_tokens or tokenizer is not None:
@@ -98,7 +107,7 @@ class LanguageData(DataSet):
     @property
     def unigram_entropy(self) -> float:
         """See DataSet."""
-        return unigram_entropy(self.train.tokens)
+        return unigram_entropy(self._trained.array)
 
     @abstractmethod
     def documents(self) -> Mapping[str, Sequence[Document]]:
@@ -120,22 +129,25 @@ class LanguageData(DataSet):
         )
         if isinstance(self.vocabulary, WordVocabulary):
             self.vocabulary.load(files["train"].path.parent)
-        self.train = self._train(files["train"])
-        self.valid, self.test = (
-            TokenWindows(files[split], self.seq_len) if files[split].count > self.seq_len else None
-            for split in ("valid", "test")
-        )
+        self._trained, self.train = files["train"], self._train(files["train"])
+        self.valid, self.test = (self._samples(files[split]) for split in ("valid", "test"))
         self.description = self._describe(documents, files)
 
-    def _train(self, file: MappedFile) -> TokenWindows:
-        if file.count <= self.seq_len:
+    def _samples(self, file: MappedFile) -> TokenWindows | PackedRows | None:
+        if self.packing:
+            documents = Stream([file], self.vocabulary.end, self.cache_dir)
+            return PackedRows(documents, self.seq_len, self.packing != "whole", self.cache_dir) or None
+        return TokenWindows(file, self.seq_len) if file.count > self.seq_len else None
+
+    def _train(self, file: MappedFile) -> TokenWindows | PackedRows:
+        if (source := self._samples(file)) is None:
             raise DataError(
                 f"the train split of {self.title} has {file.count:,} tokens; one sample of "
                 f"data.seq_len={self.seq_len} needs {self.seq_len + 1}. Lower data.seq_len or give more text"
             )
         if self.columns is not None:
             return ColumnWindows(file, self.columns, self.seq_len)
-        return TokenWindows(file, self.seq_len)
+        return source
 
     def _describe(self, documents: Mapping[str, Sequence[Document]], files: Mapping[str, MappedFile]) -> str:
         parts = []
@@ -146,6 +158,7 @@ class LanguageData(DataSet):
         pieces = Counter(document.path for part in documents.values() for document in part).values()
         count = sum(1 if number <= len(documents) else number for number in pieces)
         columns = "" if self.columns is None else f", read in {self.columns} columns"
+        columns += f", packed ({self.train.described})" if isinstance(self.train, PackedRows) else ""
         return f"{self.title}, {count:,} documents, {self.vocabulary.label}{columns}: {', '.join(parts)}"
 
 

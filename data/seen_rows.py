@@ -41,8 +41,8 @@ class SeenRows:
                     if not row_tokens.reads(*THOUGHTS if key in THOUGHTS else [key]):
                         self.unread[key] = self.unread.get(key, 0) + 1
 
-    def describe(self, seq_len: int, widths: str) -> str:
-        """Return to which ``widths`` rows are padded, how many are cut, and which roles count."""
+    def describe(self, seq_len: int, widths: str, how: str = "padded") -> str:
+        """Return to which ``widths`` rows are padded or packed, how many are cut, and which roles count."""
         inputs, first = np.array(self.lengths).T
         cut, holds = inputs > seq_len, np.quantile(inputs, 0.95, method="inverted_cdf")
         notes, some = [], len(inputs) < self.rows
@@ -57,7 +57,7 @@ class SeenRows:
         by: dict[bool, list[str]] = {True: [], False: []}
         for role, (number, counts) in sorted(self.roles.items()):
             by[counts].append(f"{role} ({number:,})")
-        padded = f"padded{' or cut' * bool(cut.any() or some)} to {widths} tokens{': ' * bool(notes)}{', '.join(notes)}"
+        padded = f"{how}{' or cut' * bool(cut.any() or some)} to {widths} tokens{': ' * bool(notes)}{', '.join(notes)}"
         roles = f"; messages that count: {', '.join(by[True])}; that do not: {', '.join(by[False])}"
         unread = ", ".join(f"{key} ({number:,})" for key, number in sorted(self.unread.items()))
         return padded + roles * bool(self.roles) + f"; not in the template: {unread}" * bool(unread)

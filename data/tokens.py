@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from common.errors import DataError
 from data.cache import MappedFile
 from data.dataset import DataSet, Source, by_part, check_at_least, given_path, once
 from data.documents import files_of, split_of
+from data.packing import PackedRows, Packing, Stream
 from data.token_windows import TokenWindows, shifted
 from data.vocabulary import GPT2_VOCAB_SIZE, ExtraTokens, choose_vocabulary
 
@@ -44,6 +46,7 @@ class Tokens(DataSet):
         extra_tokens: ExtraTokens = None,
         tokenizer: str | None = None,
         dtype: str | None = None,
+        packing: Packing = False,
         **options: Any,
     ):
         super().__init__(**options)
@@ -54,7 +57,10 @@ class Tokens(DataSet):
             vocab_size = vocabulary.size
         self.vocabulary = vocabulary if tokenizer is not None or vocab_size == vocabulary.size else None
         self.seq_len, self.vocab_size = seq_len, vocab_size
-        self.format, self.dtype = format, dtype
+        self.format, self.dtype, self.packing = format, dtype, packing
+        if packing and self.vocabulary is None:
+            said = "the token that ends a document: name the vocabulary that has it, data.tokenizer=FOLDER"
+            raise DataError(f"data.packing needs {said}")
         with suppress(TypeError):
             if dtype is None or np.dtype(dtype).kind in "iu":
                 return
@@ -72,7 +78,7 @@ class Tokens(DataSet):
             splits[split_of(path.relative_to(self.root))].append(file)
         if self.root.is_file():
             splits = _cut(*splits["train"])
-        sources = {split: Shards(part, self.seq_len, self.vocab_size) for split, part in splits.items()}
+        sources = {split: self._samples(part) for split, part in splits.items()}
         if not sources["train"]:
             tokens = ", ".join(f"{file.path.name}: {file.count:,}" for file in splits["train"][:5])
             raise DataError(
@@ -86,7 +92,16 @@ class Tokens(DataSet):
             f"{split} {sum(file.count for file in part):,} tokens ({len(sources[split]):,} samples)"
             for split, part in splits.items()
         )
-        self.description = f"token shards of {self.root} ({len(paths):,}): {', '.join(parts)}"
+        packed = f", packed ({self.train.described})" if isinstance(self.train, PackedRows) else ""
+        self.description = f"token shards of {self.root} ({len(paths):,}){packed}: {', '.join(parts)}"
+
+    def _samples(self, files: Sequence[MappedFile]) -> Shards | PackedRows:
+        if not self.packing or self.vocabulary is None:
+            return Shards(files, self.seq_len, self.vocab_size)
+        documents = Stream(
+            files, self.vocabulary.end, self.cache_dir, partial(check_tokens, vocab_size=self.vocab_size)
+        )
+        return PackedRows(documents, self.seq_len, self.packing != "whole", self.cache_dir)
 
 
 class Shards(Source):

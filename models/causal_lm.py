@@ -28,13 +28,14 @@ from models.causal_lm_layers import Forward, first_of, hidden_of, refused
 from models.chain import Chain, LayerSpec, shared_parameters, without_weights
 from models.cut import Columns, CutOf, Experts, GatherInput, Refused, Rows, Vocabulary, own_computation
 from models.losses import TokenCrossEntropy
-from models.sequence import computing_part
+from models.sequence import computing_documents, computing_part
 
 _TEXTS, _TOKENS = 2, 12  # the size of the batch in ``prove``
 _EXACT = 1e-6  # the largest relative difference from the whole model in float32
 _ROUNDING = 1e-4  # the same for logits of a text beside other texts, which are rounded differently
 # What a layer that returns other values cannot be cut into, when it returns them, and why.
 _ON_ITS_OWN = "layers", "on its own than inside the model", "so it must receive more than hidden states"
+_IN_DOCUMENTS = "rows of documents", "beside another document", "so it reads other documents; set data.packing=false"
 _IN_PARTS = "parts of sequences", "for positions in another order", "so it attends by itself; set parallel.cp=1"
 
 
@@ -190,17 +191,20 @@ class Decoder(Forward):
 
     @cache  # noqa: B019  # a process has few models
     @torch.no_grad()
-    def prove_parts(self) -> None:
+    def prove_parts(self, packed: bool = False) -> None:
         """Compare the chain as ``prove`` does, but with the positions of each text in another order.
+
+        With ``packed``, each text is two documents, and is compared with the whole model's results for each.
 
         Raises:
             ModelError: If layers do not attend by transformers' interface alone, or read positions of their own.
         """
-        with refused(self.kind, "its own code does not run for a part of each sequence"):
+        what = "documents that share a row" if packed else "a part of each sequence"
+        with refused(self.kind, f"its own code does not run for {what}"):
             order = torch.randperm(_TOKENS, generator=torch.Generator().manual_seed(0))
-            self._compare(Reordered(order))
+            self._compare(None if packed else Reordered(order), packed)
 
-    def _compare(self, part: Reordered | None = None) -> None:
+    def _compare(self, part: Reordered | None = None, packed: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         whole = self._with_numbers(generator)
         words = whole.config.get_text_config().vocab_size
@@ -211,23 +215,25 @@ class Decoder(Forward):
         blocks = whole.get_submodule(self.layers)
         hooks = [block.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True) for block in blocks]
         adds = {"output_router_logits": True} if self.adds_balance else {}
-        output = whole(input_ids=tokens, labels=tokens, use_cache=False, **adds)
+        texts = tokens.view(-1, _TOKENS // 2) if packed else tokens
+        output = whole(input_ids=texts, labels=texts, use_cache=False, **adds)
         for hook in hooks:
             hook.remove()
         args, kwargs, _ = calls[0]
         wanted = [hidden_of(args, kwargs), *[first_of(call[-1]) for call in calls], output.logits]
         order = slice(None) if part is None else part.positions
         computed = tokens[:, order]
+        begins = torch.arange(_TOKENS).expand(_TEXTS, -1) // (_TOKENS // 2) * (_TOKENS // 2) if packed else None
         for layer, expected in zip(self.chain_layers(whole.get_submodule), wanted, strict=True):
-            with computing_part(part), collecting(step):
+            with computing_part(part), computing_documents(begins), collecting(step):
                 computed = layer.build().eval()(computed)
-            if (off := _difference(computed, expected[:, order])) > _EXACT:
-                what, when, why = _ON_ITS_OWN if part is None else _IN_PARTS
+            if (off := _difference(computed, expected.reshape(_TEXTS, _TOKENS, -1)[:, order])) > _EXACT:
+                what, when, why = _IN_DOCUMENTS if packed else _ON_ITS_OWN if part is None else _IN_PARTS
                 raise ModelError(
                     f"{self.kind} cannot be cut into {what}: {layer.name} returns different values {when} (a relative "
                     f"difference of {off:.1e}), {why}"
                 )
-        if part is not None:
+        if part is not None or packed:
             return
         if (off := _difference(*computed[:, : _TOKENS // 2])) > _ROUNDING:
             raise ModelError(

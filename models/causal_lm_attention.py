@@ -1,7 +1,8 @@
-"""Attention of transformers' models, and the arguments of their layers, for a part of each sequence.
+"""Attention of transformers' models, and the arguments of their layers, for a part of each sequence, or for documents.
 
 A model's attention calls a function of transformers' interface. For a part of each sequence that function is ``attend``
-below. The mask of a layer becomes a stand-in that says which keys a query sees, and takes no memory.
+below. The mask of a layer becomes a stand-in that says which keys a query sees, and takes no memory. For several
+documents in a whole sequence, the function stays transformers' own, and the mask hides the other documents.
 """
 
 from __future__ import annotations
@@ -55,13 +56,15 @@ def register() -> None:
     AttentionInterface.get_interface = get_interface
 
 
-def cut(calls: Any, longer: Any, positions: Tensor) -> Any:
-    """Return the arguments of layers for some positions.
+def cut(calls: Any, longer: Any, positions: Tensor, documents: Tensor | None = None) -> Any:
+    """Return the arguments of layers for some positions, or for documents.
 
     Args:
         calls: The arguments for all positions: tensors in tuples, lists and dicts.
         longer: The arguments for one more position. Dimensions of tensors that differ are positions.
-        positions: [t] int64.
+        positions: [t] int64, or [b, t] if rows have different ones.
+        documents: The documents of whole sequences, [b, t]. Masks then hide other documents; if it is None, masks
+            become stand-ins.
     """
     known: dict[int, Tensor] = {}  # layers have common tensors
 
@@ -69,9 +72,17 @@ def cut(calls: Any, longer: Any, positions: Tensor) -> Any:
         if not isinstance(whole, Tensor):
             return whole
         dims = [dim for dim, size in enumerate(whole.shape) if more.shape[dim] != size]
-        if id(whole) not in known and len(dims) > 1:
+        if id(whole) not in known and len(dims) > 1 and documents is not None:
+            others = documents[:, None, :, None] != documents[:, None, None]
+            hidden = False if whole.dtype == torch.bool else torch.finfo(whole.dtype).min
+            known[id(whole)] = whole.masked_fill(others, hidden)
+        elif id(whole) not in known and len(dims) > 1:
             known[id(whole)] = torch.zeros((), dtype=whole.dtype).expand(1, 1, len(positions), whole.shape[-1])
             vars(known[id(whole)])["seen"] = seen_by(whole)
+        elif id(whole) not in known and dims and positions.dim() > 1:
+            rows = whole.expand(len(positions), *whole.shape[1:]).unbind() if dims[0] else [whole] * len(positions)
+            dim = max(dims[0] - 1, 0)
+            known[id(whole)] = torch.stack([x.index_select(dim, at) for x, at in zip(rows, positions, strict=True)])
         elif id(whole) not in known:
             known[id(whole)] = whole.index_select(dims[0], positions) if dims else whole
         return known[id(whole)]
@@ -102,12 +113,17 @@ def _recognized(sees: Callable[[Tensor, Tensor], Tensor], length: int) -> dict[s
 
 
 @contextmanager
-def masks_without_memory() -> Iterator[None]:
-    """Let transformers make masks on the meta device. Their attribute ``seen`` is what ``seen_by`` returns."""
+def masks_of_layers(in_memory: bool) -> Iterator[None]:
+    """Let transformers make masks on the meta device. Their attribute ``seen`` is what ``seen_by`` returns.
+
+    With ``in_memory`` all masks are numbers, and none is left out.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as functions
 
     def described(name: str, batch_size: int, q_length: int, kv_length: int, **given: Any) -> Tensor | None:
-        if q_length != kv_length or given.get("attention_mask") is not None or given.get("use_vmap"):
+        if in_memory:
+            given = {**given, "allow_is_causal_skip": False}
+        if in_memory or q_length != kv_length or given.get("attention_mask") is not None or given.get("use_vmap"):
             return usual[name](batch_size=batch_size, q_length=q_length, kv_length=kv_length, **given)
         rows = torch.arange(batch_size)[:, None, None, None]
         seen = _recognized(partial(given["mask_function"], rows, torch.zeros_like(rows)), q_length)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from common.errors import ModelError
 from common.packages import load_transformers
 from models import sequence
-from models.causal_lm_attention import cut, masks_without_memory
+from models.causal_lm_attention import cut, masks_of_layers
 from models.causal_lm_balance import Balance
 from models.chain import CPU, nest, own_tensors, without_weights
 from models.fused_cross_entropy import FusedHead
@@ -116,6 +116,7 @@ class Forward:
     """
 
     balance: Balance | None = None
+    _newest: tuple = (None, None, [])  # documents, their shape, and the arguments of layers for them
 
     def __init__(self, model: Any) -> None:
         """Find the parts of a model. Raises ModelError if its layers do not follow one another."""
@@ -218,7 +219,9 @@ class Forward:
                 "program is for all lengths; use export.format=safetensors, a folder that transformers reads"
             )
         shape = len(hidden), hidden.shape[1] * layer.parts, hidden.shape[2]
-        if type(hidden) in (Tensor, nn.Parameter):
+        if (documents := sequence.documents()) is not None:
+            args, kwargs = self._calls_for(documents, hidden, shape)[index]
+        elif type(hidden) in (Tensor, nn.Parameter):
             args, kwargs = self._calls_on(hidden.device, shape, hidden.dtype, sequence.part())[index]
         else:  # a tensor without numbers has a device, too; the mode that made it moves the arguments there
             args, kwargs = _moved(self._calls_on(CPU, shape, hidden.dtype, sequence.part())[index], hidden.device)
@@ -246,14 +249,29 @@ class Forward:
                 self.set_numbers(name, module)  # its buffers
         return self.shell(units)
 
-    def _called_with_part(self, shape: Sequence[int], dtype: torch.dtype, part: SequencePart) -> Any:
-        with masks_without_memory():
-            lengths = part.length, part.length + 1
-            calls, longer = (self._called_with((shape[0], length, shape[2]), dtype) for length in lengths)
+    def _called_with_part(self, shape: tuple[int, ...], dtype: torch.dtype, part: SequencePart) -> Any:
+        calls, longer = self._two_lengths(CPU, (shape[0], part.length, shape[2]), dtype, False)
         return cut(calls, longer, part.positions.to(CPU))
 
+    @lru_cache(_KEPT)  # noqa: B019  # a process has few models
+    def _two_lengths(self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, in_memory: bool) -> Any:
+        """Return the arguments of layers for sequences of this length, and of one more."""
+        b, length, c = shape
+        with masks_of_layers(in_memory):
+            return [_moved(self._called_with((b, each, c), dtype), device) for each in (length, length + 1)]
+
+    def _calls_for(self, documents: Tensor, hidden: Tensor, shape: tuple[int, ...]) -> list[tuple[tuple, dict]]:
+        """Return the arguments of layers for some documents. The newest are kept, because all layers need them."""
+        part, key = sequence.part(), (shape, hidden.dtype)
+        if self._newest[0] is not documents or self._newest[1] != key:
+            whole = shape if part is None else (shape[0], part.length, shape[2])
+            calls, longer = self._two_lengths(hidden.device, whole, hidden.dtype, part is None)
+            positions = sequence.positions(shape[1], hidden.device)
+            self._newest = documents, key, cut(calls, longer, positions, documents if part is None else None)
+        return self._newest[2]
+
     def _called_with(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple, dict]]:
-        with sequence.computing_part(None), torch.no_grad():
+        with sequence.computing_part(None), sequence.computing_documents(None), torch.no_grad():
             self._caller.base_model(inputs_embeds=torch.zeros(shape, dtype=dtype), use_cache=False)
         return [layer.seen for layer in self._caller.get_submodule(self.layers)]
 
@@ -343,8 +361,10 @@ class Embedding(Part):
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, t] -> [b, t, c]."""
         more = {}
-        if sequence.part() is not None and "position_ids" in inspect.signature(self.shell.forward).parameters:
-            more["position_ids"] = sequence.positions(tokens.shape[1], tokens.device)[None]
+        apart = sequence.part() is not None or sequence.documents() is not None
+        if apart and "position_ids" in inspect.signature(self.shell.forward).parameters:
+            positions = sequence.positions(tokens.shape[1], tokens.device)
+            more["position_ids"] = positions.view(-1, tokens.shape[1])
         return self.run(input_ids=tokens, **more)
 
 
@@ -395,7 +415,7 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 def _moved(calls: Any, device: torch.device) -> Any:
     def moved(tensor: Tensor) -> Tensor:
-        copied = tensor.to(device)
+        copied = tensor if tensor.is_meta else tensor.to(device)  # a mask that takes no memory
         vars(copied).update(vars(tensor))  # what ``cut`` knows of a mask
         return copied
 

@@ -346,7 +346,8 @@ class Chain:
         prove: A function that raises ModelError if the layers do not compute the same as the model from which they were
             made. Called once before a run. None if there is no such model.
         prove_parts: A function that raises ModelError if the layers do not compute the same for parts of sequences
-            (``models.sequence``). None if no model is to be compared with.
+            (``models.sequence``); with ``packed=True``, for documents that share a row. None if no model is to be
+            compared with.
     """
 
     layers: Sequence[LayerSpec]
@@ -362,7 +363,7 @@ class Chain:
     base: Chain | None = None
     cut: Mapping[str, CutOf] = field(default_factory=dict)
     prove: Callable[[], None] | None = None
-    prove_parts: Callable[[], None] | None = None
+    prove_parts: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         for layer in self.layers if isinstance(self.layers, Sequence) else [self.layers]:

@@ -92,6 +92,7 @@ class Samples:
         seed: The run's seed.
         step: The number of the step.
         notes: A list to which each dropout module appends (its name, shape of its input) without drawing. None to draw.
+        documents: The documents in each sample (``models.sequence.documents``); None if each sample is one.
     """
 
     count: int
@@ -99,6 +100,7 @@ class Samples:
     seed: int = 0
     step: int = 0
     notes: list[tuple[str, tuple[int, ...]]] | None = None
+    documents: Tensor | None = None
     _calls: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def seed_of_call(self, module: str) -> int:
@@ -126,14 +128,16 @@ def computing(samples: Samples, seed: int | None = None) -> Iterator[None]:
     if seed is not None:
         _of_seed[seed] = samples
     try:
-        yield
+        with sequence.computing_documents(samples.documents, seed):
+            yield
     finally:
         _forward.samples = before
 
 
 def forget() -> None:
-    """Forget the samples that ``computing`` has set. Called after the backward."""
+    """Forget what ``computing`` has set. Called after the backward."""
     _of_seed.clear()
+    sequence.forget()
 
 
 def samples_of(x: Tensor) -> Samples | None:

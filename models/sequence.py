@@ -1,6 +1,8 @@
-"""The part of each sequence that this process computes. Ranks that share a sequence have a part each.
+"""The part of each sequence that this process computes, and the documents in it.
 
-Layers compute each position on its own, so they need not know of the part. Exceptions are attention
+Ranks that share a sequence have a part each. A sequence can be several documents side by side (``data.packing``).
+
+Layers compute each position on its own, so they need not know of these. Exceptions are attention
 (``models.attention.attend``), layers that read positions, and dropout, whose masks are those of the whole sequence.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ class SequencePart(Protocol):
 
 
 _part: SequencePart | None = None  # of the process, not of a thread: torch recomputes layers in threads of autograd
+_documents: Tensor | Literal[False] | None = False  # false outside of layers
+_of_seed: dict[int, Tensor] = {}  # by the seed of the host's generator, which a layer's own recomputation restores
 
 
 def part() -> SequencePart | None:
@@ -49,6 +53,38 @@ def computing_part(new: SequencePart | None) -> Iterator[None]:
         _part = before
 
 
+def documents() -> Tensor | None:
+    """Return, for each token of a layer's input, where its document begins in the sequence, [b, t] int64.
+
+    The result is None if each sequence is one document.
+    """
+    if _documents is False:
+        return _of_seed.get(torch.default_generator.initial_seed()) if _of_seed else None
+    return _documents
+
+
+@contextmanager
+def computing_documents(new: Tensor | None, seed: int | None = None) -> Iterator[None]:
+    """Set the documents of a layer's input inside the block. The backward finds them by the seed, until ``forget``."""
+    global _documents
+    before, _documents = _documents, new
+    if new is not None and seed is not None:
+        _of_seed[seed] = new
+    try:
+        yield
+    finally:
+        _documents = before
+
+
+def forget() -> None:
+    """Forget the documents that ``computing_documents`` has set. Called after the backward."""
+    _of_seed.clear()
+
+
 def positions(length: int, device: torch.device) -> Tensor:
-    """Return the positions of the ``length`` tokens of a layer's input in the whole sequence, [length] int64."""
-    return torch.arange(length, device=device) if _part is None else _part.positions.to(device)
+    """Return the positions of the ``length`` tokens of a layer's input in the whole sequence, [length] int64.
+
+    If sequences have several documents, return the positions in these, [b, length].
+    """
+    places = torch.arange(length, device=device) if _part is None else _part.positions.to(device)
+    return places if (begins := documents()) is None else places - begins.to(device)

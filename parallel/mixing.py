@@ -4,6 +4,8 @@ Processes that share a sequence compute each layer for some of its positions. On
 others. Any other layer must compute each position on its own, and read positions from ``models.sequence``. This is
 tried with numbers: layers and loss compute a short sequence, and two parts of it, of which each must get the numbers
 that the sequence gets at its positions.
+
+If sequences have several documents, the parts are two documents, and each must get the numbers that it gets alone.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ _FEW, _MANY = 17, 257  # numbers of positions; odd, so that a shift by a power o
 _QUICK = 2**28  # parameters of a layer times positions of a short sequence
 _LARGE = 2**20  # parameters of a layer that is compared with others, and tried with two draws of integers at most
 _DRAWS = 32
+_OWN = "Use models.attention.attend, models.sequence.positions, nn.Dropout and a loss that sums over positions"
 _REFUSED = {  # facts of a layer or a loss
     "draws": "draws random numbers by itself, the same for each part",
     "gathers": "calls models.losses.gather, which is for whole samples",
@@ -49,10 +52,9 @@ def check_positions(chain: Chain, found: Examination, layout: Layout) -> None:
     if found.needs_others is None:
         found.needs_others = _problem(chain, found)
     if found.needs_others:
-        own = "Use models.attention.attend, models.sequence.positions, nn.Dropout and a loss that sums over positions"
         raise PlanError(
             f"parallel.cp={layout.cp} gives each process a part of every sequence: {found.needs_others}. "
-            f"{own + ', or set' if chain.prove_parts is None else 'Set'} parallel.cp=1"
+            f"{_OWN + ', or set' if chain.prove_parts is None else 'Set'} parallel.cp=1"
         )
     for name, heads, kv_heads in sorted(found.heads) if layout.context == "ulysses" else ():
         both, ranks = math.gcd(heads, kv_heads), layout.cp * layout.tp
@@ -66,13 +68,30 @@ def check_positions(chain: Chain, found: Examination, layout: Layout) -> None:
             )
 
 
+def check_documents(chain: Chain, found: Examination, layout: Layout) -> None:
+    """Check that layers and loss compute documents that share a sequence as they compute each alone.
+
+    Raises:
+        PlanError: A layer or the loss does not. The message names it, what was seen, and what to do.
+        ModelError: A layer of transformers does not.
+    """
+    if chain.prove_parts is not None:
+        chain.prove_parts(packed=True)
+    problem = _problem(chain, found, packed=True)
+    if layout.devices and layout.pp == 1:
+        problem = f"parallel={layout.strategy} computes copies of the model in threads, which do not know these"
+    if problem:
+        raise PlanError(f"data.packing puts several documents into a row: {problem}. {_OWN}, or set data.packing=false")
+
+
 class _NotComputed(PlanError):
     """A layer or the loss fails for a number of positions."""
 
 
-def _problem(chain: Chain, found: Examination) -> str:
+def _problem(chain: Chain, found: Examination, packed: bool = False) -> str:
     """Return what is wrong with the first layer that needs other positions, or with the loss; empty if nothing is."""
     refused = [f"{_named(chain, name)} {says}" for fact, says in _REFUSED.items() for name in found.which(fact)][:1]
+    refused = [] if packed else refused  # the trial is without dropout, and whole
     if refused and chain.prove_parts is None:
         return refused[0]
     assert found.sample is not None
@@ -85,12 +104,13 @@ def _problem(chain: Chain, found: Examination) -> str:
     distinct = max((len(x.unique()) for x in inputs if not x.is_floating_point()), default=0)
     problem = ""
     # Parts differ in size, so that quotas of positions do not add up. Some layers compute certain lengths only.
-    for count, first in ((short, short * 2 // 5), (length, length // 2)):
+    # Documents end anywhere, so that one of them has an odd length, and no other lengths are tried.
+    for count, first in ((short, short * 2 // 5 | packed), (length, length // 2))[: 2 - packed]:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 for again in range(1 + min(1 if largest > _LARGE else _DRAWS, -(-2 * distinct // count))):
                     torch.default_generator.manual_seed(again)
-                    trial = _Trial(chain, targets, found.heads, count, first, again)
+                    trial = _Trial(chain, targets, found.heads, count, first, again, packed)
                     walk = chain.walk(tuple(map(trial.drawn, inputs)), trial.check)
                     any(walk) if again else list(walk)  # again, up to a layer that returns no integers
             return "".join(refused)
@@ -127,14 +147,26 @@ class _Part:
 
 
 class _Trial:
-    """Layers and loss compute ``count`` positions of a sequence, any ``first`` of these, and the others."""
+    """Layers and loss compute ``count`` positions of a sequence, any ``first`` of these, and the others.
+
+    If it is ``packed``, the parts are documents, and layers are in eval mode.
+    """
 
     def __init__(
-        self, chain: Chain, targets: Tensor, heads: set[tuple[str, int, int]], count: int, first: int, again: int
+        self,
+        chain: Chain,
+        targets: Tensor,
+        heads: set[tuple[str, int, int]],
+        count: int,
+        first: int,
+        again: int,
+        packed: bool = False,
     ) -> None:
         self.chain, self.targets, self.heads, self.count, self.again = chain, targets, heads, count, again
         every, some = torch.arange(count), torch.randperm(count) < first
+        some = every < first if packed else some
         self.rows = every, every[some], every[~some]
+        self.begins = torch.where(some, 0, first)[None] if packed else None
         self.outputs: dict[str, Any] = {}  # of each kind of layer, for all positions
 
     def drawn(self, like: Tensor) -> Tensor:
@@ -181,6 +213,7 @@ class _Trial:
 
     def _check_layer(self, name: str, module: nn.Module, given: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """Return the output for all positions, if the outputs for parts are the same."""
+        module = module if self.begins is None else module.eval()
 
         def call(*x: Tensor) -> Any:  # some layers change their buffers
             return functional_call(module, {key: buffer.clone() for key, buffer in module.named_buffers()}, x)
@@ -221,9 +254,10 @@ class _Trial:
         positions = torch.linspace(0, length - 1, self.count).round().long()
         for rows in self.rows:
             torch.default_generator.manual_seed(0)
-            part = _Part(length, positions[rows], name, self.heads)
+            part = None if self.begins is not None else _Part(length, positions[rows], name, self.heads)
+            documents = self.begins if len(rows) == self.count else None
             try:
-                with computing_part(part), computing(Samples(1)):
+                with computing_part(part), computing(Samples(1, documents=documents)):
                     results.append(call(*(x[:, rows] for x in given)))
                 if any(x.isnan().any() for x in as_tuple(results[-1])):
                     raise ValueError("the result is NaN")

@@ -89,11 +89,9 @@ class Pipeline(Strategy):
 
     def _arguments(self, batch: Batch) -> dict[str, Tensors]:
         samples = self.samples_of(batch)
-        arguments: dict[str, Tensors] = {"samples": samples, "target": samples}
-        if any(stage.ends_chain for stage in self.stages):
-            arguments["targets"] = batch.targets
-        if batch.weights is not None:
-            arguments["weights"] = batch.weights
+        arguments: dict[str, Tensors] = {"samples": samples, "target": samples, **batch.others}
+        if not any(stage.ends_chain for stage in self.stages):
+            del arguments["targets"]
         return arguments
 
     def all_sum(self, vector: Tensor) -> list[float]:

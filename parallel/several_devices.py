@@ -34,15 +34,16 @@ class _OnSeveralDevices(nn.Module):
         super().__init__()
         self._stages = tuple(stages)  # not as submodules: the strategy has their parameters
 
-    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensors, weights: Tensor | None) -> Tensors:
+    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensors, **others: Tensor) -> Tensors:
         output: Tensors = tensors
         for stage in self._stages:
             if stage.ends_chain:
                 targets = mapped(lambda x, at=stage.device: x.to(at, non_blocking=True), targets)
+            others = {name: x if name == "weights" else x.to(stage.device) for name, x in others.items()}
             # Copy on the same device, too: the stage may change the tensor in place, and the previous stage would not
             # notice.
             tensors = tuple(tensor.to(stage.device, non_blocking=True, copy=True) for tensor in as_tuple(output))
-            output = stage(*tensors, samples=samples, targets=targets, weights=weights)
+            output = stage(*tensors, samples=samples, targets=targets, **others)
         return output
 
 
@@ -65,9 +66,10 @@ class DataParallel(LocalStrategy):
 
 
 class _OnCopies(nn.DataParallel):
-    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensors, weights: Tensor | None) -> Tensor:
-        weights = None if weights is None else weights.to(as_tuple(targets)[0].device)  # which DataParallel scatters
-        return super().forward(*tensors, samples=tuple(samples), targets=targets, weights=weights).sum()
+    def forward(self, *tensors: Tensor, samples: Sequence[int], targets: Tensors, **others: Tensor) -> Tensor:
+        device = as_tuple(targets)[0].device
+        others = {name: x.to(device) for name, x in others.items()}  # which DataParallel scatters
+        return super().forward(*tensors, samples=tuple(samples), targets=targets, **others).sum()
 
 
 class _Copy(nn.Module):
@@ -77,10 +79,10 @@ class _Copy(nn.Module):
         super().__init__()
         self._stage, self._devices, self._precision = stage, devices, precision
 
-    def forward(self, *tensors: Tensor, samples: tuple[int, int], targets: Tensors, weights: Tensor | None) -> Tensor:
+    def forward(self, *tensors: Tensor, samples: tuple[int, int], targets: Tensors, **others: Tensor) -> Tensor:
         first, count = samples
         each = -(-count // len(self._devices))  # all parts but the last
         one, *_ = as_tuple(targets)
         part = first + each * self._devices.index(one.device.index), len(one)
         with autocast(self._precision, "cuda"):
-            return self._stage(*tensors, samples=part, targets=targets, weights=weights)
+            return self._stage(*tensors, samples=part, targets=targets, **others)

@@ -27,6 +27,7 @@ from parallel.outputs import Taker
 RAISED_IN = "raised_in_layer"
 
 T = TypeVar("T")
+Where = tuple[int, int, Tensor | None]  # the first sample, the number of samples, and their documents
 
 
 class Stage(nn.Module):
@@ -40,7 +41,7 @@ class Stage(nn.Module):
         sums: [loss, count, *metrics] float64 of each micro-batch since the last ``take_sums``, at the chain's end.
         layer_hook: A function that all stages of this process call in place of each layer and of the loss, or None.
             ``layer_hook(stage, name, where, layer, *tensors)`` returns the result of ``layer(*tensors)``; ``where`` is
-            the argument of ``compute_layer``.
+            the first sample and the number of samples, or None if nothing is random.
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model. If they are unknown, a
             stage that is the whole chain removes samples without weight from its inputs.
         taker: Gets what the last layer returns in an evaluation (see ``parallel.outputs``); None if nobody asks.
@@ -135,6 +136,7 @@ class Stage(nn.Module):
         *tensors: Tensor,
         samples: Sequence[int] | Tensor,
         targets: Tensors | None = None,
+        documents: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensors:
         """Compute one micro-batch. Samples of weight 0, which fill up the last batch of an evaluation, do not count.
@@ -145,6 +147,7 @@ class Stage(nn.Module):
                 Random numbers depend on them. A torch schedule cuts them out of a tensor and gives [1, 2] int64 on the
                 CPU.
             targets: [b, ...], or a tuple of such tensors; used by the stage that ends the chain, ignored by the others.
+            documents: The documents of the samples (``Batch.documents``).
             weights: [b], used like ``targets``: 1, or 0 for the last samples. Best on the CPU, where they are counted.
 
         Returns:
@@ -163,9 +166,9 @@ class Stage(nn.Module):
                 targets = mapped(lambda x: x[:counted], targets)
                 if not self.sample_dims and self.begins_chain:
                     tensors, weights, count = tuple(x[:counted] for x in tensors), weights[:counted], counted
-                    replicas.filled = None
+                    documents, replicas.filled = None if documents is None else documents[:counted], None
         # If nothing is random, ``where`` is None, so that the stage is compiled once for all micro-batches.
-        where = None if self._compiled_whole else (first, count)
+        where = None if self._compiled_whole else (first, count, documents)
         kept = nullcontext() if self.training else fork_rng([self.device] * (self.device.type == "cuda"))
         with kept:  # what an evaluation draws changes nothing after it
             result, returned = self._compute(where, tensors, targets, weights)
@@ -179,7 +182,7 @@ class Stage(nn.Module):
         return result.loss * self.loss_scale
 
     def _compute(
-        self, where: tuple[int, int] | None, tensors: tuple[Tensor, ...], targets: Any, weights: Tensor | None
+        self, where: Where | None, tensors: tuple[Tensor, ...], targets: Any, weights: Tensor | None
     ) -> tuple[Tensors | Sums, tuple[Tensor, ...]]:
         """Compute all layers and, if there are targets, the loss. ``where`` is None if nothing is random.
 
@@ -281,23 +284,23 @@ class Stage(nn.Module):
         return self.chain.channels_last and x.dim() == 4
 
     def compute_layer(
-        self, name: str, layer: Callable[..., T], where: tuple[int, int] | None, given: Tensors, *more: Tensors | None
+        self, name: str, layer: Callable[..., T], where: Where | None, given: Tensors, *more: Tensors | None
     ) -> T:
-        """Compute a layer, or the loss, with its random numbers. ``where`` is the first sample and the count.
+        """Compute a layer, or the loss, with its random numbers and documents.
 
         An error raised here gets the layer's name and type in its attribute ``RAISED_IN``.
         """
-        call = layer if Stage.layer_hook is None else partial(Stage.layer_hook, self, name, where, layer)
+        call = layer if Stage.layer_hook is None else partial(Stage.layer_hook, self, name, where and where[:2], layer)
         try:
             if where is None:
                 return call(given, *more)
-            first, count = where  # step 0 is an evaluation
+            first, count, documents = where  # step 0 is an evaluation
             # Random numbers that the layer draws by itself depend on the micro-batch; the layer's dropout depends on
             # the sample.
             seed = derive_seed(self.seed, self.step, first, name)
             # The generator of the inputs' device is used: ``data_parallel`` runs copies of the stage on other devices.
             seed_generators((given[0] if isinstance(given, tuple) else given).device, seed)
-            with computing(Samples(count, first, self.seed, self.step), seed):
+            with computing(Samples(count, first, self.seed, self.step, documents=documents), seed):
                 return call(given, *more)
         except Exception as error:
             kind = type(getattr(layer, "__self__", layer)).__name__

@@ -129,7 +129,8 @@ class Strategy(ABC):
         if options.compile:
             for stage in self.stages:
                 names = {*stage.layers.names, *[LOSS] * stage.ends_chain}
-                stage.compile(random=not names.isdisjoint(plan.facts["random"]))
+                packed = sample is not None and sample.documents is not None  # layers read them beside their inputs
+                stage.compile(random=packed or not names.isdisjoint(plan.facts["random"]))
         self.gradients = Gradients(plan, self.stages, mesh, options.timeout_s, self.placement, self.axes)
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, plan.sync_batchnorm)
         self.auxiliary = AuxiliaryLosses(plan, self.stages, mesh, self.device, divides)
@@ -464,7 +465,7 @@ class LocalStrategy(Strategy):
             for axis in self.axes:
                 axis.before_backward(self.modules, last)
             with nullcontext() if last else self._no_sync():
-                loss = self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
+                loss = self._model(*chunk.input_tensors, samples=samples, **chunk.others)
                 for stage in self.stages:
                     self.statistics.add(stage)
                 if self.auxiliary.exist:
@@ -478,7 +479,7 @@ class LocalStrategy(Strategy):
         chunks = batch.chunks(self.plan.chunks)
         for i, (samples, chunk) in enumerate(zip(self.samples_of(batch).tolist(), chunks, strict=True)):
             self.computing = FORWARD, i
-            self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights)
+            self._model(*chunk.input_tensors, samples=samples, **chunk.others)
 
     def close(self) -> None:
         """See ``Strategy.close``."""

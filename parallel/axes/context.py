@@ -128,7 +128,8 @@ class ContextParallel(AxisOfStage):
         def part(x: Tensor) -> Tensor:
             return x.index_select(1, positions)
 
-        return replace(batch, inputs=mapped(part, batch.inputs), targets=part(targets))
+        documents = None if batch.documents is None else part(batch.documents)
+        return replace(batch, inputs=mapped(part, batch.inputs), targets=part(targets), documents=documents)
 
     def whole_output(self, x: Tensor) -> Tensor:
         """See ``Axis.whole_output``. Tensors [b, t/n, ...] become [b, t, ...]."""

@@ -50,7 +50,7 @@ from torch import Tensor
 from common.errors import PlanError
 from models.attention import attend, visible
 from models.seeds import Dropout, Part, Parts
-from models.sequence import computing_part
+from models.sequence import computing_documents, computing_part
 from parallel.axes.exchange import AllToAll
 from parallel.mesh import Ranks
 
@@ -100,7 +100,7 @@ class ContextAttention:
             documents = _in_order(torch.stack(self.ranks.all_gather(documents)), 1)
         if self.way == "ulysses":
             dropout = None if dropout is None else self._of_heads(dropout, q.shape[1])
-            with computing_part(None):
+            with computing_part(None), computing_documents(None):
                 out = attend(*map(self._to_heads, (q, k, v)), documents=documents, dropout=dropout, **options)
             return self._to_positions(out)
         drawn = None if dropout is None else dropout.draw(q)

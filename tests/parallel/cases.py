@@ -238,7 +238,7 @@ def _pad_last(batch: Batch) -> Batch:
     """The batch with its last sample declared padding."""
     weights = torch.ones(len(batch))
     weights[-1] = 0.0
-    return Batch(batch.inputs, batch.targets, weights)
+    return replace(batch, weights=weights)
 
 
 def _overflow(strategy: Strategy) -> torch.utils.hooks.RemovableHandle | None:

@@ -114,7 +114,7 @@ def strategy_of(chain: Chain, layout: Layout):
 
 def evaluation(strategy, batch: Batch, number: int = 1) -> list[float]:
     weights = (torch.arange(16) < COUNTED).float().chunk(strategy.mesh.dp)[strategy.mesh.replica]
-    return strategy.all_sum(strategy.eval_step(Batch(batch.inputs, batch.targets, weights), number))
+    return strategy.all_sum(strategy.eval_step(Batch(batch.inputs, batch.targets, weights=weights), number))
 
 
 def trained(layout: Layout, loss) -> tuple[list[float], list[float]]:
@@ -219,6 +219,6 @@ def test_a_loss_of_this_project_gets_all_samples_with_their_weights(monkeypatch)
     seen = []
     hook = lambda stage, name, where, layer, *given: seen.append(given) or layer(*given)  # noqa: E731
     monkeypatch.setattr(Stage, "layer_hook", hook)
-    strategy.eval_step(Batch(PAIRS[0], torch.arange(16) % 6, (torch.arange(16) < COUNTED).double()))
+    strategy.eval_step(Batch(PAIRS[0], torch.arange(16) % 6, weights=(torch.arange(16) < COUNTED).double()))
     output, targets, weights = seen[-1]
     assert len(output) == len(targets) == 16 and weights.sum() == COUNTED

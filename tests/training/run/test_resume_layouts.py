@@ -21,12 +21,13 @@ def models(text, tmp_path_factory):
     gpt2 += ["model.n_head=2", *COMMON]  # small: what is compared is the layouts
     folder = tmp_path_factory.mktemp("rows")
     (folder / "x.jsonl").write_text("".join(json.dumps({"text": "word " * (i * 7 % 64)}) + "\n" for i in range(200)))
-    rows = ["data=jsonl", f"data.root={folder}/x.jsonl", f"data.cache_dir={folder}/cache", "data.bucket_by_length=true"]
+    rows = ["data=jsonl", f"data.root={folder}/x.jsonl", f"data.cache_dir={folder}/cache", "data.seq_len=64"]
     # A few hundred tokens: with GPT-2's, the last layer took most of the time.
     rows += [f"data.tokenizer={tokenizer_folder(folder / 'tokenizer')}", "model.vocab_size=384"]
     return {
         "gpt2": [*gpt2, *text, "data.vocabulary=words", "model.vocab_size=384", "data.seq_len=16"],
-        "gpt2 on rows": [*gpt2, *rows, "data.seq_len=64"],
+        "gpt2 on rows": [*gpt2, *rows, "data.bucket_by_length=true"],
+        "gpt2 on packed rows": [*gpt2, *rows, "data.packing=split"],
         "convnet": ["model=convnet", *COMMON],
     }
 
@@ -77,6 +78,8 @@ def marks(model, before, after):
     + [
         ("gpt2 on rows", "pipe_ddp", "pipelined"),
         pytest.param("gpt2 on rows", "single", "pipe_fsdp", marks=pytest.mark.slow),
+        pytest.param("gpt2 on packed rows", "pipe_fsdp", "tensor", marks=pytest.mark.slow),
+        pytest.param("gpt2 on packed rows", "pipelined", "ddp", marks=pytest.mark.slow),
     ],
 )
 def test_from_every_layout_to_every_other(start, train, model, before, after):

@@ -35,10 +35,11 @@ def check_read(setup: Setup) -> None:
     """Check the result of reading one sample. Raises DataError."""
     source, first = setup.data.train, np.zeros(1, dtype=np.int64)
     given = source.read(first, 0)
-    if isinstance(given, (tuple, list)) and len(given) == 2:
-        tensors = Batch(*given).tensors
+    if isinstance(given, (tuple, list)) and len(given) in (2, 3):
+        tensors = Batch(*given).tensors + (*given[2:],)
         if len(tensors) > 1 and all(isinstance(t, Tensor) and t.dim() > 0 and len(t) == 1 for t in tensors):
-            if any(map(_differ, tensors, Batch(*source.read(first, 0)).tensors)):
+            again = source.read(first, 0)
+            if any(map(_differ, tensors, Batch(*again).tensors + (*again[2:],))):
                 raise DataError(
                     f"{type(source).__name__}.read() returned another sample for the same index the second time; it "
                     "must depend on its arguments only, so that a run can be repeated, resumed and divided. Draw from "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import TrainingError, UserError, add_note
 from conf import EVALUATES
 from parallel.examination import ERRORS, reads_numbers
+from parallel.mixing import check_documents
 from parallel.supported import check_facts
 from training.run.checks.loss import check_result, check_targets, loss_name
 
@@ -27,6 +28,8 @@ def check_examined(setup: Setup) -> None:
     try:
         found = setup.examination
         check_facts(found, setup.chain, plan, plan.recompute, setup.cfg.mode not in EVALUATES)
+        if batch.documents is not None:
+            check_documents(setup.chain, found, plan)
         for facts in found.layers:
             at, known = f"layer {facts.name!r} ({facts.kind}): ", known and not facts.reads_numbers
             if needs_shapes and not known:
