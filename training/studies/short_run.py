@@ -29,7 +29,7 @@ def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | 
     tree |= {"mode": "train", "logger": {"_target_": "training.reporting.NoLogger"}, "loggers": None, "callbacks": None}
     tree |= {"print_config": False, "launcher": {"name": "local", "max_restarts": 0, "allow_mixed": False}}
     tree["train"] |= {"monitor": None, "monitor_direction": None, "test": "last"}  # some runs have no evaluation
-    tree["train"] |= {"resume": None, "epochs": None, "profile": 0, "trace": False, **train}
+    tree["train"] |= {"resume": None, "epochs": None, "profile": 0, "trace": False, "unfreeze": None, **train}
     tree["parallel"] |= parallel
     if hasattr(build("scheduler", tree["scheduler"]), "on_evaluation"):
         tree["scheduler"] = {"_target_": "training.optimizer.Constant"}
