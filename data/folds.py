@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from common.errors import DataError
 from data.dataset import DataSet, Rows, Source
-from data.loader import VariableLength, permute
+from data.loader import permute
 
 _KEY = (-1,)  # of the permutation that deals; no run's seed has a part in it, so repetitions share their folds
 
@@ -39,24 +40,30 @@ class Folded(DataSet):
     def deal(self) -> None:
         """Replace ``train`` and ``valid`` by the other folds and the fold ``fold`` of ``train``, if there are folds.
 
-        As in scikit-learn's KFold, the first ``samples % folds`` folds have one sample more. Samples that validate are
-        not augmented.
+        Samples that validate are not augmented. Raises DataError if there are fewer samples than folds.
+        """
+        if self.folds is not None:
+            unchanged = copy(self.train)
+            unchanged.augment = None
+            parts = self.parts(len(self.train))
+            self.train, self.valid = _Dealt(self.train, parts["train"]), _Dealt(unchanged, parts["valid"])
+            self.description += f"; {self.dealt(parts)}"
 
-        Raises:
-            DataError: There are fewer samples than folds.
+    def parts(self, samples: int) -> dict[str, Part]:
+        """Return the samples of "train" and "valid" among all ``samples`` to train on, if there are folds.
+
+        As in scikit-learn's KFold, the first ``samples % folds`` folds have one sample more. Raises DataError if there
+        are fewer samples than folds.
         """
         if self.folds is None or self.fold is None:
-            return
-        samples, unchanged = len(self.train), copy(self.train)
-        unchanged.augment = None
+            return {}
         start, end = (first_of(fold, samples, self.folds) for fold in (self.fold, self.fold + 1))
-        kind = _DealtByLength if isinstance(self.train, VariableLength) else _Dealt
-        self.valid = _Dealt(unchanged, start, end - start)
-        self.train = kind(self.train, end, samples - len(self.valid))
-        self.description += (
-            f"; of {samples:,} training samples, fold {self.fold} of {self.folds} validates ({len(self.valid):,}) and "
-            f"the others train ({len(self.train):,})"
-        )
+        return {"train": Part(samples, end, samples - end + start), "valid": Part(samples, start, end - start)}
+
+    def dealt(self, parts: Mapping[str, Part]) -> str:
+        """Return a phrase about the folds."""
+        sizes = f"({len(parts['valid']):,} samples), the others train ({len(parts['train']):,})"
+        return f"fold {self.fold} of {self.folds} validates {sizes}"
 
 
 def first_of(fold: int, samples: int, folds: int) -> int:
@@ -68,32 +75,33 @@ def first_of(fold: int, samples: int, folds: int) -> int:
     return fold * (samples // folds) + min(fold, samples % folds)
 
 
-class _Dealt(Source):
-    """Some samples of a source: in a fixed random order, ``size`` of them from ``start`` on, around its end."""
+@dataclass(frozen=True)
+class Part:
+    """Some of ``samples``: in a fixed random order, ``size`` of them from ``start`` on, around its end."""
 
-    def __init__(self, source: Any, start: int, size: int) -> None:
-        self.source, self.start, self.size = source, start, size
+    samples: int
+    start: int
+    size: int
 
     def __len__(self) -> int:
         return self.size
 
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        samples = len(self.source)
-        return permute((self.start + np.asarray(indices, np.int64)) % samples, samples, _KEY)
+    def row(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of each sample, int64 of the shape of ``indices``, which are in [0, len)."""
+        return permute((self.start + np.asarray(indices, np.int64)) % self.samples, self.samples, _KEY)
+
+
+class _Dealt(Source):
+    """Some samples of a source."""
+
+    def __init__(self, source: Source, part: Part) -> None:
+        self.source, self.part = source, part
+
+    def __len__(self) -> int:
+        return len(self.part)
 
     def read(self, indices: np.ndarray, epoch: int) -> Rows:
-        return self.source.read(self.rows(indices), epoch)
+        return self.source.read(self.part.row(indices), epoch)
 
-
-class _DealtByLength(_Dealt, VariableLength):
-    """The same of samples of variable length."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.widths = self.source.widths
-
-    def lengths(self, indices: np.ndarray) -> np.ndarray:
-        return self.source.lengths(self.rows(indices))
-
-    def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-        return self.source.read(self.rows(indices), epoch, width)
+    def ids(self, indices: np.ndarray) -> list | None:
+        return self.source.ids(self.part.row(indices))

@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ from common.machine import usable_cores
 from data.cache import MappedFile, cached_folder, key_of
 from data.dataset import PADDING_TARGET, Source, by_part, check_at_least, given_path, once
 from data.documents import TO_UTF8, files_of, is_utf16, split_of
-from data.folds import Folded
+from data.folds import Folded, Part
 from data.loader import VariableLength, bucket_widths
 from data.packed import SUFFIXES, unpacked
 from data.packing import PackedRows, Packing
@@ -113,6 +113,9 @@ class RowData(Folded):
                 raise DataError(f"{part.files[0]}{more}: there is no row; give a file of {self.title}")
         seen = {split: self._check(part) for split, part in rows.items()}
         selected = select_rows({split: len(part) for split, part in rows.items()}, self.folds)
+        if parts := self.parts(len(selected["train"])):
+            rows.pop("valid", None)
+            selected |= {split: replace(selected["train"], part=part) for split, part in parts.items()}
         sources = {
             split: TokenRows(rows.get(split, rows["train"]), part, self.row_tokens, self.seq_len)
             for split, part in selected.items()
@@ -125,8 +128,7 @@ class RowData(Folded):
         if self.packing:
             packed = {split: self._packed(source) for split, source in sources.items()}
             self.train, self.valid, self.test = packed["train"], packed["valid"] or None, packed["test"] or None
-        self.description = self._describe(seen["train"])
-        self.deal()
+        self.description = self._describe(seen["train"]) + (f"; {self.dealt(parts)}" if parts else "")
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts to continue: of texts, or of prompts if rows have answers, as they are in rows."""
@@ -215,18 +217,23 @@ class RowSelection:
     Attributes:
         rows: The number of all rows.
         kept: The rows that are kept of every 20 rows, in ascending order, each in [0, 20).
+        part: The part of these rows that is in the folds of a split; None without folds.
     """
 
     rows: int
     kept: tuple[int, ...]
+    part: Part | None = None
 
     def __len__(self) -> int:
+        if self.part is not None:
+            return len(self.part)
         whole, rest = divmod(self.rows, PERIOD)
         return whole * len(self.kept) + sum(offset < rest for offset in self.kept)
 
     def row(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows of some samples, int64 of the shape of ``indices``, which are in [0, len)."""
-        period, number = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
+        places = np.asarray(indices, dtype=np.int64) if self.part is None else self.part.row(indices)
+        period, number = np.divmod(places, len(self.kept))
         return period * PERIOD + np.asarray(self.kept, dtype=np.int64)[number]
 
 
@@ -285,7 +292,10 @@ class BucketedRows(TokenRows, VariableLength):
     def __init__(self, counts: MappedFile, rows: RowFiles, selection: RowSelection, *more: Any):
         super().__init__(rows, selection, *more)
         self.widths, self.counts = bucket_widths(self.seq_len), counts
-        self.key, self.end = [counts.path.parent.name, rows.key, selection.kept], self.row_tokens.vocabulary.end
+        self.key, self.end = (
+            [counts.path.parent.name, rows.key, str(selection)],
+            self.row_tokens.vocabulary.end,
+        )
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of filled positions: the tokens of a row without the last, which is only a target."""

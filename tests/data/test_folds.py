@@ -132,3 +132,14 @@ def test_a_fold_that_does_not_exist_is_refused_with_the_numbers(folds, said):
     with pytest.raises(DataError) as error:
         prepared(partial(RandomRegression, samples=80), **folds)
     assert said in str(error.value)
+
+
+def test_packed_rows_have_the_documents_of_their_folds_and_ids_are_those_of_the_whole_data(root):
+    packed = partial(KINDS["jsonl"](root), packing="whole")
+    rows = [prepared(KINDS["jsonl"](root), folds=FOLDS, fold=fold) for fold in (0, 1)]
+    for fold, plain in enumerate(rows):
+        data = prepared(packed, folds=FOLDS, fold=fold)
+        counts = [(source.read(np.arange(len(source)), 0)[1] != -100).sum() for source in (data.valid, plain.valid)]
+        assert len(data.valid) < len(plain.valid) and counts[0] == counts[1]
+    arrays = prepared(KINDS["arrays"](root), folds=FOLDS, fold=2)
+    assert arrays.valid.ids(np.arange(5)) == arrays.valid.read(np.arange(5), 0)[1].tolist()
