@@ -16,7 +16,7 @@ TRAINED = ("model", "data", "optim", "scheduler", "train")
 CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug")
 # Keys that the program reads itself and does not pass to the section's target (see conf/train.yaml).
 OWN_KEYS = {
-    "data": {"seq_len", "tokenizer"},  # of a mixture, for its parts
+    "data": {"seq_len", "tokenizer", "packing"},  # of a mixture, for its parts
     "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer", "lora"},
     "optim": {"decay_vectors", "rates", "decays", "update", "others"},
 }

@@ -100,18 +100,19 @@ def mixed(text, tmp_path_factory):
     return [*words, "optim.lr=1e-3"], [*data, f"data.parts={{{parts}}}"]
 
 
-def section(mixed):
+def section(mixed, *more):
     words, data = mixed
-    return to_dict(compose([*words, *data]).data)
+    return to_dict(compose([*words, *data, *more]).data)
 
 
-LAYOUTS_OF_IT = ["ddp", "pipelined", "pipe_fsdp", "tensor", "pipe_ddp"]
+LAYOUTS_OF_IT = [(name, []) for name in ("ddp", "pipelined", "pipe_fsdp", "tensor", "pipe_ddp")]
+LAYOUTS_OF_IT += [("pipelined", ["data.packing=true"])]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS_OF_IT)
-def test_every_layout_trains_and_evaluates_alike_and_continues_another(mixed, ranks, tmp_path_factory, layout):
-    words, data = mixed[0], section(mixed)
+@pytest.mark.parametrize("layout, more", LAYOUTS_OF_IT, ids=str)
+def test_every_layout_trains_and_evaluates_alike_and_continues_another(mixed, ranks, tmp_path_factory, layout, more):
+    words, data = mixed[0], section(mixed, *more)
 
     def run(name, where, *more):
         return run_layout(ranks, where, tmp_path_factory.mktemp(name.replace(" ", "-")), *words, *more, data=data)
