@@ -39,7 +39,7 @@ class CIFAR10(PublishedImages):
     mean = tuple(255 * value for value in (0.4914, 0.4822, 0.4465))
     std = tuple(255 * value for value in (0.2470, 0.2435, 0.2616))
 
-    parts = 10
+    held_out = 10
     way_out = _WAY_OUT
 
     def __init__(

@@ -89,12 +89,12 @@ class PublishedImages(ImageData):
     Samples to validate on are always the same training images, with equal shares of each class.
 
     Attributes:
-        parts: One in ``parts`` training images is held out to validate.
+        held_out: One in ``held_out`` training images is held out to validate.
         way_out: The fix for missing or damaged files, for messages.
         augmentation: The function that augments training images; None if they are not augmented.
     """
 
-    parts: int
+    held_out: int
     way_out: str
     augmentation: Augment | None = None
 
@@ -112,7 +112,7 @@ class PublishedImages(ImageData):
         if root is None:
             root = cached_folder(self.cache_dir, type(self).__name__.lower(), self._download)
         published = self.read(root, "train")
-        train, valid = published.hold_out(0 if self.folds else len(published) // self.parts)
+        train, valid = published.hold_out(0 if self.folds else len(published) // self.held_out)
         train.augment = self.augmentation
         return {"train": train, "valid": valid, "test": self.read(root, "test")}
 

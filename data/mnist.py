@@ -28,7 +28,7 @@ class MNIST(PublishedImages):
 
     title = "MNIST"
     mean, std = (0.1307 * 255,), (0.3081 * 255,)  # of the pixels of the training images
-    parts = 12
+    held_out = 12
     way_out = _WAY_OUT
 
     def read(self, root: Path, split: str) -> Images:

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from file_formats import idx
 from sklearn.model_selection import KFold
 
 from common.errors import DataError
@@ -16,6 +17,7 @@ from data.image_folder import ImageFolder
 from data.images import Images
 from data.jsonl import Jsonl
 from data.loader import TrainBatches
+from data.mnist import MNIST
 from data.random_regression import RandomRegression
 from data.tensors import TensorData
 
@@ -24,7 +26,7 @@ FOLDS = 5
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """103 rows as arrays and as JSON lines, and 43 images of two classes."""
+    """103 rows as arrays and as JSON lines, 43 images of two classes, and 65 of ten."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("folds")
@@ -35,6 +37,10 @@ def root(tmp_path_factory):
         path = folder / "images" / "ab"[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4), (i, i, i)).save(path)
+    for name, count in (("train", 65), ("t10k", 9)):
+        numbers = np.arange(count, dtype="u1")
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(idx(np.tile(numbers[:, None, None], (1, 4, 4))))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(idx(numbers % 10))
     return folder
 
 
@@ -42,6 +48,7 @@ KINDS = {
     "arrays": lambda root: partial(Arrays, str(root)),
     "tensors": lambda root: partial(TensorData, torch.arange(103.0)[:, None], torch.arange(103)),
     "digits": lambda root: partial(Digits, image_size=8),
+    "mnist": lambda root: partial(MNIST, str(root), image_size=4),
     "image_folder": lambda root: partial(ImageFolder, str(root / "images"), image_size=4),
     "jsonl": lambda root: partial(Jsonl, root=str(root / "x.jsonl"), seq_len=16, cache_dir=str(root)),
     "buckets": lambda root: partial(
