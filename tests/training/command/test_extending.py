@@ -30,7 +30,7 @@ SHORT = [
     "train.checkpoint_every=null", "train.precision=fp32",
 ]  # fmt: skip
 ADDED = {
-    "model": ["gated", "lstm", "mixture", "reader", "skip", "translator", "vit"],
+    "model": ["gated", "lstm", "mixture", "reader", "skip", "translator", "vae", "vit"],
     "data": ["backwards", "csv_regression"], "optim": ["lion", "rmsprop"],
     "scheduler": ["inverse_sqrt"], "logger": ["losses"], "callbacks": ["weight_norm"],
     "parallel": ["checked_ddp"],
@@ -90,6 +90,7 @@ def runs(house):
         "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "fsdp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipelined"]),
         "gated": (["model=gated", "optim.lr=0.2", *text], ["single", "tensor", "context"]),
+        "vae": (["model=vae", "optim=sgd", "optim.lr=0.01"], ["single in pieces", "pipelined"]),
         "mixture": (["model=mixture", "model.width=16", "optim=sgd", *text], ["single", "pipelined", "expert"]),
     }
     runs = {
@@ -110,14 +111,14 @@ def losses(runs):
     return json.loads((runs / "losses.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "vit", "reader", "translator", "gated", "mixture"])
+@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "vit", "reader", "translator", "gated", "mixture", "vae"])
 def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
     runs = {name: values for name, values in losses.items() if name.startswith(f"{model} ")}
     assert len(runs) > 1
     (reference,) = (values for name, values in runs.items() if "single" in name)
     for name, values in runs.items():
         assert values == pytest.approx(reference, rel=1e-5), name
-    if model not in ("skip", "translator", "vit", "reader"):  # whose four batches are all different
+    if model not in ("skip", "translator", "vit", "reader", "vae"):  # whose four batches are all different
         assert values[-1] < values[0]
 
 
