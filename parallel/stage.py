@@ -15,7 +15,7 @@ from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
 from data.dataset import mapped
-from models.auxiliary import leave_uncompiled
+from models import auxiliary, step
 from models.chain import LOSS, Chain, Tensors, as_tuple, converted
 from models.losses import Sums, is_by_sample, loss_of, replicas
 from models.seeds import BySample, Samples, computing, derive_seed, forget, seed_generators
@@ -321,7 +321,8 @@ class Stage(nn.Module):
         import torch._dynamo.config as config
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-        leave_uncompiled()
+        auxiliary.leave_uncompiled()
+        step.leave_uncompiled()
         config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
         if self._compiled_whole:
             self._compute = torch.compile(self._compute)
