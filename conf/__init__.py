@@ -17,10 +17,12 @@ CHOSEN, ON_TOP = ("model", "data", "optim", "scheduler"), ("experiment", "debug"
 # Keys that the program reads itself and does not pass to the section's target (see conf/train.yaml).
 OWN_KEYS = {
     "data": {"seq_len", "tokenizer", "packing"},  # of a mixture, for its parts
-    "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer", "lora"},
+    "model": {"name", "init_from", "loss", "vocabulary", "extra_tokens", "tokenizer", "lora", "dpo"},
     "optim": {"decay_vectors", "rates", "decays", "update", "others"},
 }
-LORA = ("rank", "alpha", "dropout", "targets")  # the keys of model.lora, besides base
+# The keys of model.lora, besides base.
+LORA = ("rank", "alpha", "dropout", "targets", "dora", "modules_to_save")
+DPO = ("beta", "label_smoothing")  # the keys of model.dpo
 MIXTURE = "data.mixture.Mixture"  # its parts have the keys of options of ``data=``
 # What a command does: ``mode=NAME`` is training/command/modes/NAME.py.
 MODES = ("train", "eval", "predict", "plan", "export", "sample", "verify", "compare")

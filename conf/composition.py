@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 
 from common.files import TYPED_IN
 from common.machine import changed_environment
-from conf import CHOSEN, COMMAND, FOLDER, LORA, MIXTURE, ON_TOP, OWN_KEYS, masking
+from conf import CHOSEN, COMMAND, DPO, FOLDER, LORA, MIXTURE, ON_TOP, OWN_KEYS, masking
 from conf.instantiate import check_sections, is_ours, to_config, to_dict
 from conf.messages import nearest, unknown_key
 from conf.schema import Parallel, Root, register
@@ -371,7 +371,8 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
     Raises:
         HydraException: A schema does not have a key. The message names the key and the nearest existing key.
     """
-    known = (*LORA, "base") if path == "model.lora" else getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
+    of_section = {"model.lora": (*LORA, "base"), "model.dpo": DPO}
+    known = of_section.get(path) or getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
     names: list[Any] = list(cfg)  # Any: OmegaConf's functions declare different types for keys
     for name in names:
         key = f"{path}.{name}" if path else str(name)

@@ -15,7 +15,7 @@ from parallel.strategies import names_where
 _NEEDS = {
     "data.column": "data.messages=null", "data.columns": "data.batchify=true", "data.field": "data.messages=null",
     "export": "mode=export", "export.max_batch_size": "export.format=triton", "export_to": "mode=export",
-    "model.lora": "model.lora.rank!=null", "optim.dampening": "optim.momentum!=0",
+    "model.dpo": "model.loss=dpo", "model.lora": "model.lora.rank!=null", "optim.dampening": "optim.momentum!=0",
     "optim.decay_vectors": "optim.weight_decay!=0 or optim.others!=null or optim.decays!=null", "verify": "mode=verify",
     "scheduler.decay_ratio": "scheduler.decay_steps=null", "scheduler.warmup_ratio": "scheduler.warmup_steps=null",
     "train.keep_checkpoints": "train.checkpoint_every!=null",

@@ -271,6 +271,7 @@ class DataSet(ABC):
         unigram_entropy: The loss, in nats, of a model that only knows the frequencies of the training tokens, set by
             prepare(). A model that has learned more has a lower loss. None for data that is not text.
         fingerprint: A digest of all samples, if prepare() computes one anyway; otherwise empty.
+        pairs: Whether a sample is a pair of answers, [2, tokens], for ``model.loss=dpo``.
         num_workers: Processes that read ahead (see data.loader.train_loader).
         cache_dir: The folder of all cached data and downloads; None for the user's cache folder.
     """
@@ -279,6 +280,7 @@ class DataSet(ABC):
     vocab_size: int | None = None
     seq_len: int | None = None
     unigram_entropy: float | None = None
+    pairs: bool = False
     num_workers: int = 0
     cache_dir: str | None = None
     fingerprint: str = ""

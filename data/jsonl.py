@@ -28,7 +28,7 @@ from data.folds import Folded, Part
 from data.loader import VariableLength, bucket_widths
 from data.packed import SUFFIXES, unpacked
 from data.packing import PackedRows, Packing
-from data.prompts import Row, RowProblem, RowTokens, is_chat
+from data.prompts import Pair, Row, RowProblem, RowTokens, is_chat
 from data.seen_rows import SeenRows
 from data.vocabulary import ExtraTokens, Vocabulary, choose_vocabulary
 
@@ -52,7 +52,7 @@ class RowData(Folded):
 
     A sample is a row's tokens and the end token, cut to seq_len + 1 tokens, as inputs and as targets shifted by one,
     padded with the end token and with targets that do not count. With answers or chats (see RowTokens), only the tokens
-    of answers count.
+    of answers count. A sample of pairs is the prompt with the chosen and with the rejected answer, [2, seq_len] each.
 
     Splits: files of a folder belong to the split that their path names (valid, validation, val, dev or test), or else
     to training. If there is no valid file, the 10th of every 20 training rows goes to valid; if there is no test file
@@ -89,18 +89,22 @@ class RowData(Folded):
         template: str | None = None,
         messages: str | None = None,
         packing: Packing = False,
+        chosen: str | None = None,
+        rejected: str | None = None,
         **options: Any,
     ):
         super().__init__(**options)
-        if packing and bucket_by_length:
-            raise DataError("data.packing fills rows, and data.bucket_by_length=true shortens them; leave one out")
+        if packing and (bucket_by_length or chosen):
+            other = "data.bucket_by_length=true shortens" if bucket_by_length else f"data.chosen={chosen} pairs"
+            raise DataError(f"data.packing fills rows, and {other} them; leave one out")
         self.packing, self._split = packing, packing == "split"
         self.root = given_path(root, f"data={self.suffix[1:]} needs the rows, data.root=FILE_OR_FOLDER")
         check_at_least(1, seq_len=seq_len)
         self.vocabulary = choose_vocabulary(tokenizer, extra_tokens)
         self.vocab_size = self.vocabulary.size
         self.seq_len, self.bucket_by_length = seq_len, bucket_by_length
-        self.row_tokens = RowTokens(self.vocabulary, self.fields, answer, template, messages)
+        self.row_tokens = RowTokens(self.vocabulary, self.fields, answer, template, messages, chosen, rejected)
+        self.pairs = self.row_tokens.pairs
 
     @once
     def prepare(self) -> None:
@@ -265,14 +269,16 @@ class TokenRows(Source):
         return len(self.selection)
 
     def read(self, indices: np.ndarray, epoch: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, both int64 [b, width]; ``width`` is seq_len if it is None."""
-        shape = (len(indices), width or self.seq_len)
+        """Return inputs and targets, both int64 [b, width], or [b, 2, width] for pairs; None: width seq_len."""
+        shape = (len(indices) * (1 + self.row_tokens.pairs), width or self.seq_len)
         end = self.row_tokens.vocabulary.end
         inputs, targets = np.full(shape, end, np.int64), np.full(shape, PADDING_TARGET, np.int64)
         encoded = encoded_rows(self.rows, self.selection.row(indices), self.row_tokens, most=shape[1] + 1)
         for i, (tokens, counted) in enumerate(encoded):
             inputs[i, : len(tokens) - 1] = tokens[:-1]
             targets[i, : len(tokens) - 1] = np.where(counted, tokens, PADDING_TARGET)[1:]
+        sides = (2,) * self.row_tokens.pairs
+        inputs, targets = (x.reshape(len(indices), *sides, shape[1]) for x in (inputs, targets))
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def ids(self, indices: np.ndarray) -> list | None:
@@ -311,6 +317,8 @@ def encoded_rows(
 ) -> list:
     """Read rows and convert them. By default, return the tokens of each row and which of them count in the loss.
 
+    A pair is converted as two rows, the chosen answer first.
+
     Args:
         rows: The files.
         indices: The numbers of the rows, int [b].
@@ -321,14 +329,17 @@ def encoded_rows(
     Raises:
         DataError: If a row cannot be read or encoded. The message has the file, the row and the reason.
     """
+    read: list[Any] = rows.read(indices, row_tokens)
+    if row_tokens.pairs:
+        read = [row for pair in read for row in pair]
     try:
-        return (convert or row_tokens.encode)(rows.read(indices, row_tokens), **how)
+        return (convert or row_tokens.encode)(read, **how)
     except RowProblem as problem:
-        raise DataError(f"{rows.name(indices[problem.index])}: {problem}") from None
+        raise DataError(f"{rows.name(indices[problem.index // (1 + row_tokens.pairs)])}: {problem}") from None
 
 
 def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int | None, cache_dir: Any) -> MappedFile:
-    """Return the number of tokens of each row, at most ``most``, including the end token."""
+    """Return the number of tokens of each row, of the longer one of a pair, at most ``most``, with the end token."""
     threads = min(4, usable_cores())
 
     def build(folder: Path) -> None:
@@ -336,7 +347,8 @@ def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int | None, cache
             for start in range(0, len(rows), _AT_A_TIME):
                 indices = np.arange(start, min(start + _AT_A_TIME, len(rows)))
                 encoded = encoded_rows(rows, indices, row_tokens, most=most, threads=threads)
-                file.write(np.array([len(tokens) for tokens, _ in encoded], dtype=np.uint32).tobytes())
+                counts = np.array([len(tokens) for tokens, _ in encoded], dtype=np.uint32)
+                file.write(counts.reshape(len(indices), -1).max(axis=1).tobytes())
 
     name = f"lengths-{key_of(rows.key, *row_tokens.key, str(most))}"
     return MappedFile(cached_folder(cache_dir, name, build) / _LENGTHS, "uint32")
@@ -379,7 +391,7 @@ class RowFiles(ABC):
         """The number of rows."""
 
     @abstractmethod
-    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row]:
+    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row | Pair]:
         """Return the rows with these numbers, int [b], as RowTokens.take makes them.
 
         Raises:
@@ -431,7 +443,7 @@ class Rows(RowFiles):
                     lines[i] = os.pread(file.fileno(), length, start)
         return lines
 
-    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row]:
+    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row | Pair]:
         """See RowFiles."""
         rows = []
         for index, line in zip(indices, self.lines(indices), strict=True):
@@ -488,7 +500,7 @@ def chat_hint(names: Sequence[str]) -> str:
     return f"; {names[0]!r} is a chat: type {CHATS}{names[0]}" if names else ""
 
 
-def _row(line: bytes, row_tokens: RowTokens) -> Row:
+def _row(line: bytes, row_tokens: RowTokens) -> Row | Pair:
     """Return the row in a line. Raises ValueError if the line is not such a row; the message says what it is."""
     try:
         row = json.loads(line.decode("utf-8-sig"))  # Windows' editors write a byte-order mark before the first row

@@ -14,7 +14,7 @@ import numpy as np
 from common.errors import DataError
 from data.dataset import by_part
 from data.jsonl import CHATS, RowData, RowFiles, chat_hint, names
-from data.prompts import Row, RowTokens
+from data.prompts import Pair, Row, RowTokens
 
 _CACHE_BYTES = 256 << 20
 _CHATS = re.compile(r"(large_)?list<\w+: struct<.*\b(role|from): ")  # the types of columns of chats
@@ -45,7 +45,7 @@ class ParquetRows(RowFiles):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row]:
+    def read(self, indices: np.ndarray, row_tokens: RowTokens) -> list[Row | Pair]:
         """See RowFiles."""
         rows: list[Any] = [None] * len(indices)
         fields, chats = row_tokens.fields, row_tokens.messages is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from math import inf
 from typing import Any
@@ -17,6 +18,7 @@ from data.vocabulary import HALF_CHARACTER, Vocabulary
 
 # A chat; a prompt and its answer; or a text.
 Row = Chat | Sequence[str]
+Pair = tuple[Row, Row]  # the same prompt with its chosen and with its rejected answer
 # ShareGPT's names of roles.
 _ROLES = {"human": "user", "gpt": "assistant"}
 # The keys under which a message has thoughts. Templates read the first one; gpt-oss's reads the second.
@@ -93,6 +95,7 @@ class RowTokens:
     Attributes:
         fields: The fields that are read of each row.
         messages: The field of the chat; None if rows are no chats.
+        pairs: Whether rows are pairs of answers. Each is converted to two rows (``take``).
         key: Everything that determines the tokens, except for the rows.
     """
 
@@ -103,6 +106,8 @@ class RowTokens:
         answer: str | None = None,
         template: str | None = None,
         messages: str | None = None,
+        chosen: str | None = None,
+        rejected: str | None = None,
     ):
         """Read the template.
 
@@ -113,13 +118,25 @@ class RowTokens:
             template: "tokenizer" for the template of the tokenizer, or the path of a Jinja file; None for no template,
                 or for chats the tokenizer's.
             messages: The field of the chat, in place of the text and the answer.
+            chosen: The field of the better one of two answers to a prompt; None for rows that are no pairs. With
+                ``messages``, which is the chat before the answers, both are lists of messages. If they are whole chats,
+                ``messages`` is the same field as ``chosen``, and their prompt is the messages in which both agree.
+            rejected: The field of the other answer.
 
         Raises:
-            DataError: If there is no such template, it is not Jinja, or ``answer`` is missing for it.
+            DataError: If there is no such template, it is not Jinja, ``answer`` is missing for it, or fields do not go
+                together.
         """
-        self.vocabulary, self.messages, self.answers = vocabulary, messages, answer is not None
+        answers = [name for name in (answer, chosen, rejected) if name is not None]
+        self.pairs = chosen is not None
+        if len(answers) > 1 + self.pairs or (rejected is None) == self.pairs:
+            raise DataError(
+                f"data.answer={answer}, data.chosen={chosen} and data.rejected={rejected}: rows have one answer, or a "
+                "chosen and a rejected one; set data.answer, or the other two"
+            )
+        self.vocabulary, self.messages, self.answers = vocabulary, messages, answer is not None or self.pairs
         self.named = f"data.template={template}"
-        if messages is not None and self.answers:
+        if messages is not None and answer is not None:
             raise DataError(
                 f"data.messages={messages} and data.answer={answer}: rows are chats, or prompts and answers; set "
                 "data.answer=null for chats"
@@ -135,22 +152,27 @@ class RowTokens:
         if self.template is not None and template != "tokenizer":
             vocabulary.template = self.template.text
         self._overlap_only = self.template is not None and self.template.check()
-        self._parts = [list(fields), [answer]] if answer is not None else [list(fields)]
-        self.fields = [field for part in self._parts for field in part] if messages is None else [messages]
+        self._parts = [list(fields), *([name] for name in answers)]
+        self.fields = [field for part in self._parts for field in part]
+        if messages is not None:
+            self.fields = list(dict.fromkeys([messages, *answers]))
         self.key = [*fields, answer or "", vocabulary.key, *(self.template.key if self.template is not None else ())]
         self.key += [] if messages is None else ["messages", messages]
+        self.key += ["pairs", *answers] if self.pairs else []
 
     @property
     def answered(self) -> bool:
         """Whether rows have answers: those to prompts, or of the assistant in chats."""
         return self.answers or self.messages is not None
 
-    def take(self, values: Mapping[str, Any]) -> Row:
-        """Return the row with these values of ``fields``, and with the tools of a chat.
+    def take(self, values: Mapping[str, Any]) -> Row | Pair:
+        """Return the row, or pair, with these values of ``fields``, and with the tools of a chat.
 
         Raises:
             ValueError: If they are no chat, or not text. The message describes what they are.
         """
+        if self.messages is not None and self.pairs:
+            return _pair_of([values[name] for name in self.fields], values.get("tools"))
         if self.messages is not None:
             return chat_of(values[self.messages], values.get("tools"))
         try:
@@ -158,7 +180,7 @@ class RowTokens:
             "".join(texts).encode()  # JSON can write half a character
         except (TypeError, UnicodeEncodeError):
             raise ValueError(_no_text(values, self.fields)) from None
-        return texts
+        return ([texts[0], texts[1]], [texts[0], texts[2]]) if self.pairs else texts
 
     def encode(
         self, rows: Sequence[Row], most: int | None = None, threads: int = 1
@@ -239,7 +261,9 @@ class RowTokens:
             return "".join([start, *answer]), [(len(start), inf)]
         chat = _chat(row)
         try:
-            return self.template.render(chat, continued)
+            text, spans = self.template.render(chat, continued)
+            counted = sum(message["role"] == "assistant" for message in chat.messages[chat.prompt :])
+            return text, spans[-counted or len(spans) :] if chat.prompt else spans
         except DataError as error:
             raise self._problem(index, str(error), chat) from None
 
@@ -260,6 +284,18 @@ def _no_text(values: Mapping[str, Any], fields: Sequence[str]) -> str:
         f"the field {field!r} holds {half[0]!r} at character {half.start() + 1}, half of a character (a lone "
         "surrogate), which is not text and has no tokens"
     )
+
+
+def _pair_of(chats: Sequence[Any], tools: Any) -> Pair:
+    """Return the chats of a pair, from the prompt and two answers, or from two whole chats. Raises ValueError."""
+    for given in chats:
+        chat_of(given)
+    *prompt, chosen, rejected = chats
+    if not prompt:
+        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
+        prompt, chosen, rejected = [chosen[:same]], chosen[same:], rejected[same:]
+    one, other = (chat_of([*prompt[0], *answer], tools) for answer in (chosen, rejected))
+    return replace(one, prompt=len(prompt[0])), replace(other, prompt=len(prompt[0]))
 
 
 def _chat(row: Row) -> Chat:

@@ -49,10 +49,12 @@ class Chat:
     Attributes:
         messages: Each with a "role", and most often with "content".
         tools: The JSON schemas of the functions that the assistant can call; None if there are none.
+        prompt: The number of messages at the beginning of which none counts in the loss.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    prompt: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -42,18 +43,19 @@ class Collected:
     open: bool = True
 
 
+C = TypeVar("C", Collected, None)
 _step: Collected | None = None
 
 
 @contextmanager
-def collecting(into: Collected) -> Iterator[Collected]:
-    """Collect the sums of the forwards in the block."""
+def collecting(into: C) -> Iterator[C]:
+    """Collect the sums of the forwards in the block; with None, do not."""
     global _step
-    _step = into
+    before, _step = _step, into
     try:
         yield into
     finally:
-        _step = None
+        _step = before
 
 
 def leave_uncompiled() -> None:

@@ -341,13 +341,10 @@ class Part(nn.Module):
         self.__dict__.update(whole=whole, shell=shell)  # no submodule
         self.train()
 
-    def train(self, mode: bool = True) -> Part:
-        """See ``nn.Module.train``. The shell changes, too, because the model has dropout between its modules."""
-        self.shell.train(mode)
-        return super().train(mode)
-
     def run(self, **inputs: Tensor) -> Tensor:
         """Return the logits of the shell, or the input of the module at which it stops."""
+        if self.shell.training != self.training:  # the model has dropout between its modules
+            self.shell.train(self.training)
         try:
             return self.shell(**inputs, attention_mask=all_seen(next(iter(inputs.values()))), use_cache=False).logits
         except Reached as reached:

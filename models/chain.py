@@ -42,6 +42,7 @@ ONE_LAYER = (
     "an nn.Sequential or as a Chain (docs/own_model.md, 'A model'), without hooks and parameters beside the layers"
 )
 LOSS = ""  # the name of the chain's loss among the names of layers; no layer has this name
+REFERENCE = "dpo_reference"  # the name, within a layer, of its frozen copy (``models.preference``)
 
 Tensors = Tensor | tuple[Tensor, ...]  # the output of a layer
 T = TypeVar("T")
@@ -456,7 +457,8 @@ class Chain:
                 owners = [self.tied.get(f"{name}.{key}", "") for key in own_tensors(module)]
                 if not all(is_within(owner, names) for owner in owners):  # otherwise all its tensors are aliases
                     kept = {key for key, buffer in module.named_buffers(recurse=False) if buffer.dtype not in usual}
-                    self._fill(name, module, constructed, derive_seed(seed, name))
+                    source = source_of(name)
+                    self._fill(source, module, constructed, derive_seed(seed, source))
                     _move(module, device, dtype, kept)
             for alias, owner in self.tied.items():
                 if is_within(alias, [layer_name]) and not is_within(owner, names):
@@ -465,6 +467,8 @@ class Chain:
                     initial = self.build(owner_layer, seed, CPU, dtype).get_parameter(owner)
                     with torch.no_grad():
                         copy.copy_(initial).requires_grad_(initial.requires_grad)
+            if inside := self._tied_inside(layer_name):
+                layers.tie(inside)
             built(layer_name, layer)
         layers.tie(self.tied)  # the owners have memory now, which their aliases share
         return layers
@@ -487,8 +491,13 @@ class Chain:
 
     def tied_within(self, names: Sequence[str]) -> list[str]:
         """Return the names, aliases and originals, of the parameters that several of these layers share."""
+        inside = {alias for name in names for alias in self._tied_inside(name)}
         pairs = [pair for pair in self.tied.items() if all(is_within(name, names) for name in pair)]
-        return sorted({name for pair in pairs for name in pair})
+        return sorted({name for pair in pairs if pair[0] not in inside for name in pair})
+
+    def _tied_inside(self, layer: str) -> dict[str, str]:
+        """Return {alias: original} of the parameters that are tied within a layer."""
+        return {pair[0]: pair[1] for pair in self.tied.items() if all(is_within(name, [layer]) for name in pair)}
 
     def _constructed(self, name: str, layer: nn.Module, seed: int) -> dict[str, nn.Module]:
         """Return a layer's modules by name, on the CPU, if only its constructor sets their numbers; else {}."""
@@ -510,9 +519,11 @@ class Chain:
 
     @cached_property
     def unsaved(self) -> frozenset[str]:
-        """The names of the parameters of ``base``. Checkpoints do not contain them; they are read or drawn again."""
+        """The names of what no checkpoint contains, as it is read or drawn again: frozen ``base``, and references."""
         layers = _NO_LAYERS if self.base is None else self.base.skeleton()
-        return frozenset(name for name, _ in layers.named_parameters(remove_duplicate=False))
+        base, state = dict(layers.named_parameters(remove_duplicate=False)), self.skeleton().state_dict(keep_vars=True)
+        frozen = (name for name, tensor in state.items() if name in base and not tensor.requires_grad)
+        return frozenset([*frozen, *(name for name in state if source_of(name) != name)])
 
     def canonical(self, name: str) -> str:
         """Return a parameter's name in files. For a tied parameter, this is the canonical name."""
@@ -525,6 +536,11 @@ def converted(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
         return tensors
     new = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in as_tuple(tensors))
     return new if isinstance(tensors, tuple) else new[0]
+
+
+def source_of(name: str) -> str:
+    """Return the name whose initial numbers a module or a parameter has: its own, or for a reference the layer's."""
+    return name.replace(f".{REFERENCE}", "")
 
 
 def is_within(parameter: str, layers: Sequence[str]) -> bool:

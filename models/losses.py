@@ -29,7 +29,7 @@ _RECORDED = {
 
 
 # The losses of these modules are sums over samples, without the samples of weight 0.
-_BY_SAMPLE = (__name__, "models.fused_cross_entropy")
+_BY_SAMPLE = (__name__, "models.fused_cross_entropy", "models.preference")
 
 
 @dataclass
@@ -202,6 +202,11 @@ def is_by_sample(loss: Any) -> bool:
         return all(map(is_by_sample, loss.losses.values()))
     call = loss if loss is None or inspect.isroutine(loss) else type(loss).__call__
     return getattr(call, "__module__", None) in _BY_SAMPLE
+
+
+def is_of_tokens(loss: Any) -> bool:
+    """Return whether the loss of a language model is a mean over tokens, from which a perplexity can be computed."""
+    return getattr(loss, "of_tokens", True)
 
 
 def means(loss: Loss, sums: Sequence[float]) -> dict[str, float]:

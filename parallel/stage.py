@@ -114,22 +114,22 @@ class Stage(nn.Module):
             self._modes = [(module, module.training) for module in self.modules()]
             self.eval()
         self.step, self.loss_scale = step, loss_scale
-        self._set_step_cache({})
+        self._set_step_cache(dict)
 
     def end(self) -> None:
         """End a step, after its forwards and backwards. Weights may change now."""
         forget()
-        self._set_step_cache(None)
+        self._set_step_cache(lambda: None)
         if self._modes:
             self.train()
             for module, mode in self._modes:
                 module.training = mode
             self._modes.clear()
 
-    def _set_step_cache(self, cache: dict | None) -> None:
-        last = self.layers.get_submodule(self.layers.names[-1])
-        if hasattr(last, "step_cache"):
-            last.step_cache = cache  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
+    def _set_step_cache(self, cache: Callable[[], dict | None]) -> None:
+        for module in self.layers.get_submodule(self.layers.names[-1]).modules():
+            if hasattr(module, "step_cache"):  # a head, and its reference
+                module.step_cache = cache()  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
 
     def forward(
         self,

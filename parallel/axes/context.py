@@ -63,7 +63,8 @@ class ContextParallel(AxisOfStage):
             return
         sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
         tensors, targets = sample.tensors, sample.targets
-        if isinstance(targets, tuple) or len({tensor.shape[1:2] for tensor in tensors}) > 1 or targets.dim() < 2:
+        lengths = {tensor.shape[1:2] for tensor in tensors}
+        if isinstance(targets, tuple) or len(lengths) > 1 or targets.dim() < 2 or data.pairs:
             shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors)
             raise PlanError(
                 f"parallel.cp={layout.cp} divides sequences, and the samples are not sequences of inputs and targets "

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from common.errors import PlanError
 from data.dataset import Batch, DataSet
-from models.chain import Chain, Layers, is_within
+from models.chain import Chain, Layers, Tensors, as_tuple, is_within
 from models.cut import Columns, CutOf, Experts, GatherInput, Rows, check_cuts, cut_of, is_divided
 from models.fused_cross_entropy import FusedHead
 from models.lora import FrozenLinear, LoRALinear
@@ -104,7 +104,8 @@ class TensorParallel(AxisOfStage):
         if not layout.sequence:
             return
         sample = Batch(*data.train.read(np.zeros(1, dtype=np.int64), 0))
-        widths = {*getattr(data.train, "widths", ()), *(t.shape[1] for t in sample.input_tensors if t.dim() > 1)}
+        dim = 1 + data.pairs
+        widths = {*getattr(data.train, "widths", ()), *(t.shape[dim] for t in sample.input_tensors if t.dim() > dim)}
         if uneven := sorted(width for width in widths if width % layout.tp):
             raise PlanError(
                 f"parallel.sequence=true divides each sequence among parallel.tp={layout.tp} ranks, and there are "
@@ -248,8 +249,9 @@ class TensorParallel(AxisOfStage):
                 self.needs_sum.update(uncut)
             elif uncut and not isinstance(within.get(module), Rows):
                 module.register_forward_pre_hook(partial(self._note, uncut))
-        if sequence_parallel and hasattr(layer, "parts"):  # it computes with something for the whole sequence
-            setattr(layer, "parts", self.ranks.size)  # noqa: B010  # its stub knows tensors only
+        for module in layer.modules() if sequence_parallel else ():
+            if hasattr(module, "parts"):  # it computes with something for the whole sequence
+                setattr(module, "parts", self.ranks.size)  # noqa: B010  # its stub knows tensors only
         if self.plan.sequence and first and not last:
             layer.register_forward_hook(self._split_sequence)
         if self.plan.sequence and last and not first and not sequence_parallel:
@@ -265,15 +267,17 @@ class TensorParallel(AxisOfStage):
             self._replace(name, module, "weight", dim=1)
             if isinstance(module, LoRALinear):
                 self._replace(f"{name}.lora_A", module.lora_A, "weight", dim=1)
+                module.add_up = partial(_all_reduce, axis=self.ranks)
             forward = partial(self._rows, name, module, sequence_parallel)
             module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(module, nn.Embedding):
             (words,) = self._replace(name, module, "weight").ranges(self.ranks.index)
             module.forward = partial(self._embed, module, words)  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            assert isinstance(layer, FusedHead)  # as the plan has checked
+            heads = (m for m in layer.modules() if isinstance(m, FusedHead) and m.projection is module)
+            head = next(heads)  # as the plan has checked
             splits = {key: self._replace(name, module, key) for key, _ in [*module.named_parameters(recurse=False)]}
-            layer.vocabulary = VocabularyShard(self, splits["weight"], sequence_parallel)
+            head.vocabulary = VocabularyShard(self, splits["weight"], sequence_parallel)
 
     def _cut_columns(self, name: str, module: nn.Module, how: Columns, sequence_parallel: bool) -> None:
         module.register_forward_pre_hook(partial(self._enter_first, sequence_parallel), with_kwargs=True)
@@ -289,7 +293,9 @@ class TensorParallel(AxisOfStage):
         for key, _ in [*module.named_parameters(recurse=False)]:
             self._replace(name, module, key, groups=how.groups)
         if isinstance(module, LoRALinear):
-            self._replace(f"{name}.lora_B", module.lora_B, "weight", groups=how.groups)
+            for factor in ("lora_B", "lora_magnitude_vector"):
+                if (of := getattr(module, factor)) is not None:
+                    self._replace(f"{name}.{factor}", of, "weight", groups=how.groups)
 
     def _replace(self, name: str, module: nn.Module, key: str, dim: int = 0, groups: int = 1) -> Split:
         """Keep this rank's part of a module's parameter, and return the division."""
@@ -346,19 +352,25 @@ class TensorParallel(AxisOfStage):
         rows = F.embedding((tokens - words.start).masked_fill(others, 0), module.weight)
         return _Collective.apply(rows.masked_fill(others[..., None], 0.0), *_LEAVE[False], self.ranks)
 
-    def _split_sequence(self, module: nn.Module, given: tuple, output: Any) -> Tensor:
-        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] % self.ranks.size:
-            shape = tuple(output.shape) if isinstance(output, Tensor) else "several tensors"
+    def _split_sequence(self, module: nn.Module, given: tuple, output: Tensors) -> Tensors:
+        tensors = as_tuple(output)
+        if any(x.dim() < 3 or x.shape[1] % self.ranks.size or x.shape != tensors[0].shape for x in tensors):
+            shape = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise PlanError(
                 "parallel.sequence=true divides dimension 1 of what the first layer returns, [b, t, ...], among "
                 f"parallel.tp={self.ranks.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
                 "parallel.sequence out"
             )
-        return _Collective.apply(output, _local_chunk, _all_gather, self.ranks)  # from the whole tensor on all ranks
+        # From the whole tensor on all ranks.
+        parts = tuple(_Collective.apply(x, _local_chunk, _all_gather, self.ranks) for x in tensors)
+        return parts if isinstance(output, tuple) else parts[0]
 
     def _gather_sequence(self, module: nn.Module, given: tuple) -> tuple:
         # All ranks compute the same result from the whole tensor.
-        return _Collective.apply(given[0], _all_gather, _local_chunk, self.ranks), *given[1:]
+        def whole(x: Tensor) -> Tensor:
+            return _Collective.apply(x, _all_gather, _local_chunk, self.ranks) if x.shape == given[0].shape else x
+
+        return tuple(map(whole, given))
 
     def _part_of(
         self, module: BySample, whole: bool, sequence_parallel: bool, shape: Sequence[int], samples: int

@@ -95,7 +95,7 @@ def test_files_and_row_groups_that_are_empty_are_passed_over(tmp_path, texts_of)
 class Chats:
     """What a row of a chat has of RowTokens, without a template."""
 
-    messages, fields = "messages", ["messages"]
+    messages, fields, pairs = "messages", ["messages"], False
     take = RowTokens.take
 
 

@@ -210,9 +210,7 @@ def with_layer(build) -> Chain:
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_layer_that_sees_other_documents_is_an_error_before_the_run(name):
     chain = with_layer(OTHERS[name])
-    with pytest.raises(
-        PlanError, match="layer .own. .* mixes positions, or counts them"
-    ):
+    with pytest.raises(PlanError, match="layer .own. .* mixes positions, or counts them"):
         check_documents(chain, examine(chain, batch_at(0)), Layout("single"))
 
 

@@ -16,6 +16,8 @@ CONVNET = "model=convnet train.global_batch_size=4 "
 MIX = GPT2 + "data=mixture "
 TEXT = GPT2 + "data=text data.root=HERE/x.txt"
 ROWS = GPT2 + "data=jsonl data.root=HERE/x.jsonl"
+PAIRS = ROWS + " data.chosen=chosen data.rejected=rejected"
+PAIR = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
 PARQUET = GPT2 + "data=parquet data.root=HERE/x.parquet"
 SHARD = GPT2 + "data=tokens data.root=HERE/x.bin"
 MNIST = CONVNET + "data=mnist data.root=HERE"
@@ -112,6 +114,7 @@ VALUES = {
         Refusal("model.lora.targets=[net1]", "model.lora.targets", "model.lora.rank: set that"),
         Refusal("'model.lora={alpha:8,targets:[net1]}'", "model.lora", "model.lora.rank"),
         Refusal("mode=plan model.lora.alpha=8", "model.lora.alpha", "model.lora.rank"),
+        Refusal(GPT2 + "model.dpo.beta=0.2", "model.dpo.beta", "model.loss=dpo: set that"),
         Refusal(SHARD + " model.vocabulary=words", "model.vocabulary", "data: data.tokens.Tokens", file=GOOD_SHARD),
         Refusal("+model.tokenizer=HERE", "model.tokenizer", "data: data.random_regression"),
         Refusal("model=llama data=digits model.tokenizer=HERE", "model.tokenizer", "data: data.digits"),
@@ -149,8 +152,9 @@ VALUES = {
         Refusal("model.lora.rank=2 +model.lora.use_dora=true", "rank, alpha, dropout, targets"),
         Refusal("+model.lora.use_dora=true"),
     ],
-    "no key model.lora.modules_to_save": Refusal(OWN + "experiment=own model.lora.rank=2",
-        file=option("experiment/own", "model: {lora: {modules_to_save: [net2]}}")),
+    "no key model.lora.modules_to_train": Refusal(OWN + "experiment=own model.lora.rank=2", "modules_to_save",
+        file=option("experiment/own", "model: {lora: {modules_to_train: [net2]}}")),
+    "no key model.dpo.alpha": Refusal(GPT2 + "+model.dpo.alpha=1", "beta"),
     "model.lora.alpha": Refusal("model.lora.rank=2 model.lora.alpha=much", "'much'", "Float"),
     "model.extra_tokens": Refusal("+model.extra_tokens=[x]", "does not name its embedding parameter"),
     "train.eval_every": Refusal("train.eval_every=-1", "train.eval_every=-1", "at least 0"),
@@ -435,6 +439,15 @@ DATA = {
         _row(ROWS, "byte 0xff", content=b'{"text": "\xff\xfe"}\n' * 40),
         _row(ROWS, "'text'", "type data.messages=chat", content=rows(CHAT)),
     ],
+    "model.loss=dpo": [
+        _row(ROWS + " model.loss=dpo", "here targets are [16]", "data.chosen=chosen", content=rows()),
+        _row(PAIRS, "here targets are [2, 16]; set model.loss=dpo", content=rows(*[PAIR] * 40)),
+        Refusal("model.loss=dpo", "TokenCrossEntropy", "SquaredError"),
+    ],
+    "data.rejected=None": _row(ROWS + " data.chosen=a", "data.chosen=a", "a rejected one", content=rows(*[PAIR] * 40)),
+    "parallel.cp=2": _row(PAIRS + " model.loss=dpo parallel=context", "(2, 16), (2, 16)", content=rows(*[PAIR] * 40)),
+    "model.dpo: beta=0.0": _row(PAIRS + " model.loss=dpo model.dpo.beta=0", "above 0", content=rows(*[PAIR] * 40)),
+    "'rejected'": _row(PAIRS + " model.loss=dpo", "missing", content=rows('{"prompt": "a", "chosen": "b"}')),
     "data.messages=chat": _row(ROWS + " data.messages=chat", "have none", "data.template=FILE", content=rows(CHAT)),
     "HERE/x.jsonl": [
         _row(ROWS, "is empty", "JSON lines", content=b""),

@@ -57,6 +57,18 @@ def write_rows(folder: Path) -> Path:
     return folder
 
 
+def write_pairs(folder: Path) -> Path:
+    """Write train.jsonl, valid.jsonl and test.jsonl of prompts with a right and a wrong answer."""
+    folder.mkdir()
+    pairs = [
+        {"prompt": row["question"], "chosen": row["answer"], "rejected": row["answer"].replace(" is ", " is not ")}
+        for row in ROWS
+    ]
+    for name, some in (("train", pairs[:32]), ("valid", pairs[32:45]), ("test", pairs[45:55])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in some))
+    return folder
+
+
 def words(folder: Path, rows: Path, *more: str, model: str = "llama") -> list[str]:
     """Return the command line of a training on the rows' answers that starts from a folder."""
     data = ["data=jsonl", f"data.root='{rows}'", "data.field=question", "data.answer=answer", "data.seq_len=64"]

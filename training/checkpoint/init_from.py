@@ -23,7 +23,7 @@ from conf import EVALUATES
 from conf.instantiate import with_values
 from conf.schema import Root
 from data.vocabulary import GPT2_VOCAB_SIZE, gpt2, parse_extra_tokens, tokens_after_gpt2
-from models.chain import Chain
+from models.chain import Chain, source_of
 from models.sequential import prefix_of
 from parallel.pieces import Box, Boxes, fill
 from parallel.strategy import Strategy
@@ -64,7 +64,7 @@ def with_base(cfg: Root, chain: Chain) -> Any:
     Raises:
         TrainingError: The adapters of a checkpoint were trained on other weights.
     """
-    if chain.base is None:
+    if not chain.unsaved:
         return cfg
     model, lora = cfg.model, cfg.model.lora
     if model.init_from is not None:
@@ -73,7 +73,7 @@ def with_base(cfg: Root, chain: Chain) -> Any:
         base = f"weights={chain.fingerprint}" if chain.fingerprint else f"seed={cfg.seed}"
     if lora.base not in (None, base):
         raise TrainingError(
-            f"these adapters were trained on the base {lora.base}, but model.init_from={model.init_from} "
+            f"this checkpoint was trained on the base {lora.base}, but model.init_from={model.init_from} "
             f"seed={cfg.seed} gives {base}; set model.init_from and seed to the values that they were trained with"
         )
     return with_values(cfg, {"model.lora.base": base})
@@ -87,7 +87,7 @@ def digest_read(cfg: Root, chain: Chain) -> str | None:
     """
     model = cfg.model
     if model.init_from is None or (
-        chain.base is None and (cfg.mode in EVALUATES or cfg.train.resume not in (None, AUTO))
+        not chain.unsaved and (cfg.mode in EVALUATES or cfg.train.resume not in (None, AUTO))
     ):
         return None
     digest = hashlib.sha256()
@@ -130,7 +130,7 @@ def check_start(model: Any, chain: Chain) -> Weights:
 
 def check_new_words(model: Any, chain: Chain, weights: Weights, words: int | None) -> None:
     """Check that the weights include all ``words`` of the data if only adapters train. Raises TrainingError."""
-    if chain.base is None or chain.embedding is None or words is None:
+    if words is None or chain.embedding not in chain.unsaved:
         return
     known = weights.stored(chain.embedding).shape[0]
     if known < words:
@@ -191,12 +191,12 @@ class Weights(dict):
             self.added = theirs
             _check_begins_with(theirs, model)
         self._words = chain.limits.get("vocabulary")
-        skeleton = (chain.base or chain).skeleton()
-        self.expected = {name: t for name, t in skeleton.state_dict().items() if name not in chain.tied}
+        base, state = (chain.base or chain).skeleton().state_dict(), chain.skeleton().state_dict()
+        self.expected = {n: t for n, t in state.items() if n not in chain.tied and source_of(n) in base}
         super().__init__({name: key for name in self.expected if (key := self._key(name)) in self._opened})
         used = {*self.values(), *map(self._key, chain.tied)}
         copies = {self._key(copy): self._key(name) for copy, name in chain.tied.items()}
-        self._copies = {copy: own for copy, own in copies.items() if copy in self._opened}
+        self._copies = {copy: own for copy, own in copies.items() if copy in self._opened and copy != own}
         known = {} if form is None else form.redundant
         others = [name for name in self._opened if name not in used]
         self._redundant = {n: follows for n in others for end, follows in known.items() if n.endswith(end)}
@@ -208,7 +208,7 @@ class Weights(dict):
             return _Transposed(stored)
         rows, *width = self.expected[name].shape or (0,)
         known, *stored_width = stored.shape or (0,)
-        of_words = rows == self._words if self._format is None else name in self._format.words
+        of_words = rows == self._words if self._format is None else source_of(name) in self._format.words
         grows = of_words and known < rows and width == stored_width
         return _Padded(stored, rows) if grows else stored
 
@@ -236,8 +236,9 @@ class Weights(dict):
 
     def _key(self, name: str) -> str:
         if self._format is None:
+            name = source_of(name)
             return name if name in self._opened else name.removeprefix(self._prefix)
-        theirs = self._format.their_name(name)
+        theirs = self._format.their_name(source_of(name))
         return theirs if theirs in self._opened else theirs.removeprefix(self._format.optional)
 
 
@@ -372,7 +373,7 @@ def _add_tokens(extra_tokens: Any, chain: Chain, strategy: Strategy, known: int)
     if len(extra) == known:
         return
     for name, parameter in strategy.named_parameters():
-        if name == chain.embedding:
+        if source_of(name) == chain.embedding:
             rows = strategy.whole(name, parameter.detach())
             everything = _mean(rows[:GPT2_VOCAB_SIZE])
             for number, words in list(enumerate(extra.values()))[known:]:

@@ -16,6 +16,7 @@ from common.files import atomic_folder, explain, folder_of, template
 from conf.schema import Root
 from data.dataset import DataSet
 from data.vocabulary import SETTINGS, TOKENIZER
+from models.huggingface import HuggingFace
 from models.lora import merge
 from models.sequential import names_of_module
 from parallel.strategy import Strategy
@@ -43,6 +44,7 @@ _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _PACKAGES = {"onnx": _ONNX, "triton": (*_ONNX, "transformers")}
 # Name endings that peft 0.21 takes for experts, wherever the modules are. transformers 5 has one tensor for experts.
 _EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_MAGNITUDE = ".lora_magnitude_vector.weight"
 _KINDS = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
 
 
@@ -130,8 +132,7 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
     if chain.hugging_face is not None:
         theirs = _published(published)
         known = json.loads(theirs.get(_CONFIG, "{}"))
-        words = max(filter(None, (known.get("vocab_size"), data.vocab_size)), default=None)
-        state, config = chain.hugging_face.export(state, words)
+        state, config = chain.hugging_face.export(state, _words(known, data))
         end = getattr(data.vocabulary, "end", None)  # words and unknown vocabularies have no end token
         if (config.get("pad_token_id") or 0) >= config["vocab_size"]:  # beyond the data's words
             config["pad_token_id"] = None
@@ -150,16 +151,30 @@ def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) 
     chain, lora = strategy.chain, model.lora
     if chain.hugging_face is None:
         raise TrainingError(f"export.format=peft is for models of transformers, and model={model.name} is not one")
-    adapters, modules = {}, set()
-    for name, tensor in strategy.state_dict().items():
+    adapters, modules, state, named = {}, set(), strategy.state_dict(), chain.hugging_face.their_name
+    for name, tensor in state.items():
         module, factor, _ = name.rpartition(".lora_")
         if factor:
-            theirs = chain.hugging_face.their_name(f"{module}.weight").removesuffix(".weight")
-            modules.add(theirs)
-            adapters[f"base_model.model.{theirs}{name[len(module) :]}"] = tensor.contiguous()
+            modules.add(theirs := named(f"{module}.weight").removesuffix(".weight"))
+            key = f"base_model.model.{theirs}{name[len(module) :]}"
+            if name.endswith(_MAGNITUDE):  # peft has the magnitude itself, under a shorter name
+                linear: Any = strategy.stages[0].layers.get_submodule(module)
+                key, tensor = key.removesuffix(".weight"), linear.norms()[0] + tensor
+            adapters[key] = tensor.contiguous()
+    parameters = dict(chain.skeleton().named_parameters())
+    base = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+    trained = [name for name in base if name in parameters and name not in chain.unsaved]
+    copies = [alias for alias, owner in chain.tied.items() if owner in trained]  # peft reads both names
+    if trained:
+        known = json.loads(_published(model.init_from).get(_CONFIG, "{}"))
+        base, _ = HuggingFace.export(chain.hugging_face, base, _words(known, data))
+    for name in (*trained, *copies):
+        adapters[f"base_model.model.{named(name)}"] = base[named(chain.canonical(name))].contiguous().clone()
     save_file(adapters, folder / ADAPTERS, metadata={"format": "pt"})
     has_experts = any(".experts." in name for name, _ in chain.skeleton().named_parameters())
     moved = {name for name in modules if has_experts and name.rpartition(".")[2] in _EXPERTS}
+    if moved and lora.get("dora"):
+        raise TrainingError("export.format=peft with model.lora.dora=true: peft has no DoRA in a model with experts")
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -169,10 +184,18 @@ def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) 
         "lora_dropout": 0.0 if moved else lora.dropout,  # peft has none for parameters, nor while nothing is trained
         "target_modules": sorted(modules - moved),
         "target_parameters": sorted(f"{name}.weight" for name in moved) or None,
+        "use_dora": bool(lora.get("dora")),
+        "modules_to_save": sorted({named(name).rpartition(".")[0] for name in trained}) or None,
+        "ensure_weight_tying": bool(copies),
         "fan_in_fan_out": chain.hugging_face.config["model_type"] == "gpt2",  # its Conv1D keeps weights transposed
         "inference_mode": True,
     }
     write_texts(folder, {**tokenizer(data, chain), "adapter_config.json": json.dumps(settings, indent=1)})
+
+
+def _words(known: dict[str, Any], data: DataSet) -> int | None:
+    """Return the number of words of the model in a config.json ``known`` and of the data; None if both are unknown."""
+    return max(filter(None, (known.get("vocab_size"), data.vocab_size)), default=None)
 
 
 def _published(folder: str | None) -> dict[str, str]:

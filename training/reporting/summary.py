@@ -102,7 +102,7 @@ def summarize(
     setup: Any, strategy: Strategy, outcome: Outcome, test: dict[str, Any], ranks: list[RankResult]
 ) -> dict[str, Any]:
     """Return the content of summary.json. ``test`` has the results on the test split, ``ranks`` one entry per rank."""
-    plan, step_time, text = strategy.plan, ranks[0].step_time_s, setup.data.seq_len is not None
+    plan, step_time, text = strategy.plan, ranks[0].step_time_s, setup.of_tokens
     samples = plan.global_batch_size / step_time if step_time else None
     monitor, bubble = Monitor.of(setup.cfg.train), None
     if plan.pipelined:

@@ -67,10 +67,10 @@ def evaluate(strategy: Strategy, source: Source, limit: int | None, taker: Taker
 def evaluate_split(setup: Any, strategy: Strategy, split: str, recorder: Recorder) -> dict[str, float]:
     """Evaluate on the split "val" or "test" of a run; return the results by their names in metrics.jsonl.
 
-    The results include those of ``metrics``, whose pictures are drawn into the run directory. For text, they include a
-    perplexity. It is computed from the metric "token_loss" if the loss has this metric (a loss with auxiliary terms
-    does), otherwise from the loss. The result is empty if the run does not have the split, or if no target counts. A
-    warning is printed if there are no results, or if a result is not finite.
+    The results include those of ``metrics``, whose pictures are drawn into the run directory. If the loss is a mean
+    over tokens, they include a perplexity. It is computed from the metric "token_loss" if the loss has this metric (a
+    loss with auxiliary terms does), otherwise from the loss. The result is empty if the run does not have the split, or
+    if no target counts. A warning is printed if there are no results, or if a result is not finite.
     """
     source = setup.data.valid if split == "val" else setup.data.test
     if source is None:
@@ -81,7 +81,7 @@ def evaluate_split(setup: Any, strategy: Strategy, split: str, recorder: Recorde
         recorder.say(f"warning: no target of this evaluation counts, so it has no loss: {IGNORED_TARGETS}")
         return {}
     record = {f"{split}_{name}": value for name, value in result.items()}
-    if setup.data.seq_len is not None:
+    if setup.of_tokens:
         perplexity = math.exp(min(result.get("token_loss", result["loss"]), 700.0))
         record.setdefault(f"{split}_perplexity", perplexity)  # the loss may have a metric of this name
     if wrong := ", ".join(f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)):

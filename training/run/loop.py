@@ -249,7 +249,7 @@ class Loop:
             "step_time_s": seconds,
             "samples_per_s": setup.plan.global_batch_size / seconds,
         }
-        if setup.data.seq_len is not None:
+        if setup.of_tokens:
             record["tokens_per_s"] = result.terms / seconds
         if self._at_peak is not None:
             outcome.at_peak_s += (at_peak := self._at_peak * batch.input_tensors[0].numel() * setup.plan.dp)

@@ -152,7 +152,8 @@ def _answer(cfg: Root, restored: Restored, source: TokenRows, put: Put) -> None:
     for first in range(0, len(source), size):
         rows = source.selection.row(np.arange(first, min(first + size, len(source))))
         prompts, wanted = [], []
-        for tokens, counted in encoded_rows(source.rows, rows, source.row_tokens):
+        each = 1 + source.row_tokens.pairs  # of a pair, the chosen answer
+        for tokens, counted in encoded_rows(source.rows, rows, source.row_tokens)[::each]:
             begins = np.flatnonzero(np.diff(counted, prepend=False) & counted)
             begin = int(begins[-1]) if len(begins) else len(tokens)
             prompts.append(tokens[:begin])

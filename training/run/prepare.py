@@ -33,6 +33,7 @@ from models.chain import ONE_LAYER, Chain, shared_parameters
 from models.given import pack_given, unpack_given
 from models.lora import adapt
 from models.losses import TokenCrossEntropy
+from models.preference import NAME, prefer
 from models.sequential import chain_of_module
 from parallel.devices import Hardware, share_cores
 from parallel.layout import Layout
@@ -57,6 +58,7 @@ from training.run.checks.model import (
     check_length,
     check_names,
     check_optimizer_layout,
+    check_pairs,
     check_parameters,
     check_proof,
     check_saved_weights,
@@ -66,6 +68,8 @@ from training.run.checks.model import (
 from training.run.setup import TERMS, Setup
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
+_NAMES = ("targets", "modules_to_save")  # keys of model.lora that take a name or a list
+_ALONE = ("export", "predict", "sample")  # modes that have a model without its reference
 
 
 def adopt(cfg: Root, world: World) -> None:
@@ -136,8 +140,8 @@ def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: 
     data.prepare()
     note(0, "checking the run")
     for check in (
-        check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_microbatch_fits,
-        check_divided_data, check_examined, check_metrics,
+        check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_pairs,
+        check_microbatch_fits, check_divided_data, check_examined, check_metrics,
     ):  # fmt: skip
         check(setup)
     setup.plan = replace(setup.plan, **setup.examination.for_plan())
@@ -261,6 +265,8 @@ def model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
     if "vocab_size" in cfg.model and cfg.model.vocab_size is None:
         data.prepare()  # the vocabulary's size is known only after that
     chain, terms = build_chain(cfg.model, data.vocab_size), {key: cfg.train[key] for key in TERMS if cfg.train[key]}
+    if cfg.model.get("loss") == NAME and cfg.mode not in _ALONE:
+        chain = prefer(chain, **checked_arguments("models.preference.prefer", to_dict(cfg.model.dpo), "model.dpo."))
     if terms and type(chain.loss) is not TokenCrossEntropy:
         raise TrainingError(
             f"train.{next(iter(terms))} needs the cross entropy of tokens (models.losses.TokenCrossEntropy), and the "
@@ -309,7 +315,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
     """
     loss = model.get("loss")
     own_loss = hasattr(loss, "copy")  # a section or several; otherwise ``loss`` is an argument of the model's function
-    dropped = OWN_KEYS["model"] if own_loss or loss is None else OWN_KEYS["model"] - {"loss"}
+    dropped = OWN_KEYS["model"] if own_loss or loss in (None, NAME) else OWN_KEYS["model"] - {"loss"}
     arguments = {key: value for key, value in model.items() if key not in dropped}
     if "vocab_size" in arguments and arguments["vocab_size"] is None:
         arguments["vocab_size"] = vocab_size
@@ -351,9 +357,12 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
             "so its vocabulary cannot grow; leave model.extra_tokens out"
         )
     if (lora := model.get("lora")) is not None and lora.rank is not None:
-        if model.get("extra_tokens") is not None:
-            raise TrainingError("model.extra_tokens with model.lora.rank: the new tokens' rows would not be trained")
         given = {key: value for key, value in to_dict(lora).items() if key in LORA}
-        given["targets"] = [lora.targets] if isinstance(lora.targets, str) else given["targets"]
+        given |= {key: [name] for key, name in given.items() if key in _NAMES and isinstance(name, str)}
         chain = adapt(chain, **checked_arguments("models.lora.adapt", given, "model.lora."))
+        if model.get("extra_tokens") is not None and chain.embedding in chain.unsaved:
+            raise TrainingError(
+                "model.extra_tokens with model.lora.rank: the new tokens' rows would not be trained; name the "
+                f"embedding in model.lora.modules_to_save, [{str(chain.embedding).split('.')[-2]}]"
+            )
     return chain

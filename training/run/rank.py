@@ -108,7 +108,7 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
             done = max(resumed.step, (resumed.progress.get("ended_at") or 0) if ended else 0)
         if wanted is not None and world.rank == 0:
             make_newest(wanted, checkpoints.folder, resumed)
-        if resumed is None and setup.chain.base is None:
+        if resumed is None and not setup.chain.unsaved:
             start(cfg.model, setup.chain, strategy)
         _warn(strategy.mesh, checkpoints.check())
         summary = _summary_of(strategy, run_dir, done) if ended else None
@@ -204,7 +204,7 @@ def _strategy(setup: Setup, world: World) -> Iterator[Strategy]:
             chain = not_drawn(cfg.model, chain)
         options = Options(cfg.seed, cfg.parallel.timeout_s, cfg.train.compile)
         strategy = build_strategy(setup.plan, chain, mesh, options, setup.sample, world.local_rank)
-        if chain.base is not None:
+        if chain.unsaved:
             start(cfg.model, chain, strategy)
         try:
             yield strategy

@@ -47,7 +47,7 @@ def restore(cfg: Root, device: str, batch: int = 1) -> Restored:
     parallel = in_one_process(cfg).parallel
     plan = make_plan(parallel, chain, global_batch_size=batch, device=device, precision=cfg.train.precision)
     strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
-    if chain.base is not None:
+    if chain.unsaved:
         start(cfg.model, chain, strategy)
     return Restored(data, strategy, load(path, strategy).step)
 

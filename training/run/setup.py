@@ -21,6 +21,7 @@ from conf.schema import Root
 from data.dataset import Batch, DataSet, InMemory, Source
 from data.loader import EvalBatches, TrainBatches
 from models.chain import LOSS, Chain
+from models.losses import is_of_tokens
 from parallel.examination import Examination, examine
 from parallel.plan import Plan
 from parallel.strategies import strategy_info
@@ -71,6 +72,11 @@ class Setup:
         loss += "".join(f" {key}={self.cfg.train[key]}" for key in TERMS if self.cfg.train[key])
         loss += f" {to_dict(self.cfg)['metrics']}" if self.cfg.metrics else ""
         return f"{data_digest(self.data, (self.data.valid,))} {hashlib.sha256(loss.encode()).hexdigest()[:_DIGITS]}"
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether the loss is a mean over the tokens of texts."""
+        return self.data.seq_len is not None and is_of_tokens(self.chain.loss)
 
     @cached_property
     def per_epoch(self) -> int:

@@ -148,10 +148,15 @@ def test_so_do_those_of_the_llama_family(text, tmp_path):
     (tmp_path / "base" / "tokenizer.json").unlink()  # the tokens are the words of the text
     words = ["model=llama", f"model.init_from='{tmp_path}/base'", "model.tokenizer=null", *text, "train.precision=fp32"]
     words += ["data.vocabulary=words", "train.steps=4", "train.global_batch_size=8", "train.eval_batches=1"]
-    lora = ["model.lora.rank=4", "model.lora.targets=null"]
+    lora = ["model.lora.rank=4", "model.lora.targets=null", "model.lora.dora=true"]
+    lora += ["model.lora.modules_to_save=[lm_head,layers.1.mlp]"]  # the head is tied to the embedding
     run(tmp_path / "run", *words, "optim.lr=0.02", "scheduler=constant", *lora)
-    assert {name.split(".")[-3] for name in saved(tmp_path / "run", 4)} == {
+    weights = saved(tmp_path / "run", 4)
+    assert {name.split(".lora_")[0].split(".")[-1] for name in weights if "lora" in name} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    assert {name for name in weights if "lora" not in name} == {
+        "embedding.embed_tokens.weight", *(f"layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
     }  # fmt: skip
     assert_exports_compute_what_the_adapters_compute(tmp_path / "run", tmp_path / "base", tmp_path, words=300)
 

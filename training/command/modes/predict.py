@@ -10,7 +10,7 @@ from training.command.launch import launch
 def run(composed: Composed) -> None:
     """Predict in the layout of the command; answers to prompts are generated in one process, as by mode=sample."""
     cfg, run_dir = composed.cfg, composed.run_dir
-    if not (cfg.data.get("answer") or cfg.data.get("messages")):
+    if not any(cfg.data.get(key) for key in ("answer", "messages", "chosen")):
         launch(composed)
         return
     check_alone(composed)

@@ -51,5 +51,5 @@ def check_metrics(setup: Setup) -> None:
             return  # it may need other numbers than made-up ones
     mine, monitored = tuple(f"val_{one.entry.name}" for one in tried), cfg.train.monitor or LOSS
     if cfg.mode == "train" and monitored.startswith(mine):
-        known = evaluated((*setup.chain.loss.metrics, *names), setup.data.seq_len is not None)
+        known = evaluated((*setup.chain.loss.metrics, *names), setup.of_tokens)
         check_name("train.monitor", monitored, known)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 import models
@@ -22,6 +23,8 @@ from data.loader import Joined
 from data.mixture import Mixture
 from data.vocabulary import GPT2Vocabulary, tokens_after_gpt2
 from models.chain import Chain
+from models.losses import is_of_tokens
+from models.preference import DPO, NAME
 from parallel.axes import axes_of
 from parallel.devices import check_compiler
 from parallel.layout import Layout
@@ -88,7 +91,8 @@ def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
         target_of(entry)
         if (name := entry.name) in ("loss", "perplexity", *chain.loss.metrics):
             raise TrainingError(f"metrics: an evaluation has a number {name} already; name yours, {{…, name: …}}")
-    train, numbers = cfg.train, partial(evaluated, _metrics(cfg, chain, parts), data.seq_len is not None)
+    of_tokens = data.seq_len is not None and is_of_tokens(chain.loss)
+    train, numbers = cfg.train, partial(evaluated, _metrics(cfg, chain, parts), of_tokens)
     if (objective := cfg.sweep.objective) is not None:
         check_name("sweep.objective", objective, [*numbers(("val", "test")), *SUMMARISED.split()])
         Monitor.of(train, objective, cfg.sweep.direction, ("sweep.objective", "sweep.direction"))
@@ -131,7 +135,7 @@ def check_evaluated(setup: Setup) -> None:
     # Some parts of a mixture may have no validation split.
     if cfg.mode == "train" and needs and isinstance(setup.data.valid, Joined):
         metrics = _metrics(cfg, setup.chain, setup.data.valid.parts)
-        _check_monitored(cfg, evaluated(metrics, setup.data.seq_len is not None))
+        _check_monitored(cfg, evaluated(metrics, setup.of_tokens))
 
 
 def check_proof(cfg: Root, chain: Chain, data: DataSet) -> None:
@@ -169,7 +173,7 @@ def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
 def reads_weights(cfg: Root, chain: Chain) -> bool:
     """Return whether a run starts from the weights of model.init_from, or trains adapters on them."""
     anew = cfg.mode not in EVALUATES and cfg.train.resume is None
-    return cfg.model.init_from is not None and (anew or chain.base is not None)
+    return cfg.model.init_from is not None and (anew or bool(chain.unsaved))
 
 
 def check_fit(setup: Setup) -> None:
@@ -179,6 +183,17 @@ def check_fit(setup: Setup) -> None:
         if most is not None and given is not None and given > most:
             said = f"the data has {given} {things}, model.{key}={most} is too few; set model.{key}={given} or more"
             raise TrainingError(said)
+
+
+def check_pairs(setup: Setup) -> None:
+    """Check that samples are pairs of answers if, and only if, the loss is that of pairs. Raises TrainingError."""
+    shape = getattr(setup.data.train.read(np.zeros(1, dtype=np.int64), 0)[1], "shape", ())[1:]
+    compares = isinstance(setup.chain.loss, DPO)
+    if setup.data.pairs > compares or compares > (len(shape) == 2 and shape[0] == 2):
+        raise TrainingError(
+            f"model.loss={NAME} and samples of two answers, targets [2, tokens], need each other, and here targets are "
+            f"{list(shape)}; set model.loss={NAME} data.chosen=chosen data.rejected=rejected (names of fields), or none"
+        )
 
 
 def check_parameters(setup: Setup) -> None:
