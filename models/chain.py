@@ -394,15 +394,14 @@ class Chain:
         """Return this chain with another loss. Raise TrainingError if the last layer computes a loss of its own."""
         *layers, last = self.layers
         head = self.skeleton([last.name])[last.name]
-        if loss_of(head) is None:
-            return replace(self, loss=loss)
         if type(loss) is TokenCrossEntropy and isinstance(head, FusedHead):
             last = replace(last, build=partial(_with_terms, last.build, loss))
-            return replace(self, layers=[*layers, last], loss=loss)
-        raise TrainingError(
-            f"model.loss: the last layer of this model, {last.name}, computes the loss together with the logits; leave "
-            "model.loss out, or write a model without a loss in its last layer"
-        )
+        elif loss_of(head) is not None:
+            raise TrainingError(
+                f"model.loss: the last layer of this model, {last.name}, computes the loss together with the logits; "
+                "leave model.loss out, or write a model without a loss in its last layer"
+            )
+        return replace(self, layers=[*layers, last], loss=loss)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields for pickling, without the fields that can be built from others."""

@@ -304,16 +304,13 @@ class TokenCrossEntropy:
         """See ``Loss``."""
         targets = mask_targets(targets, weights).flatten()
         logits = _at_least_float32(output.flatten(0, 1))
-        summed: dict[str, Any] = {"reduction": "sum", "ignore_index": IGNORED}
-        loss, counted = (
-            F.cross_entropy(logits, targets, **summed, label_smoothing=self.label_smoothing),
-            targets != IGNORED,
-        )
+        loss = of_tokens = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        counted, smoothing = targets != IGNORED, self.label_smoothing
+        if smoothing:
+            loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
         if self.z_loss:
             loss = loss + self.z_loss * (logits.logsumexp(1).square() * counted).sum()
-        return Sums(
-            loss, counted.sum(), tuple(F.cross_entropy(logits.detach(), targets, **summed) for _ in self.metrics)
-        )
+        return Sums(loss, counted.sum(), (of_tokens.detach(),) * len(self.metrics))
 
     count = staticmethod(_known)
 
