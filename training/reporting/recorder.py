@@ -8,6 +8,7 @@ from typing import Any
 from training.reporting.environment import describe
 from training.reporting.loggers import Loggers
 from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, read_records, write_json
+from training.reporting.page import write_page
 from training.reporting.progress import Progress
 
 
@@ -59,7 +60,7 @@ class Recorder:
             self._progress.say(text)
 
     def close(self, summary: dict | None) -> None:
-        """Write summary.json and close everything.
+        """Write summary.json and the page of the pictures, and close everything.
 
         Args:
             summary: The content of summary.json; None for a failed run, which has no summary.json.
@@ -69,5 +70,6 @@ class Recorder:
         self._progress.close()
         if summary is not None:
             write_json(self.run_dir / SUMMARY, summary)
+            write_page(self.run_dir)
         self._metrics.close()
         self._logger.finish(summary, exit_code=0 if summary is not None else 1)

@@ -5,8 +5,10 @@ import pytest
 from composed import run
 
 from training.reporting.curves import draw
+from training.reporting.loggers import Loggers, NoLogger
 from training.reporting.metrics import points_of
 from training.reporting.page import write_page
+from training.reporting.recorder import Recorder
 
 
 def figure(records):
@@ -76,3 +78,10 @@ def test_a_run_of_enough_steps_leaves_its_curves_and_its_page(tmp_path):
     summary = run(tmp_path, "train.epochs=null", "train.steps=20", "train.eval_every=5")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"{summary['test_loss']:.6g}" in (tmp_path / "report.html").read_text()
+
+
+def test_an_evaluation_or_a_short_run_that_has_drawn_something_has_a_page(tmp_path):
+    (tmp_path / "val_roc.png").write_bytes(b"\x89PNG")
+    recorder = Recorder(tmp_path, Loggers({}, lambda *section: NoLogger()), total_steps=1)
+    recorder.close({"model": "toy", "parallel": "single", "steps": 1})
+    assert "<h1>toy, single</h1>" in (tmp_path / "report.html").read_text()
