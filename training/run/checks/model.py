@@ -54,7 +54,8 @@ def _checkpoint(cfg: Root) -> Path | None:
 
 def check_kind(data: DataSet, model: Any) -> None:
     """Check that data and model both use tokens, or that neither does, except for arrays. Raises TrainingError."""
-    if (data.seq_len is None) == ("vocab_size" not in model) or isinstance(data, Arrays):
+    first = data.first if isinstance(data, Mixture) else data
+    if (data.seq_len is None) == ("vocab_size" not in model) or isinstance(first, Arrays):
         return
     kind = "tokens" if data.seq_len is not None else "numbers"
     raise TrainingError(
