@@ -22,9 +22,9 @@ _LONGEST = 20_000  # the order of parts repeats after at most about so many samp
 class Mixture(DataSet):
     """Data sets that are trained on together: of a and b with the weights 3 and 1, three of four samples are of a.
 
-    Each next sample is of the part that lags most behind its share, as in Megatron-LM's blended data sets. Each part
-    has its own epochs, and in each of them its own order, a function of (seed, part, epoch). An epoch of the mixture is
-    as many samples as all parts have. Evaluations take the samples of one part after the other.
+    Each next sample is of the part that lags most behind its share, much as in Megatron-LM's blended data sets. Each
+    part has its own epochs, and in each of them its own order, a function of (seed, part, epoch). An epoch of the
+    mixture is as many samples as all parts have. Evaluations take the samples of one part after the other.
 
     Attributes:
         parts: {name: data set}.
