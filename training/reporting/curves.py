@@ -41,7 +41,7 @@ def draw(runs: Mapping[str, Sequence[Points]], columns: int = 1) -> Figure | Non
     alone, every = len(runs) == 1, [pair for run in runs.values() for points in run for pair in points.items()]
     drawn = {key for key, own in every if len(own) + (alone and key[:4] == "val_") > 1}
     panels: dict[str, list[str]] = {}
-    for key in sorted(drawn, key=lambda key: ("loss" not in key, key.removeprefix("val_"), key)):
+    for key in sorted(drawn, key=lambda key: (key not in ("loss", "val_loss"), key.removeprefix("val_"), key)):
         panels.setdefault(key.removeprefix("val_") if alone else key, []).append(key)
     if not panels:
         return None
@@ -68,7 +68,7 @@ def draw(runs: Mapping[str, Sequence[Points]], columns: int = 1) -> Figure | Non
                 if len(tables) > 1:
                     spread = values.std(0, ddof=1)
                     axes.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
-        if "loss" in name:  # a diverging curve would flatten all other curves
+        if name in ("loss", "val_loss") and starts:  # a diverging curve would flatten all other curves
             axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(starts) or 1))
         low, high = axes.dataLim.intervaly
         if name == "grad_norm" and high > 50 * low > 0:

@@ -47,6 +47,13 @@ def test_several_runs_are_a_mean_in_a_band_at_the_steps_that_all_have():
     assert heights == {round(sign * np.std((0, 1, 3), ddof=1), 6) for sign in (1, -1)}
 
 
+def test_runs_without_a_step_in_common_and_a_term_that_begins_at_zero_are_drawn():
+    first, second = ({"loss": [(step, 1.0), (step + 1, 1.0)]} for step in (1, 5))
+    assert not draw({"a": [first, second], "b": []}).axes[0].get_lines()
+    growing = figure([{"step": step, "loss": 1.0, "kl_loss": float(step - 1)} for step in range(1, 9)])
+    assert growing.axes[1].get_title("left") == "kl_loss" and growing.axes[1].get_ylim()[1] > 7
+
+
 def test_a_long_run_has_some_of_its_steps_and_a_validation_once_is_a_point():
     training, validation = figure([*records(2000, every=2000)]).axes[0].get_lines()
     assert len(training.get_xdata()) == 500 and validation.get_xdata().tolist() == [2000]
