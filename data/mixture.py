@@ -68,6 +68,8 @@ class Mixture(DataSet):
                 part.prepare()
                 if part.train.ordered or part.train.endless or isinstance(part.train, VariableLength):
                     raise DataError("batchify, bucket_by_length and mixtures choose whole batches: leave them out here")
+                if not len(part.train):
+                    raise DataError("there is no sample to train on")
         first, *others = ((name, _facts(part)) for name, part in self.parts.items())
         for name, facts in others:
             for what, value in first[1].items():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.errors import DataError
+from data.dataset import InMemory
 from data.loader import EvalBatches, TrainBatches, permute
 from data.mixture import Mixture
 from data.tensors import TensorData
@@ -112,6 +113,13 @@ def test_parts_have_epochs_and_augmentation_of_their_own():
     mixed.prepare()
     images, epochs = mixed.train.read(np.arange(16), 0)
     assert epochs.tolist() == [0, 0, 0, 0, 1, 0, 1, 0, 2, 0, 2, 0, 3, 0, 3, 0] and images.shape == (16, 3, 8, 8)
+
+
+def test_a_part_without_samples_is_an_error_that_names_it():
+    empty = TensorData(torch.ones(2, 1), torch.ones(2), 0, 0)
+    empty.train = InMemory(torch.ones(0, 1), torch.ones(0))
+    with pytest.raises(DataError, match=r"data\.parts\.none: there is no sample to train on"):
+        Mixture({"some": TensorData(torch.ones(2, 1), torch.ones(2)), "none": empty}).prepare()
 
 
 def test_parts_with_several_inputs_keep_them_and_a_part_that_reads_too_many_rows_is_an_error():

@@ -394,7 +394,6 @@ def test_schedules_by_numbers_worked_out_by_hand(schedule, total, per_epoch, fac
     assert found == pytest.approx(factors, rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("warmup, decay, total", [(0, 0, 7), (5, 8, 20), (1, 19, 20), (30, 20, 100)])
 def test_the_rates_are_those_of_transformers_and_in_the_warm_up_those_of_its_next_step(warmup, decay, total):
     transformers = pytest.importorskip("transformers")
