@@ -9,7 +9,7 @@ from interpreters import ROOT
 
 from benchmarks import readme, reference
 from conf import help
-from conf.words import quote_value
+from conf.words import expand_lists, quote_value
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in readme.PAGES}
 # These pages name what a reader adds; tests/training/command/test_extending.py runs it.
@@ -45,7 +45,7 @@ def test_every_command_composes(command):
     sweep = "-m" in words
     # Plugins of Hydra's own make themselves known only where they are installed.
     words = [word for word in words if word != "-m" and not word.startswith(("hydra/", "hydra.")) and "(" not in word]
-    compose(*(re.sub(r",.*", "", word) if sweep else word for word in words))
+    compose(*expand_lists([re.sub(r",.*", "", word) if sweep else word for word in words]))
 
 
 def manifests():
