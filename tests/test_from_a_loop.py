@@ -6,12 +6,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from composed import config
+from composed import compose, config
 from interpreters import ROOT, python
 from torch import nn
 
 from conf import keys_of
 from conf.schema import Train
+from conf.words import quote_value
 from data.dataset import InMemory
 from data.loader import EvalBatches, TrainBatches
 from training.optimizer import CosineWarmup, Step
@@ -26,6 +27,15 @@ def test_the_losses_of_both_programs_are_equal(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"^(single|pipelined) (\S+)$", done.stdout, flags=re.M))
     assert found.keys() == {"single", "pipelined"} and all(0 <= float(number) < 2e-6 for number in found.values())
+
+
+def test_the_words_of_this_project_compose():
+    cells = re.findall(r"\| ([^|]*) \|$", PAGE[: PAGE.index("## Both programs")], flags=re.M)
+    found = [re.findall(r"([a-z_.]+=(?:\{.*?\}|\[.*?\]|\w[\w.]*))", cell) for cell in cells]
+    rows = [words for words in found if words and not words[0].startswith(("loss=", "data="))]  # of Python
+    assert len(rows) > 15
+    for words in rows:
+        compose("model=convnet", *map(quote_value, words))
 
 
 def test_the_warm_up_is_one_step_ahead_of_hugging_face_s_and_the_cosine_is_equal():
@@ -68,4 +78,4 @@ def test_the_defaults_that_differ_from_torch_s_are_those_of_the_page():
     assert (their_betas, their_decay) == (torchs["betas"].default, torchs["weight_decay"].default)
     here = Train()
     assert (here.max_skipped, here.precision, here.test, here.grad_clip) == (10, "auto", "last", None)
-    assert not config().optim.decay_vectors and not here.tf32 and torch.backends.cudnn.allow_tf32
+    assert not config().optim.decay_vectors and not here.tf32
