@@ -8,6 +8,7 @@ has no state to resume.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 from common.errors import TrainingError
@@ -74,6 +75,7 @@ class CosineWarmup:
         return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
+@dataclass
 class WSD:
     """Rises from ``min_ratio`` to 1 (warm-up), stays there (stable), and falls to ``min_ratio`` at the end (decay).
 
@@ -92,24 +94,17 @@ class WSD:
         TrainingError: A number is outside of these ranges.
     """
 
-    def __init__(
-        self,
-        warmup_steps: int | None = None,
-        decay_steps: int | None = None,
-        min_ratio: float = 0.0,
-        decay_type: Literal["cosine", "linear", "1-sqrt"] = "cosine",
-        warmup_ratio: float = 0.1,
-        decay_ratio: float = 0.2,
-    ) -> None:
-        steps = {"warmup_steps": warmup_steps or 0, "decay_steps": decay_steps or 0}
-        ratios = {"warmup_ratio": warmup_ratio, "decay_ratio": decay_ratio, "min_ratio": min_ratio}
-        odd = [key for key, n in steps.items() if n < 0] + [key for key, n in ratios.items() if not 0 <= n <= 1]
-        if odd:
-            raise TrainingError(
-                f"scheduler.{odd[0]}={(steps | ratios)[odd[0]]} must be 0 or more, and a ratio at most 1"
-            )
-        self.warmup_steps, self.warmup_ratio, self.min_ratio = warmup_steps, warmup_ratio, min_ratio
-        self.decay_steps, self.decay_ratio, self.decay_type = decay_steps, decay_ratio, decay_type
+    warmup_steps: int | None = None
+    decay_steps: int | None = None
+    min_ratio: float = 0.0
+    decay_type: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    warmup_ratio: float = 0.1
+    decay_ratio: float = 0.2
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if key != "decay_type" and not 0 <= (value or 0) <= (1 if key.endswith("ratio") else math.inf):
+                raise TrainingError(f"scheduler.{key}={value} must be 0 or more, and a ratio at most 1")
 
     def factor(self, step: int, total: int, per_epoch: int) -> float:
         """Return the factor in [``min_ratio``, 1]. Raises TrainingError if the run is too short for its parts."""
