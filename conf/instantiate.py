@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import PlanError, TrainingError, UserError
 from common.namesakes import is_here, theirs
+from common.packages import load_torchmetrics
 from conf import keys_of, options
 from conf.messages import interrupt_in, unknown_key
 from conf.schema import Root
@@ -384,6 +385,8 @@ def resolve(target: Any) -> Any:
         raise TrainingError(f"_target_={target}: {top} is {files[0]}, of Python, and not {files[1]}: rename yours")
     if not is_ours(target):
         next(theirs(module), None)  # an error if their folder has a file of the name of one of this project's
+    if top == "torchmetrics":
+        load_torchmetrics()
     try:
         item = getattr(import_module(module), name)
     except (AttributeError, ImportError, ValueError) as error:

@@ -133,11 +133,13 @@ class SavedConfig:
         given = {*targets([files, *({key.split(".")[-1]: one.value()} for key, one in typed.items())])}
         for section in [*sections, "metrics"]:
             for target in {*targets(_plain(cfg)[section])} - given:
+                if section == "metrics" and "." not in str(target):
+                    continue  # a class of torchmetrics
                 if (why := why_foreign(target)) is not None:
                     raise TrainingError(
                         f"{self._path} names {section}._target_={target}, which is not allowed, as {why}: a checkpoint "
                         f"may name public classes of {', '.join(PACKAGES)}. If you trust it, type "
-                        f"{section}._target_={target}"
+                        f"{'metrics= again' if section == 'metrics' else f'{section}._target_={target}'}"
                     )
 
     def _chosen(self, typed: Mapping[str, Override]) -> dict[str, Any]:

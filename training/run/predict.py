@@ -169,13 +169,15 @@ def predictions(cfg: Root, inputs: Any) -> Any:
     """Return predictions for arrays or tensors ``inputs``, or for the split of this name; see ``Result.predict``."""
     found: list[Columns] = []
     if isinstance(inputs, str):
-        predict(cfg, *prepared(cfg, inputs), found.append)
+        restored, samples = prepared(cfg, inputs)
+        predict(cfg, restored, samples, found.append)
     else:
         first, *_ = inputs if isinstance(inputs, tuple) else (inputs,)
         samples = InMemory(inputs, np.zeros(len(first)))
         strategy = restore(cfg, cfg.device, cfg.train.global_batch_size).strategy
         evaluate(strategy, samples, None, Predictions(found.append, texts=False))
     if not any(key.startswith("output") for key in found[0]):
-        return [row for columns in found for row in rows_of(columns)]
+        rows, ids = [row for columns in found for row in rows_of(columns)], samples.ids(np.arange(len(samples)))
+        return rows if ids is None else [{"id": one, **row} for one, row in zip(ids, rows, strict=True)]
     arrays = [torch.cat([columns[key] for columns in found]).numpy() for key in found[0]]
     return tuple(arrays) if len(arrays) > 1 else arrays[0]

@@ -50,7 +50,8 @@ def entries(metrics: Any) -> list[Entry]:
     given = to_dict({"metrics": metrics})["metrics"]
     read = []
     for one in given if isinstance(given, list) else [given]:
-        section: Any = {"_target_": one} if isinstance(one, str) else one
+        # Only a _target_ may name code: in a checkpoint's configuration these are checked.
+        section: Any = {"_target_": one} if isinstance(one, str) and "." not in one else one
         if not isinstance(section, Mapping) or not isinstance(target := section.get("_target_"), str):
             raise TrainingError(
                 f"metrics: {one} names nothing; write metrics=[MulticlassAUROC], a class of torchmetrics, or "
@@ -73,10 +74,9 @@ def _snake_case(name: str) -> str:
 
 def target_of(entry: Entry) -> Any:
     """Return the class or function of an entry. Raises TrainingError."""
-    package = entry.target.rpartition(".")[0]
-    torchmetrics = load_torchmetrics() if package.partition(".")[0] in ("", "torchmetrics") else None
-    if torchmetrics is None or package:
+    if "." in entry.target:
         return resolve(entry.target)
+    torchmetrics = load_torchmetrics()
     items = {**vars(torchmetrics.classification), **vars(torchmetrics)}
     known = {name: item for name, item in items.items() if inspect.isclass(item)}
     if entry.target not in known:
