@@ -57,22 +57,16 @@ class Folded(DataSet):
         """
         if self.folds is None or self.fold is None:
             return {}
-        start, end = (first_of(fold, samples, self.folds) for fold in (self.fold, self.fold + 1))
-        return {"train": Part(samples, end, samples - end + start), "valid": Part(samples, start, end - start)}
+        if samples < self.folds:
+            raise DataError(f"data.folds={self.folds} must be at most the number of training samples, {samples}")
+        size, larger = divmod(samples, self.folds)
+        start, size = self.fold * size + min(self.fold, larger), size + (self.fold < larger)
+        return {"train": Part(samples, start + size, samples - size), "valid": Part(samples, start, size)}
 
     def dealt(self, parts: Mapping[str, Part]) -> str:
         """Return a phrase about the folds."""
         sizes = f"({len(parts['valid']):,} samples), the others train ({len(parts['train']):,})"
         return f"fold {self.fold} of {self.folds} validates {sizes}"
-
-
-def first_of(fold: int, samples: int, folds: int) -> int:
-    """Return the position at which a fold begins. Raises DataError if there are fewer samples than folds."""
-    if samples < folds:
-        raise DataError(
-            f"data.folds={folds}: there are only {samples} training samples; set data.folds={samples} or less"
-        )
-    return fold * (samples // folds) + min(fold, samples % folds)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.errors import DataError
 from data.dataset import Batch, Given, InMemory, check_fractions, mapped, to_tensor, widened
-from data.folds import Folded, first_of
+from data.folds import Folded
 
 _IGNORED = -100  # torch's own ignore_index
 
@@ -72,10 +72,9 @@ class TensorData(Folded):
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
         drawn = order.split([*sizes.values(), len(whole) - sum(sizes.values())])
         self.rows = dict(zip((*sizes, "train"), drawn, strict=True))
-        if folds is not None and fold is not None:
-            left = torch.cat([self.rows.get("valid", order[:0]), self.rows["train"]])
-            start, end = (first_of(one, len(left), folds) for one in (fold, fold + 1))
-            self.rows |= {"valid": left[start:end], "train": torch.cat([left[:start], left[end:]])}
+        left = torch.cat([self.rows.get("valid", order[:0]), self.rows["train"]])
+        if dealt := self.parts(len(left)):
+            self.rows |= {split: left[part.row(np.arange(len(part)))] for split, part in dealt.items()}
             given.pop("valid", None)
             shares["valid"] = f"fold {fold} of {folds}"
         parts: dict[str, InMemory] = {split: _Drawn(whole, rows) for split, rows in self.rows.items() if len(rows)}

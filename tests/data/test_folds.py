@@ -130,7 +130,7 @@ WRONG = [
     ({"folds": 5}, "data.folds=5 data.fold=None: "),
     ({"fold": 0}, "data.folds=None data.fold=0: "),
     ({"folds": 1, "fold": 0}, "data.folds=1 data.fold=0: "),
-    ({"folds": 90, "fold": 0}, "there are only 80 training samples; set data.folds=80 or less"),
+    ({"folds": 90, "fold": 0}, "data.folds=90 must be at most the number of training samples, 80"),
 ]
 
 
