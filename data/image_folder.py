@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -37,10 +36,14 @@ class ImageFolder(ImageData):
         channels: int = 3,
         mean: Sequence[float] = (0.485, 0.456, 0.406),
         std: Sequence[float] = (0.229, 0.224, 0.225),
-        **options: Any,
+        folds: int | None = None,
+        fold: int | None = None,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
     ):
         """See ImageData; ``mean`` and ``std`` are of red, green and blue from 0 to 1, by default ImageNet's."""
-        super().__init__(image_size, channels, **options)
+        kept = {"folds": folds, "fold": fold, "cache_dir": cache_dir, "num_workers": num_workers}
+        super().__init__(image_size, channels, **kept)  # the classes are those of the folders
         self.root = given_path(root, "data=image_folder needs the folder of the images, data.root=FOLDER")
         self.title = f"images of {self.root}"
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
