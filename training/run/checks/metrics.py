@@ -40,11 +40,9 @@ def check_metrics(setup: Setup) -> None:
                 names += numbers(one.entry.name, one.value()) or {}
         except Exception as error:  # of a user's code, or of torchmetrics
             if inspect.isclass(one.target):
-                shapes = " and ".join(str(list(x.shape)) for x in outputs)
-                raise TrainingError(
-                    f"metrics: {one.entry.target} cannot take outputs {shapes} with targets {list(targets.shape)}: "
-                    f"{str(error).strip()}"
-                ) from None
+                shapes = (" and ".join(str(list(x.shape)) for x in of) for of in (outputs, as_tuple(targets)))
+                given = " with targets ".join(shapes)
+                raise TrainingError(f"metrics: {one.entry.target} cannot take outputs {given}: {error}") from None
             if not isinstance(error, ValueError):
                 add_note(error, f"raised in metrics: {one.entry.target}, tried on made-up outputs")
                 raise
