@@ -209,12 +209,12 @@ def start(ranks, text, tmp_path_factory):
 
 LAYOUTS = ["ddp", "pipelined", "pipe_fsdp", "fsdp", "tensor", "pipe_ddp", "hsdp", "pipelined tp", "fsdp tp"]
 RING = zip(["gpt2"] * len(LAYOUTS), LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], strict=True)
-OF_CONVNET = [("convnet", "ddp", "pipelined"), ("convnet", "pipe_fsdp", "single")]
+QUICK, *OTHERS = ("convnet", "ddp", "pipelined"), ("convnet", "pipe_fsdp", "single"), ("gpt2", "pipelined", "fsdp")
 
 
 @pytest.mark.parametrize(
     "model, before, after",
-    [("gpt2", "pipelined", "fsdp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [*RING, *OF_CONVNET])],
+    [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in [*RING, *OTHERS])],
 )
 def test_every_layout_averages_unfreezes_and_follows_a_plateau_alike_also_resumed(start, model, before, after):
     single, first = start(model, "single", 6), start(model, before, 3)
