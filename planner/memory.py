@@ -16,7 +16,7 @@ from parallel.plan import Plan
 from parallel.schedules import in_flight
 from planner.cluster import BYTES
 from planner.layout import PlannedLayout, cut
-from planner.work import Works, parameters_of, shares, stored_of
+from planner.work import Works, parameters_of, shares, stored_besides
 
 # Measured on Linux: a worker that has imported torch, its pipelining and wandb, and has set up gloo.
 PROCESS_BYTES = 350 * 2**20
@@ -172,8 +172,8 @@ class Rank:
         counted = [parameters_of(stage) for stage in stages]
         parameters, trained = (sum(some) for some in zip(*counted, strict=True))
         gathered = self._gathered(parameters, trained) if layout.shards > 1 else 0.0
-        stored = [stored_of(stage, layout) for stage in stages]
-        of_state, trained_state = (sum(some) for some in zip(*stored, strict=True))
+        of_experts, trained_experts = stored_besides(own, layout)
+        of_state, trained_state = parameters + of_experts, trained + trained_experts
         weights = allocation.number * of_state / layout.of_states
         gradients = 0.0 if self.states is None else allocation.number * trained_state / layout.shards
         states = 0.0 if self.states is None else self.states * allocation.number * trained_state / layout.of_states

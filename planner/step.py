@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from math import gcd
@@ -12,7 +12,7 @@ from parallel.schedules import borders
 from planner.costs import Costs
 from planner.layout import PlannedLayout, cut
 from planner.simulation import duration
-from planner.work import LayerWork, Works, collectives_of, parameters_of, shares, stored_of, trained_experts
+from planner.work import LayerWork, Works, collectives_of, parameters_of, shares, stored_besides, trained_experts
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,12 @@ def seconds_of(layers: Works, layout: PlannedLayout, costs: Costs) -> Seconds:
     own = cut(parts, layout)[slowest :: layout.pp]
     held = [work for stage in own for work in stage]
     parameters, trained = (sum(some) for some in zip(*map(parameters_of, own), strict=True))
-    stored = sum(stored_of(stage, layout)[1] for stage in own)
-    whole_layers = (work for stage in cut(layers, layout)[slowest :: layout.pp] for work in stage)
-    within: dict[str, float] = defaultdict(float)
-    for name, *both in (sent for work in whole_layers for sent in _collectives(work, layout, costs)):
-        within[name] += sum(both)
+    stored = trained + stored_besides(held, layout)[1]
+    whole_layers = [work for stage in cut(layers, layout)[slowest :: layout.pp] for work in stage]
+    number, within = Counter(map(id, whole_layers)), dict[str, float]()
+    for work in {id(work): work for work in whole_layers}.values():
+        for name, *both in _collectives(work, layout, costs):
+            within[name] = within.get(name, 0.0) + number[id(work)] * sum(both)
     passed = sum(borders(layout.pp * layout.per_rank)[slowest :: layout.pp]) * _message(layers, parts, layout, costs)
     compute = each[slowest] - sum(within.values()) - passed
     gradients, shards = _replicas(held, parameters, trained, compute, layout, costs)
@@ -109,7 +110,7 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
         for key, (work, part) in alike.items()
     }
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
-        forward, both, *sent = (sum(parts[id(work)][part] for work in stage) for part in range(4))
+        forward, both, *sent = map(sum, zip(*(parts[id(work)] for work in stage), strict=True))
         passed = beside / 2 * message  # the sender has half of a message, the receiver the other half
         ahead = forward + sent[0] + passed
         behind = both + sum(sent) + 2 * passed - ahead

@@ -203,14 +203,15 @@ def parameters_of(stage: Works) -> tuple[float, float]:
     return parameters, trained
 
 
-def stored_of(stage: Works, layout: PlannedLayout) -> tuple[float, float]:
-    """Return the numbers of all and of trained parameters of which each of ``layout.shards`` shards stores a part.
+def stored_besides(works: Works, layout: PlannedLayout) -> tuple[float, float]:
+    """Return the numbers of all and of trained parameters that come on top of those to be divided by the shards.
 
     A rank's experts are not sharded among the ranks that have other experts, so their shards are larger.
     """
-    parameters, trained = parameters_of(stage)
-    more = layout.ep - 1 if layout.shards > 1 else 0
-    return parameters + more * sum(work.experts for work in stage), trained + more * trained_experts(stage)
+    if layout.ep == 1 or layout.shards == 1:
+        return 0.0, 0.0
+    more = layout.ep - 1
+    return more * sum(work.experts for work in works), more * trained_experts(works)
 
 
 def trained_experts(stage: Works) -> float:
