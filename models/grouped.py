@@ -24,7 +24,8 @@ def by_expert(
         chosen: [n, k] int64, the experts of each token.
         weights: [n, k].
         count: The number of experts.
-        compute: ([n k, c] rows in the order of their experts, [count] int32 end of each expert's rows) -> [n k, d].
+        compute: ([n k, c] rows in the order of their experts, [count] int32 end of each expert's rows) -> [n k, d]. The
+            ends of rows on a GPU are on the CPU.
 
     Returns:
         [n, d] in the dtype of ``hidden``.
@@ -33,6 +34,8 @@ def by_expert(
     order = chosen.flatten().argsort() if torch.compiler.is_exporting() else chosen.flatten().argsort(stable=True)
     ones = torch.ones_like(order)
     ends = ones.new_zeros(count).scatter_add_(0, chosen.flatten(), ones).cumsum(0).int()
+    if ends.is_cuda:  # the host needs them: it waits here, once, and not in each product
+        ends = ends.cpu()
     place = torch.empty_like(order).scatter_(0, order, ones.cumsum(0) - 1)  # the row of each pair of token and expert
     outputs = compute(hidden.index_select(0, order // chosen.shape[1]), ends)
     # The weighted sum of each token's rows, without a copy of the rows in another order.
@@ -46,7 +49,7 @@ def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     Args:
         rows: [n, i]; the rows of group e end before ``ends[e]``.
         matrices: [groups, i, o].
-        ends: [groups] int32.
+        ends: [groups] int32, on the device of the rows or on the CPU.
 
     Returns:
         [n, o].
@@ -59,7 +62,7 @@ def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def _plain_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     # By torch's own operators, because a program is used without this module.
-    group = torch.bucketize(torch.arange(rows.shape[0], device=rows.device), ends, right=True)
+    group = torch.bucketize(torch.arange(rows.shape[0], device=rows.device), ends.to(rows.device), right=True)
     y = rows.new_zeros(rows.shape[0], matrices.shape[2])
     for number, matrix in enumerate(matrices):
         own = (group == number).nonzero()[:, 0]

@@ -76,7 +76,7 @@ class Router(nn.Module):
         how, ones = self.routing, scores.new_ones(chosen.numel())
         choices = scores.new_zeros(how.experts).index_add_(0, chosen.flatten(), ones)
         shares = (scores / scores.sum(dim=-1, keepdim=True)).sum(dim=0)
-        others = torch.stack((logits.logsumexp(dim=-1).square().sum(), scores.new_tensor(len(scores))))
+        others = torch.stack((logits.logsumexp(dim=-1).square().sum(), scores.new_full((), len(scores))))
         loss = self._added if how.balance or how.z_loss else None
         after_step = self._move_bias if how.bias_rate else None
         return attach(weights, self.full_name, torch.cat((choices, shares, others)), loss, after_step)

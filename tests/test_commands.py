@@ -24,6 +24,7 @@ EVERY = ["train.eval_batches=1", "data.cache_dir=cache", "device=cpu"]
 SMALL = {
     "gpt2": ["model.size=tiny", "data.seq_len=32"],
     "transformer": ["model.d_model=32", "model.d_hid=64", "model.n_head=2", "data.seq_len=16"],
+    "llama": ["model.n_layer=2", "train.global_batch_size=4"],
     "resnet50": ["data.image_size=32", "data.samples=100", "train.global_batch_size=12"],
 }
 # docs/own_model.md and docs/extending.md add files, and docs/finetuning.md begins with a model of Hugging Face's:
@@ -101,7 +102,8 @@ def test_every_command_of_a_page_runs(page, tmp_path):
 
 
 def prepare(folder: Path) -> None:
-    """The user's own data that the pages name, small files in each format; FOLDER, a model of Hugging Face's; ROWS."""
+    """The user's own data that the pages name, small files in each format; FOLDER and MIXTURE, models
+    of Hugging Face's; ROWS."""
     import numpy as np
     import pyarrow
     import pyarrow.parquet
@@ -128,6 +130,9 @@ def prepare(folder: Path) -> None:
     config = transformers.LlamaConfig(**llama, vocab_size=1000)
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "FOLDER")
     tokenizer_folder(folder / "FOLDER")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    mixture = transformers.Qwen3MoeConfig(**llama, **experts, head_dim=16, vocab_size=1000)
+    transformers.Qwen3MoeForCausalLM(mixture).save_pretrained(folder / "MIXTURE")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(row)] * 300), mine / "rows" / "some.parquet")
     for name, width in (("x", 10), ("y", 5)):
         np.save(mine / "arrays" / f"{name}.npy", np.ones((200, width), dtype=np.float32))

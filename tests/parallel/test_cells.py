@@ -92,6 +92,9 @@ def trained_on_gpus(gpus):
 @pytest.mark.parametrize("cell", params("cuda"))
 def test_on_pretended_gpus_it_is_the_training_of_one_of_them(gpus, trained, trained_on_gpus, cell):
     for rank, result in enumerate(assert_it_is_the_wanted_one(cell, gpus, {"cpu": trained, "cuda": trained_on_gpus})):
+        # A mixture's products need the numbers of tokens of its experts, once in each layer's forward.
+        most = 1 + cell.layout.chunks * 6 * (cell.recipe.model == "moe")
         waits = sum(result.waits[-1].values())
-        assert waits == 1 or cell.layout.strategy == "data_parallel", f"rank {rank} waited for its GPU: {result.waits}"
+        alone = cell.layout.strategy == "data_parallel"
+        assert 1 <= waits <= most or alone, f"rank {rank} waited for its GPU: {result.waits}"
         assert all(tensor.dtype.itemsize >= 4 for tensor in result.state.values())
