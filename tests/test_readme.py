@@ -184,7 +184,8 @@ def test_every_option_is_in_its_table(group):
 def test_every_file_that_they_name_exists():
     named = [word for word in CODE if re.fullmatch(r"[a-z_/]+\.(py|yaml|json|csv)", word) and "/" in word]
     assert len(named) > 5
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    made = ("study/",)  # docs/paper.md writes these
+    assert [path for path in named if not path.startswith(made) and not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
