@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import date
+from itertools import takewhile
 from math import inf
 from typing import Any
 
@@ -44,7 +44,7 @@ def is_chat(given: Any) -> bool:
     return listed and all(isinstance(message, dict) and ("role" in message or "from" in message) for message in given)
 
 
-def chat_of(messages: Any, tools: Any = None) -> Chat:
+def chat_of(messages: Any, tools: Any = None, prompt: int = 0) -> Chat:
     """Return the chat in the values of a row, in the form of ``role`` and ``content``; ShareGPT's has other names.
 
     Keys without a value are left out and thoughts are copied, as transformers does. Parts of text are joined.
@@ -72,7 +72,7 @@ def chat_of(messages: Any, tools: Any = None) -> Chat:
     tools = json.loads(tools) if isinstance(tools, str) and tools else tools
     if tools and not isinstance(tools, list):
         raise ValueError(f"comes with tools of type {type(tools).__name__}, not a list of JSON schemas")
-    return Chat(read, [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or ()] or None)
+    return Chat(read, [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or ()] or None, prompt)
 
 
 def _has_types(parts: list) -> bool:
@@ -290,12 +290,11 @@ def _pair_of(chats: Sequence[Any], tools: Any) -> Pair:
     """Return the chats of a pair, from the prompt and two answers, or from two whole chats. Raises ValueError."""
     for given in chats:
         chat_of(given)
-    *prompt, chosen, rejected = chats
-    if not prompt:
-        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
-        prompt, chosen, rejected = [chosen[:same]], chosen[same:], rejected[same:]
-    one, other = (chat_of([*prompt[0], *answer], tools) for answer in (chosen, rejected))
-    return replace(one, prompt=len(prompt[0])), replace(other, prompt=len(prompt[0]))
+    *given, chosen, rejected = chats
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    prompt = given[0] if given else [message for message, _ in same]
+    one, other = ([*prompt, *answer[0 if given else len(prompt) :]] for answer in (chosen, rejected))
+    return chat_of(one, tools, len(prompt)), chat_of(other, tools, len(prompt))
 
 
 def _chat(row: Row) -> Chat:

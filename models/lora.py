@@ -144,7 +144,7 @@ def adapt(
         raise ModelError(
             f"model.lora.rank={rank} must be a whole number of at least 1, and model.lora.dropout={dropout} in [0, 1)"
         )
-    whole = _parameters_of(chain, modules_to_save or ())
+    whole = _parameters_of(chain, modules_to_save) if modules_to_save else set()
     refused = {name: why for name, why in _why_refused(chain).items() if f"{name}.weight" not in whole}
     possible = [name for name, why in refused.items() if not why]
     listed = ", ".join(sorted({name.rpartition(".")[2] for name in possible})) or "none"
@@ -163,7 +163,7 @@ def adapt(
         names = [name for name in possible if is_within(f"{name}.", [layer.name])]
         inside = tuple((name[len(layer.name) + 1 :], name in wanted) for name in names)
         trained = tuple(name[len(layer.name) + 1 :] for name in sorted(whole) if is_within(name, [layer.name]))
-        build = partial(_build, layer.build, inside, trained, rank, alpha / rank, dropout, dora)
+        build = partial(_build, layer.build, inside, trained, (rank, alpha / rank, dropout, dora))
         return replace(layer, build=builds.setdefault((layer.build, inside, trained), build))
 
     initialise = chain.initialise
@@ -180,12 +180,11 @@ def merge(layers: nn.Module) -> None:
     """Add every adapter to its layer's weight in place, so that only the layers of the base are left."""
     for module in list(layers.modules()):
         if isinstance(module, LoRALinear):
-            frozen, adapted = module.norms() if module.lora_magnitude_vector is not None else (None, None)
+            norms, magnitude = module.norms(), module.lora_magnitude_vector
             module.weight += module.scale * module.lora_B.weight @ module.lora_A.weight
-            if module.lora_magnitude_vector is not None:
-                module.weight.copy_(module.lora_magnitude_vector(module.weight.t(), frozen, adapted).t())
-                del module.lora_magnitude_vector
-            del module.lora_A, module.lora_B, module.lora_dropout
+            if magnitude is not None:
+                module.weight.copy_(magnitude(module.weight.t(), *norms).t())
+            del module.lora_A, module.lora_B, module.lora_dropout, module.lora_magnitude_vector
         if isinstance(module, FrozenLinear):
             module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]  # typeshed wants a subclass
 
@@ -193,14 +192,13 @@ def merge(layers: nn.Module) -> None:
 def _parameters_of(chain: Chain, names: Sequence[str]) -> set[str]:
     """Return the parameters of all modules with these names, or suffixes of names, and those that are tied to them."""
     parameters = dict(chain.skeleton().named_parameters(remove_duplicate=False))
-    modules = [name for name, _ in chain.skeleton().named_modules() if any(is_within(p, [name]) for p in parameters)]
-    found = set()
+    modules, owners = [name for name, _ in chain.skeleton().named_modules()], set()
     for given in names:
-        if not (chosen := [name for name in modules if f".{name}".endswith(f".{given}")]):
-            listed = ", ".join(sorted({name.rpartition(".")[2] for name in modules} - set("0123456789")))
-            raise ModelError(f"model.lora.modules_to_save={given}: no module has that name; there are: {listed}")
-        found.update(name for name in parameters if is_within(name, chosen))
-    owners = {chain.canonical(name) for name in found}
+        chosen = [name for name in modules if f".{name}".endswith(f".{given}")]
+        if not (found := {chain.canonical(name) for name in parameters if is_within(name, chosen)}):
+            listed = ", ".join(sorted({name.split(".")[-2] for name in parameters}))
+            raise ModelError(f"model.lora.modules_to_save={given}: no module with weights has that name; e.g. {listed}")
+        owners |= found
     return {name for name in parameters if chain.canonical(name) in owners}
 
 
@@ -227,16 +225,13 @@ def _build(
     build: Callable[[], nn.Module],
     inside: Sequence[tuple[str, bool]],
     trained: Sequence[str],
-    rank: int,
-    scale: float,
-    dropout: float,
-    dora: bool,
+    adapter: tuple[int, float, float, bool],
 ) -> nn.Module:
     """Build a layer, freeze all but the parameters ``trained``, and change the linear layers ``inside``.
 
-    These are given as (name, whether it gets an adapter).
+    These are given as (name, whether it gets an adapter), and an adapter as (rank, scale, dropout, whether it is DoRA).
     """
-    layer = build()
+    layer, (rank, scale, dropout, dora) = build(), adapter
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name in trained)
     for name, has_adapter in inside:

@@ -289,3 +289,21 @@ def test_gpt2s_tokens_have_chats_by_a_file(prepared, chats_of, tmp_path):
     for (_, targets), chat in zip(rows_of(data.train), CHATS, strict=True):
         said = data.vocabulary.decode([token for token in targets if token != -100])
         assert said == "".join(f"{m['content']}<|im_end|>\n" for m in chat if m["role"] == "assistant")
+
+
+@pytest.mark.parametrize("template", [CHATML_BLOCKS, CHATML], ids=["with blocks", "without"])
+def test_a_pair_is_two_chats_of_which_only_what_follows_their_prompt_counts(chats_of, template):
+    prompt, answers = say("#Be brief.", "1 + 1?", "2", "And 2 + 2?"), ["4", "five"]
+    chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in answers)
+    pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    whole = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+    read, names = [], {"chosen": "chosen", "rejected": "rejected"}
+    for row, messages in ((pair, "prompt"), (whole, "chosen")):
+        data = chats_of([row] * 40, template=template, messages=messages, **names)
+        inputs, targets = data.train.read(np.array([3]), 0)
+        read.append((inputs.tolist(), targets.tolist()))
+        counted = [data.vocabulary.decode(row[row != -100].tolist()) for row in targets[0]]
+        assert inputs.shape == (1, 2, 400) and counted == [f"{answer}<|im_end|>\n" for answer in answers]
+    assert read[0] == read[1]
+    single = chats_of([prompt + chosen] * 40, template=template).train.read(np.array([3]), 0)[0]
+    assert single[0].tolist() == read[0][0][0][0]
