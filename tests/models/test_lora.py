@@ -1,5 +1,7 @@
 """LoRA: what is trained, what stays as it was, and what cannot have an adapter."""
 
+import copy
+import re
 from functools import partial
 
 import pytest
@@ -12,7 +14,7 @@ from common.errors import ModelError
 from models.chain import Chain, LayerSpec
 from models.classifier import classifier
 from models.gpt2 import gpt2
-from models.lora import FrozenLinear, adapt, merge
+from models.lora import FrozenLinear, LoRALinear, adapt, merge
 from models.losses import ClassCrossEntropy, SquaredError
 from models.sequential import chain_of
 from models.transformer import transformer
@@ -165,3 +167,51 @@ def test_a_frozen_layer_under_autocast_has_the_plain_one_s_bits_and_keeps_no_cas
     (output, gradient, casts), (ours, our_gradient, our_casts) = answers
     assert torch.equal(ours, output) and torch.equal(our_gradient, gradient) and ours.dtype == torch.bfloat16
     assert casts == 1 and our_casts == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drops", [False, True])
+def test_dora_and_modules_to_save_have_peft_s_outputs_and_gradients(drops):
+    peft = pytest.importorskip("peft", reason="peft is a test dependency (requirements-dev.txt)")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 3)).double()
+    lora = {"r": 2, "lora_alpha": 6, "lora_dropout": 0.3 * drops, "target_modules": ["0", "2"]}
+    lora |= {"use_dora": True, "modules_to_save": ["4"]}
+    theirs = peft.get_peft_model(copy.deepcopy(net), peft.LoraConfig(**lora))
+    chain = adapt(chain_of(net, SquaredError()), 2, 6, 0.3 * drops, ["0", "2"], dora=True, modules_to_save=["4"])
+    ours = chain.build(chain.names, 7, CPU, torch.float64)
+    trained = {name: parameter for name, parameter in theirs.named_parameters() if parameter.requires_grad}
+    named = {re.sub(r"base_model\.model\.|\.default|\.modules_to_save", "", name): p for name, p in trained.items()}
+    named = {name.removesuffix(".weight") + ".weight" * ("bias" not in name): p for name, p in named.items()}
+    assert named.keys() == {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, parameter in named.items():
+            ours.get_parameter(name).copy_(parameter.add_(0.3 * torch.randn_like(parameter)))
+            if "magnitude" in name:  # ours is its difference from the frozen norms
+                ours.get_parameter(name).sub_(ours.get_submodule(name.split(".")[0]).weight.norm(dim=1))
+    if drops:  # the same ones
+        for module in ours.modules():
+            if isinstance(module, LoRALinear):
+                module.lora_dropout = Drops()
+        for name, module in theirs.named_modules():
+            if name.endswith("lora_dropout"):
+                module["default"] = Drops()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    outputs = ours(x), theirs(x)
+    for output in outputs:
+        output.square().sum().backward()
+    assert torch.allclose(*outputs, rtol=1e-12)
+    for name, parameter in named.items():
+        assert torch.allclose(ours.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-12), name
+
+
+class Drops(nn.Module):
+    """Dropout that always drops the same elements."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.arange(x.numel()).view(x.shape) % 3 > 0) * 1.5
+
+
+def test_a_module_to_save_must_exist():
+    with pytest.raises(ModelError, match="modules_to_save=head_: no module with weights has that name; e.g. c_attn"):
+        adapt(GPT2(), 4, 8, 0.0, None, modules_to_save=["ln_f", "head_"])
