@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from models import sequence
 from models.seeds import Dropout, Samples, default_generator, derive_seed, samples_of
 
-_CHUNK = 128  # queries that attend together to the keys of their documents; of 64, 128 and 256 the fastest on a CPU
+_CHUNK = 64  # queries that attend together to the keys of their documents; of 64, 128 and 256 the fastest on a CPU
 
 
 def attend(
