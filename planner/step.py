@@ -110,7 +110,7 @@ def stage_seconds(layers: Works, layout: PlannedLayout, costs: Costs) -> list[St
         for key, (work, part) in alike.items()
     }
     for stage, beside in zip(cut(layers, layout), borders(layout.pp * layout.per_rank), strict=True):
-        forward, both, *sent = map(sum, zip(*(parts[id(work)] for work in stage), strict=True))
+        forward, both, *sent = (sum(parts[id(work)][i] for work in stage) for i in range(4))  # a stage can be empty
         passed = beside / 2 * message  # the sender has half of a message, the receiver the other half
         ahead = forward + sent[0] + passed
         behind = both + sum(sent) + 2 * passed - ahead
