@@ -28,7 +28,8 @@ def score_figure(table: Table) -> Figure:
     ``table.scored`` must not be empty.
     """
     axis = numeric_axis(table)
-    figure, axes = _canvas(_HEIGHT if axis else max(_HEIGHT, 0.5 + 0.5 * len(table.scored)))
+    height = _HEIGHT if axis else max(_HEIGHT, 0.5 + 0.5 * len(table.scored))
+    axes = (figure := Figure(figsize=(plot.NARROW, height))).add_subplot()
     if axis is None:
         _bars(axes, table)
     else:
@@ -78,11 +79,6 @@ def ideal_times(rows: list[Row]) -> list[float] | None:
         return None
     work = min(row.score * (1 - bubble) for row, bubble in zip(rows, bubbles, strict=True))
     return [work / (1 - bubble) for bubble in bubbles]
-
-
-def _canvas(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(plot.NARROW, height))
-    return figure, figure.add_subplot()
 
 
 def _curves(axes: Axes, table: Table, axis: str) -> None:

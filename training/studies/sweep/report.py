@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -72,11 +73,8 @@ def _report(config: DictConfig) -> bool:
     if table.repeated:
         files["jobs.csv"] = partial(write_csv, jobs)
     if table.scored:
-        from training.studies.sweep.figure import loss_figure, score_figure
-
-        files |= {"sweep.tex": lambda path: path.write_text(latex(table)), "sweep.png": score_figure(table).savefig}
-        if (losses := loss_figure(table)) is not None:
-            files["curves.png"] = losses.savefig
+        files["sweep.tex"] = lambda path: path.write_text(latex(table))
+        files |= {name: figure.savefig for name, _, figure in _figures(table)}
     files[PAGE] = lambda path: path.write_text(page(jobs, command, table), encoding="utf-8")
     try:
         for name, write in files.items():
@@ -153,22 +151,20 @@ def page(jobs: Table, command: str, settings: Table | None = None) -> str:
         command: The command line that started the sweep, with secrets masked.
         settings: The table of the settings, whose results are shown; None for that of the jobs.
     """
-    table = settings or jobs
-    return render(
-        Path(__file__).with_name("report.html.jinja"),
-        next(filter(None, (read_object(row.folder / "environment.json") for row in jobs.rows)), None),
-        jobs=jobs,
-        table=table,
-        command=command,
-        time=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        results=list(results(table)),
-        figures=list(_figures(table)) if table.scored else [],
-    )
-
-
-def _figures(table: Table) -> Iterator[tuple[str, str]]:
-    """Yield the caption and the data URL of each figure. At least one job must have a score."""
     from training.reporting.plot import embedded
+
+    table = settings or jobs
+    about = next(filter(None, (read_object(row.folder / "environment.json") for row in jobs.rows)), None)
+    time = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    shown = {"jobs": jobs, "table": table, "command": command, "time": time, "results": list(results(table))}
+    figures = [(caption, embedded(figure)) for _, caption, figure in _figures(table)]
+    return render(Path(__file__).with_name("report.html.jinja"), about, figures=figures, **shown)
+
+
+def _figures(table: Table) -> Iterator[tuple[str, str, Any]]:
+    """Yield the file's name, the caption and the figure, if a job has a score."""
+    if not table.scored:
+        return
     from training.studies.sweep.figure import loss_figure, score_figure
 
     means = f". Means over {', '.join(table.repeated)} with a sample standard deviation (n - 1)" * bool(table.repeated)
@@ -179,6 +175,6 @@ def _figures(table: Table) -> Iterator[tuple[str, str]]:
             f". Medians after the warm-up{spread}. Ideal, of pipelines: if splitting the batch cost nothing but the "
             "schedule's bubble"
         )
-    yield caption, embedded(score_figure(table))
+    yield "sweep.png", caption, score_figure(table)
     if (losses := loss_figure(table)) is not None:
-        yield f"losses over the steps{means}", embedded(losses)
+        yield "curves.png", f"losses over the steps{means}", losses
