@@ -45,36 +45,6 @@ class Step:
         return self.gamma ** ((step - 1) // period)
 
 
-class CosineWarmup:
-    """Rises linearly from 1/warmup_steps to 1, then falls along half a cosine to ``min_ratio`` (GPT-3, nanoGPT).
-
-    Args:
-        warmup_steps: Length of the linear part, in steps; None for the fraction ``warmup_ratio`` of the run.
-        min_ratio: The factor at the end, in [0, 1].
-        warmup_ratio: The linear part as a fraction of the run, in [0, 1].
-
-    Raises:
-        TrainingError: A number is outside of these ranges.
-    """
-
-    def __init__(self, warmup_steps: int | None = None, min_ratio: float = 0.1, warmup_ratio: float = 0.2) -> None:
-        in_range = 0.0 <= min_ratio <= 1.0 and 0.0 <= warmup_ratio <= 1.0
-        if (warmup_steps is not None and warmup_steps < 0) or not in_range:
-            raise TrainingError(
-                f"scheduler.warmup_steps={warmup_steps} must be 0 or more, and scheduler.min_ratio={min_ratio} and "
-                f"scheduler.warmup_ratio={warmup_ratio} in [0, 1]"
-            )
-        self.warmup_steps, self.min_ratio, self.warmup_ratio = warmup_steps, min_ratio, warmup_ratio
-
-    def factor(self, step: int, total: int, per_epoch: int) -> float:
-        """Return the factor in [0, 1]; it is 1 at the end of the warm-up."""
-        warmup = round(total * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
-        if step <= warmup:
-            return step / warmup
-        done = (step - 1 - warmup) / max(1, total - warmup)
-        return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-
 @dataclass
 class WSD:
     """Rises from ``min_ratio`` to 1 (warm-up), stays there (stable), and falls to ``min_ratio`` at the end (decay).
@@ -106,9 +76,13 @@ class WSD:
             if key != "decay_type" and not 0 <= (value or 0) <= (1 if key.endswith("ratio") else math.inf):
                 raise TrainingError(f"scheduler.{key}={value} must be 0 or more, and a ratio at most 1")
 
+    def warmup(self, total: int) -> int:
+        """Return the length of the warm-up in a run of ``total`` steps."""
+        return round(total * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
+
     def factor(self, step: int, total: int, per_epoch: int) -> float:
         """Return the factor in [``min_ratio``, 1]. Raises TrainingError if the run is too short for its parts."""
-        warmup = round(total * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
+        warmup = self.warmup(total)
         left = max(0, total - warmup)
         decay = min(left, round(total * self.decay_ratio)) if self.decay_steps is None else self.decay_steps
         if decay > left:
@@ -127,3 +101,18 @@ class Linear(WSD):
 
     def __init__(self, warmup_steps: int | None = None, min_ratio: float = 0.0, warmup_ratio: float = 0.1) -> None:
         super().__init__(warmup_steps, None, min_ratio, "linear", warmup_ratio, 1.0)
+
+
+class CosineWarmup(WSD):
+    """Rises linearly from 1/warmup_steps to 1, then falls along half a cosine to ``min_ratio`` (GPT-3, nanoGPT).
+
+    See WSD for the arguments.
+    """
+
+    def __init__(self, warmup_steps: int | None = None, min_ratio: float = 0.1, warmup_ratio: float = 0.2) -> None:
+        super().__init__(warmup_steps, None, min_ratio, "cosine", warmup_ratio, 1.0)
+
+    def factor(self, step: int, total: int, per_epoch: int) -> float:
+        """Return the factor in [0, 1]; it is 1 at the end of the warm-up."""
+        warmup = self.warmup(total)
+        return step / warmup if step <= warmup else super().factor(step, total, per_epoch)
