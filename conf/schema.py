@@ -173,7 +173,7 @@ class Root(Section):
     loggers: Any = None  # the loggers after the first, by name; logger=[wandb,csv] sets them
     recipe: str | None = None  # the recipe that is used, a name in recipes; null: none
     recipes: Any = None  # values that the model's file sets in other groups: {NAME: {says: …, adamw: {lr: 6e-4}}}
-    metrics: Any = None  # of whole evaluations: [MulticlassAUROC, {_target_: mypackage.f}] (docs/own_model.md)
+    metrics: Any = None  # of whole evaluations: [MulticlassAUROC, {_target_: mypackage.f}] (docs/predictions.md)
     callbacks: Any = None  # callbacks=[early_stop] sets them by name; or a list of sections with a _target_
     launcher: Any = None
     cluster: Any = None  # the description of a cluster, for which parallel=auto plans; null: measure this machine

@@ -90,7 +90,7 @@ class Measured:
 
     def __init__(self, entry: Entry, loss: Any) -> None:
         self.entry, self.target, self.place = entry, target_of(entry), entry.output or 0
-        self.loss = [*loss.losses.values()][self.place] if isinstance(loss, Several) else loss
+        self.loss = dict(enumerate(loss.losses.values())).get(self.place) if isinstance(loss, Several) else loss
         self.metric: Any = None
         self.rows: list[tuple[Tensors, Tensors]] = []
 
@@ -99,7 +99,10 @@ class Measured:
         if not inspect.isclass(self.target) and self.entry.output is None and len(outputs) > 1:
             self.rows.append((outputs, targets))
             return
-        output, targets = outputs[self.place], targets[self.place] if isinstance(targets, tuple) else targets
+        if self.place not in range(max(len(outputs), len(targets) if isinstance(targets, tuple) else 1)):
+            raise IndexError(f"there is no output {self.place}; they are counted from 0")
+        output = outputs[self.place if len(outputs) > 1 else 0]  # several losses may share one
+        targets = targets[self.place] if isinstance(targets, tuple) else targets
         if not inspect.isclass(self.target):
             self.rows.append((output, targets))
             return
@@ -122,10 +125,14 @@ class Measured:
             output, targets = output.flatten(0, -2), targets.flatten()
         if isinstance(self.loss, (TokenCrossEntropy, ClassCrossEntropy, TorchCrossEntropy)):
             output = output.softmax(1)
+            if targets.is_floating_point():  # probabilities of classes
+                targets = targets.argmax(1)
         elif isinstance(self.loss, ElementwiseLoss) and isinstance(self.loss.terms, nn.BCEWithLogitsLoss):
             output = output.sigmoid()
         if self.target.__name__.startswith("Binary") and output.dim() == targets.dim() + 1 and output.shape[1] == 2:
             output = output[:, 1]
+        if bool((targets != targets.long()).any()):
+            raise ValueError("the targets are not whole numbers")
         return output, targets.long()
 
     def _made(self, output: Tensor, targets: Tensor) -> Any:
@@ -133,7 +140,8 @@ class Measured:
         several = output.dim() > targets.dim()
         task = "multiclass" if several else "multilabel" if output[0].numel() > 1 else "binary"
         count = output.shape[1] if output.dim() > 1 else 2
-        known = {"task": task, "num_classes": count, "num_labels": count, "ignore_index": IGNORED}
+        ignored = self.loss.terms.ignore_index if isinstance(self.loss, TorchCrossEntropy) else IGNORED
+        known = {"task": task, "num_classes": count, "num_labels": count, "ignore_index": ignored}
         taken = inspect.signature(self.target).parameters
         metric = self.target(**{key: value for key, value in known.items() if key in taken} | self.entry.arguments)
         for part in metric.modules() if isinstance(metric, nn.Module) else ():

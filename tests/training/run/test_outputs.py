@@ -10,10 +10,11 @@ from PIL import Image
 from torch import nn
 
 from common.errors import UserError
+from common.packages import load_torchmetrics
 from data.tensors import TensorData
-from models.losses import ClassCrossEntropy
+from models.losses import ClassCrossEntropy, Several, as_sums
 from training import train
-from training.run.split_metrics import entries
+from training.run.split_metrics import Measured, entries
 
 QUICK = ["train.epochs=null", "train.steps=4", "logger=none", "device=cpu", "parallel.threads=1", "optim.lr=0.1"]
 TINY = [
@@ -105,6 +106,25 @@ def plain(result, net, inputs):
 def test_a_metric_has_the_name_of_its_class_without_the_task(target, name):
     assert [entry.name for entry in entries([{"_target_": target}])] == [name]
     assert [entry.name for entry in entries([{"_target_": target, "name": "other", "k": 1}])] == ["other"]
+
+
+# The loss, targets that mean the same as classes, and the key ``output``.
+TARGETS = {
+    "ignored as the loss ignores": (nn.CrossEntropyLoss(ignore_index=2), lambda y: y, {}),
+    "probabilities": (nn.CrossEntropyLoss(), lambda y: F.one_hot(y, 3) * 0.9 + 0.05, {}),
+    "two, for one output": (Several([nn.CrossEntropyLoss()] * 2), lambda y: (y.flip(0), y), {"output": 1}),
+}
+
+
+@pytest.mark.parametrize("loss, given, key", TARGETS.values(), ids=TARGETS)
+def test_targets_of_every_kind_are_measured_as_classes(samples, loss, given, key):
+    logits, classes = network()(samples.valid.inputs).detach(), samples.valid.targets
+    measured = Measured(*entries([{"_target_": "AUROC", **key}]), as_sums(loss))
+    measured.update((logits,), given(classes))
+    expected = load_torchmetrics().classification.MulticlassAUROC(3, ignore_index=getattr(loss, "ignore_index", None))(
+        logits.softmax(1), classes
+    )
+    assert measured.value() == expected > 0
 
 
 def test_a_function_gets_all_outputs_in_order_and_its_number_decides_which_weights_are_best(tmp_path, samples):
