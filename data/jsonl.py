@@ -120,18 +120,15 @@ class RowData(Folded):
         if parts := self.parts(len(selected["train"])):
             rows.pop("valid", None)
             selected |= {split: replace(selected["train"], part=part) for split, part in parts.items()}
-        sources = {
+        sources: dict[str, Any] = {
             split: TokenRows(rows.get(split, rows["train"]), part, self.row_tokens, self.seq_len)
             for split, part in selected.items()
         }
-        self.train = sources["train"]
-        self.valid, self.test = (sources[name] if len(sources[name]) else None for name in ("valid", "test"))
         if self.bucket_by_length:
-            counts = cached_counts(rows["train"], self.row_tokens, self.seq_len + 1, self.cache_dir)
-            self.train = BucketedRows(counts, rows["train"], selected["train"], self.row_tokens, self.seq_len)
+            sources["train"] = BucketedRows(sources["train"], self.seq_len + 1, self.cache_dir)
         if self.packing:
-            packed = {split: self._packed(source) for split, source in sources.items()}
-            self.train, self.valid, self.test = packed["train"], packed["valid"] or None, packed["test"] or None
+            sources = {split: self._packed(source) for split, source in sources.items()}
+        self.train, self.valid, self.test = sources["train"], sources["valid"] or None, sources["test"] or None
         self.description = self._describe(seen["train"]) + (f"; {self.dealt(parts)}" if parts else "")
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -173,9 +170,7 @@ class RowData(Folded):
         return SeenRows(**json.loads((folder / _SEEN).read_bytes()))
 
     def _packed(self, source: TokenRows) -> PackedRows:
-        most = None if self._split else self.seq_len + 1
-        counts = cached_counts(source.rows, self.row_tokens, most, self.cache_dir)
-        documents = BucketedRows(counts, source.rows, source.selection, self.row_tokens, self.seq_len)
+        documents = BucketedRows(source, None if self._split else self.seq_len + 1, self.cache_dir)
         return PackedRows(documents, self.seq_len, self._split, self.cache_dir)
 
     def _describe(self, seen: SeenRows) -> str:
@@ -249,11 +244,9 @@ def select_rows(sizes: dict[str, int], folds: int | None = None) -> dict[str, Ro
             10th of every 20 training rows goes to valid; with "train" only, the 20th goes to test.
         folds: The number of folds; with folds, the rows that would go to valid stay in train.
     """
-    taken = {"valid": (_VALID,)} if "valid" not in sizes else {}
+    taken = {} if folds or "valid" in sizes else {"valid": (_VALID,)}
     if sizes.keys() == {"train"}:
         taken["test"] = (_TEST,)
-    if folds:
-        taken.pop("valid", None)
     kept = {split: tuple(range(PERIOD)) for split in sizes} | taken
     kept["train"] = tuple(i for i in range(PERIOD) if (i,) not in taken.values())
     return {s: RowSelection(sizes.get(s, sizes["train"]), kept.get(s, ())) for s in ("train", "valid", "test")}
@@ -288,20 +281,31 @@ class TokenRows(Source):
 
 
 class BucketedRows(TokenRows, VariableLength):
-    """TokenRows in batches that can be narrower than seq_len. ``counts`` has the tokens of each cut row.
+    """TokenRows in batches that can be narrower than seq_len.
 
     Attributes:
+        counts: The number of tokens of each row, of the longer one of a pair, with the end token, at most ``most``.
         key: Everything that determines the tokens, for the cache.
         end: The token that fills up rows.
     """
 
-    def __init__(self, counts: MappedFile, rows: RowFiles, selection: RowSelection, *more: Any):
-        super().__init__(rows, selection, *more)
-        self.widths, self.counts = bucket_widths(self.seq_len), counts
-        self.key, self.end = (
-            [counts.path.parent.name, rows.key, str(selection)],
-            self.row_tokens.vocabulary.end,
-        )
+    def __init__(self, source: TokenRows, most: int | None, cache_dir: Any):
+        """Count the tokens, unless the cache has the numbers."""
+        rows, row_tokens, threads = source.rows, source.row_tokens, min(4, usable_cores())
+        super().__init__(rows, source.selection, row_tokens, source.seq_len)
+
+        def build(folder: Path) -> None:
+            with open(folder / _LENGTHS, "wb") as file:
+                for start in range(0, len(rows), _AT_A_TIME):
+                    indices = np.arange(start, min(start + _AT_A_TIME, len(rows)))
+                    encoded = encoded_rows(rows, indices, row_tokens, most=most, threads=threads)
+                    counts = np.array([len(tokens) for tokens, _ in encoded], dtype=np.uint32)
+                    file.write(counts.reshape(len(indices), -1).max(axis=1).tobytes())
+
+        name = f"lengths-{key_of(rows.key, *row_tokens.key, str(most))}"
+        self.counts = MappedFile(cached_folder(cache_dir, name, build) / _LENGTHS, "uint32")
+        self.widths, self.end = bucket_widths(self.seq_len), row_tokens.vocabulary.end
+        self.key = [name, str(self.selection)]
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of filled positions: the tokens of a row without the last, which is only a target."""
@@ -336,22 +340,6 @@ def encoded_rows(
         return (convert or row_tokens.encode)(read, **how)
     except RowProblem as problem:
         raise DataError(f"{rows.name(indices[problem.index // (1 + row_tokens.pairs)])}: {problem}") from None
-
-
-def cached_counts(rows: RowFiles, row_tokens: RowTokens, most: int | None, cache_dir: Any) -> MappedFile:
-    """Return the number of tokens of each row, of the longer one of a pair, at most ``most``, with the end token."""
-    threads = min(4, usable_cores())
-
-    def build(folder: Path) -> None:
-        with open(folder / _LENGTHS, "wb") as file:
-            for start in range(0, len(rows), _AT_A_TIME):
-                indices = np.arange(start, min(start + _AT_A_TIME, len(rows)))
-                encoded = encoded_rows(rows, indices, row_tokens, most=most, threads=threads)
-                counts = np.array([len(tokens) for tokens, _ in encoded], dtype=np.uint32)
-                file.write(counts.reshape(len(indices), -1).max(axis=1).tobytes())
-
-    name = f"lengths-{key_of(rows.key, *row_tokens.key, str(most))}"
-    return MappedFile(cached_folder(cache_dir, name, build) / _LENGTHS, "uint32")
 
 
 class RowFiles(ABC):
