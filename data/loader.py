@@ -305,8 +305,8 @@ class TrainBatches(Dataset):
                 f"train.global_batch_size={global_batch_size}. {way_out}"
             )
         self.steps_per_epoch = len(source) // global_batch_size
-        kind, before, done = Buckets if isinstance(source, VariableLength) else Steps, None, 0
-        kind = Stream if source.endless else kind
+        kind = Stream if source.endless else Buckets if isinstance(source, VariableLength) else Steps
+        before, done = None, 0
         for last_step, size in earlier:
             before, done = kind(source, size, seed, before, done), last_step
         self._steps = kind(source, global_batch_size, seed, before, done)
@@ -344,12 +344,7 @@ class EvalBatches:
     """
 
     def __init__(
-        self,
-        source: Source,
-        global_batch_size: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        limit: int | None = None,
+        self, source: Source, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1, limit: int | None = None
     ):
         """Select this replica's part of at most ``limit`` batches (None: all).
 

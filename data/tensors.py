@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError
-from data.dataset import Batch, Given, InMemory, check_fractions, mapped, to_tensor, widened
+from data.dataset import PADDING_TARGET, Batch, Given, InMemory, check_fractions, mapped, to_tensor, widened
 from data.folds import Folded
-
-_IGNORED = -100  # torch's own ignore_index
-
 
 Samples = tuple[Given | tuple[Given, ...], Given | tuple[Given, ...]]  # inputs and targets
 
@@ -115,7 +112,7 @@ def _samples(inputs: Any, targets: Any, vocab_size: int | None) -> InMemory:
         batch = Batch(samples.inputs, samples.targets)
         _check_tokens(batch.input_tensors, vocab_size)
         alike = [t for t in batch.target_tensors if t.shape == batch.input_tensors[0].shape]
-        _check_tokens([t.where(t != _IGNORED, 0) for t in alike], vocab_size, "targets")
+        _check_tokens([t.where(t != PADDING_TARGET, 0) for t in alike], vocab_size, "targets")
     return samples
 
 

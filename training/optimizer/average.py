@@ -90,12 +90,10 @@ class Average:
 
     def _of_model(self, buffers: bool) -> Iterator[tuple[Stage, str, Piece]]:
         for stage in self._strategy.stages:
-            named = [
-                (name, parameter) for name, parameter in stage.layers.named_parameters() if parameter.requires_grad
-            ]
-            if buffers:  # a mask of -inf would average to NaN
-                saved = stage.layers.state_dict().keys()
+            named = [(name, p) for name, p in stage.layers.named_parameters() if p.requires_grad]
+            if buffers:
                 floating = [(name, b) for name, b in stage.layers.named_buffers() if b.is_floating_point()]
+                saved = stage.layers.state_dict().keys()  # a mask of -inf would average to NaN
                 named += [(name, b) for name, b in floating if name in saved and bool(b.isfinite().all())]
             for name, tensor in named:
                 yield stage, name, self._strategy.piece(self._strategy.chain.canonical(name), tensor)

@@ -99,9 +99,6 @@ def check_names(cfg: Root, chain: Chain, data: DataSet) -> None:
         Monitor.of(train, objective, cfg.sweep.direction, ("sweep.objective", "sweep.direction"))
     if cfg.mode in ("train", "plan", "compare"):
         _check_monitored(cfg, numbers())
-        Monitor.of(train)
-        for stop in build_callbacks(cfg.callbacks, EarlyStop).values():
-            stop.monitor(train)
 
 
 def _metrics(cfg: Root, chain: Chain, parts: Iterable[str]) -> list[str]:
@@ -115,8 +112,10 @@ def _metrics(cfg: Root, chain: Chain, parts: Iterable[str]) -> list[str]:
 
 def _check_monitored(cfg: Root, numbers: Sequence[str]) -> None:
     check_name("train.monitor", cfg.train.monitor or LOSS, numbers)
+    Monitor.of(cfg.train)
     for name, stop in build_callbacks(cfg.callbacks, EarlyStop).items():
         check_name(f"callbacks.{name}.metric", stop.metric or cfg.train.monitor or LOSS, numbers)
+        stop.monitor(cfg.train)
 
 
 def check_evaluated(setup: Setup) -> None:
