@@ -87,6 +87,9 @@ class Tokens(DataSet):
                 "Lower data.seq_len or give more tokens"
             )
         self.train = sources["train"]
+        if isinstance(self.train, PackedRows) and len(self.train.documents) <= len(splits["train"]):
+            said = f"in {self.root} no document ends with the token {self.train.documents.end}"
+            raise DataError(f"data.packing: {said}; name the tokenizer that wrote the tokens, data.tokenizer=FOLDER")
         self.valid, self.test = sources["valid"] or None, sources["test"] or None
         parts = (
             f"{split} {sum(file.count for file in part):,} tokens ({len(sources[split]):,} samples)"

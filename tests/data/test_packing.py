@@ -107,6 +107,13 @@ def test_files_of_text_are_documents(made):
     assert texts.unigram_entropy == unpacked.unigram_entropy
 
 
+def test_tokens_without_the_end_token_are_an_error(tmp_path):
+    np.save(tmp_path / "train.npy", np.arange(500, dtype=np.uint16))
+    data = Tokens(root=str(tmp_path), seq_len=16, packing=True, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match="no document ends with the token 50256; name the tokenizer"):
+        data.prepare()
+
+
 @pytest.mark.parametrize(
     "kind, options, says",
     [
