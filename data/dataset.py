@@ -307,7 +307,7 @@ class DataSet(ABC):
 
     def source_of(self, split: str) -> Source:
         """Return the samples of "train", "val" or "test" as in an evaluation. Raises DataError if there are none."""
-        source = copy({"train": self.train, "val": self.valid, "test": self.test}[split])
+        source = copy({"train": self.train, "val": self.valid, "test": self.test}.get(split))
         if source is None:
             raise DataError(f"predict.split={split}: there are no such samples ({self.description})")
         if hasattr(source, "augment"):

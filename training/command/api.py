@@ -87,9 +87,9 @@ class Result:
         def act(composed: Composed) -> Any:
             from training.run.predict import predictions
 
-            return predictions(plain(composed).cfg, inputs)
+            return predictions(plain(composed).cfg, inputs, composed.run_dir)
 
-        with TemporaryDirectory() as folder:  # a run directory, which stays empty
+        with TemporaryDirectory() as folder:  # a run directory
             words = ["mode=predict", f"checkpoint={hydra_word(str(checkpoint))}", f"hydra.run.dir={hydra_word(folder)}"]
             # Metrics are not needed, and may be code that a checkpoint must not name.
             words += ["metrics=null", *overrides]

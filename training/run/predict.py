@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -17,29 +15,36 @@ from torch import Tensor
 from conf.schema import Root
 from data.dataset import DataSet, InMemory, Source
 from data.jsonl import TokenRows, encoded_rows
+from models.chain import Tensors, as_tuple
 from models.losses import IGNORED
 from training.run.evaluate import evaluate
 from training.run.restore import Restored, continued, restore
 
 FOLDER = "predictions"
-Columns = dict[str, Any]  # some rows by the names of arrays or fields: a tensor or a list each
-Put = Callable[[Columns], None]
 
 
 class Predictions:
-    """The taker of the outputs of a split (see ``parallel.outputs.Taker``). It needs no loss."""
+    """The taker of the outputs of a split, which writes them to files (see ``parallel.outputs.Taker``).
+
+    Attributes:
+        files: The files by their paths, which they have when they are complete.
+    """
 
     alone = True
 
-    def __init__(self, put: Put | None, texts: bool, targets: bool = False) -> None:
-        """Pass each global batch to ``put``, which may be None on ranks other than 0.
+    def __init__(self, folder: Path, split: str, source: Source, texts: bool, targets: bool) -> None:
+        """Prepare files SPLIT.jsonl, or SPLIT.npy and others.
 
         Args:
-            put: Gets "loss" and "tokens" of texts, otherwise "output", or "output_0", "output_1", ... of several.
+            folder: The folder of the files.
+            split: The name of the split.
+            source: Its samples. Their ids, if they have any, are written too.
             texts: Whether samples are texts. Then the losses of each text's tokens are summed.
-            targets: Whether it gets "targets", too; "targets_0", "targets_1", ... of several.
+            targets: Whether targets are written, too.
         """
-        self._put, self._texts, self._targets = put, texts, targets
+        self._folder, self._split, self._source, self._texts, self._targets = folder, split, source, texts, targets
+        self.files: dict[Path, BinaryIO] = {}
+        self._row = 0
 
     def select(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
         """See ``Taker``. Of texts, return the loss of each token, which is small beside the logits."""
@@ -50,103 +55,101 @@ class Predictions:
 
     def take(self, selected: tuple[Tensor, ...], targets: Any) -> None:
         """See ``Taker``."""
+        columns = _named("output", selected)
         if self._texts:
             columns = {"loss": selected[0].double().sum(1), "tokens": (targets != IGNORED).sum(1)}
-        elif len(selected) == 1:
-            columns = {"output": selected[0]}
-        else:
-            columns = {f"output_{i}": tensor for i, tensor in enumerate(selected)}
-        assert self._put is not None  # on rank 0
-        several = targets if isinstance(targets, tuple) else ()
-        named = {f"targets_{i}": one for i, one in enumerate(several)} if several else {"targets": targets}
-        self._put(columns | named if self._targets else columns)
+        self.put(columns | _named("targets", targets) if self._targets else columns, len(as_tuple(targets)[0]))
+
+    def put(self, columns: dict[str, Any], count: int) -> None:
+        """Write the next ``count`` samples, a tensor or a list by the name of each array or field."""
+        if self._texts:
+            ids = self._source.ids(np.arange(self._row, self._row + count))
+            self._row += count
+            columns = columns if ids is None else {"id": ids, **columns}
+            lists = [one.tolist() if isinstance(one, Tensor) else one for one in columns.values()]
+            rows = (dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True))
+            lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+            self._file(".jsonl").write(lines.encode())
+            return
+        for key, one in columns.items():
+            array, name = one.numpy(), f"_{key}.npy".replace("_output", "")
+            file = self._file(name)
+            if not file.tell():
+                shape = (len(self._source) * len(array) // count, *array.shape[1:])
+                header = {"descr": npy.dtype_to_descr(array.dtype), "fortran_order": False, "shape": shape}
+                npy.write_array_header_2_0(file, header)
+            file.write(array.tobytes())
+
+    def _file(self, ending: str) -> BinaryIO:
+        path = self._folder / f"{self._split}{ending}"
+        if path not in self.files:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.files[path] = open(f"{path}.part", "wb")
+        return self.files[path]
+
+    def finish(self) -> None:
+        """Complete the files."""
+        if self.files and not self._texts and (ids := self._source.ids(np.arange(len(self._source)))) is not None:
+            np.save(self._file("_ids.npy"), np.array(ids))
+        for path, file in self.files.items():
+            file.close()
+            Path(file.name).replace(path)
+
+    def __str__(self) -> str:
+        names = ",".join(sorted(path.name for path in self.files))
+        return f"predictions for the {len(self._source):,} samples of {self._split}: {self._folder}/{{{names}}}"
 
 
-def rows_of(columns: Columns) -> list[dict[str, Any]]:
-    """Return columns as rows of plain numbers, lists and texts."""
-    lists = [one.tolist() if isinstance(one, Tensor) else one for one in columns.values()]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]
+def _named(name: str, tensors: Tensors) -> dict[str, Tensor]:
+    several = as_tuple(tensors)
+    return {name if len(several) == 1 else f"{name}_{i}": one for i, one in enumerate(several)}
 
 
 def has_texts(data: DataSet, source: Source) -> bool:
     """Return whether each sample of a split is a text, whose next tokens are its targets."""
-    inputs, targets = source.read(np.zeros(1, np.int64), 0)
-    shapes = [of.shape for of in (inputs, targets) if isinstance(of, Tensor)]
+    shapes = [of.shape for of in source.read(np.zeros(1, np.int64), 0)[:2] if isinstance(of, Tensor)]
     return data.seq_len is not None and len(shapes) == 2 and shapes[0] == shapes[1]
 
 
-def prepared(cfg: Root, split: str) -> tuple[Restored, Source]:
-    """Return the model of ``checkpoint`` in this process, and a split of its data."""
-    restored = restore(cfg, cfg.device, cfg.train.global_batch_size)
-    restored.data.prepare()
-    return restored, restored.data.source_of(split)
+def predict(cfg: Root, restored: Restored, inputs: Any, run_dir: Path) -> Predictions:
+    """Predict for arrays, or for each sample of the split of this name, and write files. All ranks call this together.
 
-
-@contextmanager
-def writing(run_dir: Path, split: str, source: Source, lines: bool) -> Iterator[Put]:
-    """Write what ``put`` gets to ``predictions/SPLIT.jsonl``, or to ``predictions/SPLIT.npy`` and others.
-
-    The files have their names when they are complete. Ids of the samples are added, if the data have them.
-
-    Args:
-        run_dir: The run directory.
-        split: The name of the split.
-        source: The samples. ``put`` gets them in their order.
-        lines: Whether to write lines of JSON, not arrays.
+    Of rows with answers, these are generated, by a strategy of one process.
     """
-    folder, files, row, names = run_dir / FOLDER, {}, 0, []
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-
-        def opened(name: str) -> Any:
-            if name not in files:
-                files[name] = stack.enter_context(open(folder / f"{name}.part", "wb"))
-            return files[name]
-
-        def put(columns: Columns) -> None:
-            nonlocal row
-            count = len(next(iter(columns.values())))
-            ids = source.ids(np.arange(row, row + count))
-            row += count
-            if lines:
-                rows = rows_of(columns if ids is None else {"id": ids, **columns})
-                opened(f"{split}.jsonl").write(
-                    "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in rows).encode()
-                )
-                return
-            names.extend(ids or ())
-            for key, one in columns.items():
-                array, name = one.numpy(), f"{split}_{key}.npy".replace("_output", "")
-                if name not in files:
-                    shape = (len(source) * len(array) // count, *array.shape[1:])
-                    header = {"descr": npy.dtype_to_descr(array.dtype), "fortran_order": False, "shape": shape}
-                    npy.write_array_header_2_0(opened(name), header)
-                files[name].write(array.tobytes())
-
-        yield put
-        if names:
-            np.save(opened(f"{split}_ids.npy"), np.array(names))
-    for name in files:
-        (folder / f"{name}.part").replace(folder / name)
-
-
-def describe_predictions(run_dir: Path, split: str, source: Source) -> str:
-    """Return a sentence about the files of predictions."""
-    files = sorted(path.name for path in (run_dir / FOLDER).glob(f"{split}*"))
-    return f"predictions for the {len(source):,} samples of {split}: {run_dir / FOLDER}/{{{','.join(files)}}}"
-
-
-def predict(cfg: Root, restored: Restored, source: Source, put: Put) -> None:
-    """Predict each sample of a split in this process: answers to prompts, losses of other texts, or arrays."""
-    if isinstance(source, TokenRows) and source.row_tokens.answered:
-        _answer(cfg, restored, source, put)
+    if isinstance(inputs, str):
+        split, source = inputs, restored.data.source_of(inputs)
+        texts = has_texts(restored.data, source)
     else:
-        evaluate(
-            restored.strategy, source, None, Predictions(put, has_texts(restored.data, source), cfg.predict.targets)
-        )
+        first, *_ = as_tuple(inputs)
+        split, source, texts = "given", InMemory(inputs, np.zeros(len(first))), False
+    taken = Predictions(run_dir / FOLDER, split, source, texts, cfg.predict.targets)
+    if isinstance(source, TokenRows) and source.row_tokens.answered:
+        _answer(cfg, restored, source, taken)
+    else:
+        evaluate(restored.strategy, source, None, taken)
+    taken.finish()
+    return taken
 
 
-def _answer(cfg: Root, restored: Restored, source: TokenRows, put: Put) -> None:
+def predict_here(cfg: Root, inputs: Any, run_dir: Path) -> Predictions:
+    """Predict with the model of ``checkpoint`` in this process; see ``predict``."""
+    restored = restore(cfg, cfg.device, cfg.train.global_batch_size)
+    if isinstance(inputs, str):
+        restored.data.prepare()
+    return predict(cfg, restored, inputs, run_dir)
+
+
+def predictions(cfg: Root, inputs: Any, run_dir: Path) -> Any:
+    """Return predictions for arrays or tensors ``inputs``, or for the split of this name; see ``Result.predict``."""
+    files = predict_here(cfg, inputs, run_dir).files
+    for path in files:
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    arrays = [np.load(path) for path in files if not path.name.endswith("_ids.npy")]
+    return tuple(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def _answer(cfg: Root, restored: Restored, source: TokenRows, taken: Predictions) -> None:
     """Generate the answer to each row's prompt, up to the end token; the last answer of a chat."""
     vocabulary, size = source.row_tokens.vocabulary, cfg.train.global_batch_size
     for first in range(0, len(source), size):
@@ -162,22 +165,4 @@ def _answer(cfg: Root, restored: Restored, source: TokenRows, put: Put) -> None:
         columns = {"prompt": prompts, "prediction": drawn, "answer": wanted}
         for key in ("prediction", "answer"):
             columns[key] = [t[: t.index(vocabulary.end)] if vocabulary.end in t else t for t in columns[key]]
-        put({key: [vocabulary.decode(tokens) for tokens in one] for key, one in columns.items()})
-
-
-def predictions(cfg: Root, inputs: Any) -> Any:
-    """Return predictions for arrays or tensors ``inputs``, or for the split of this name; see ``Result.predict``."""
-    found: list[Columns] = []
-    if isinstance(inputs, str):
-        restored, samples = prepared(cfg, inputs)
-        predict(cfg, restored, samples, found.append)
-    else:
-        first, *_ = inputs if isinstance(inputs, tuple) else (inputs,)
-        samples = InMemory(inputs, np.zeros(len(first)))
-        strategy = restore(cfg, cfg.device, cfg.train.global_batch_size).strategy
-        evaluate(strategy, samples, None, Predictions(found.append, texts=False))
-    if not any(key.startswith("output") for key in found[0]):
-        rows, ids = [row for columns in found for row in rows_of(columns)], samples.ids(np.arange(len(samples)))
-        return rows if ids is None else [{"id": one, **row} for one, row in zip(ids, rows, strict=True)]
-    arrays = [torch.cat([columns[key] for columns in found]).numpy() for key in found[0]]
-    return tuple(arrays) if len(arrays) > 1 else arrays[0]
+        taken.put({key: [*map(vocabulary.decode, one)] for key, one in columns.items()}, len(rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from training.reporting.summary import Outcome, RankResult, gather_results, summ
 from training.run.changes import changes, earlier_batches, follows_total
 from training.run.checks.model import reads_weights
 from training.run.checks.ranks import check_nodes, check_ranks, check_run_directory, check_weights
-from training.run.evaluate import evaluate, evaluate_split
+from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
 from training.run.prepare import adopt
 from training.run.setup import Setup
@@ -172,17 +172,13 @@ def evaluate_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict
 
 def predict_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict[str, Any]:
     """Write the outputs for a split (``mode=predict``)."""
-    from training.run.predict import Predictions, describe_predictions, has_texts, writing
+    from training.run.predict import Restored, predict
 
-    asked, first = setup.cfg.predict, strategy.mesh.rank == 0
-    load(checkpoint_of(setup.cfg), strategy)
+    restored = Restored(setup.data, strategy, load(checkpoint_of(setup.cfg), strategy).step)
     _warn(strategy.mesh, check_weights(strategy, setup.cfg.launcher.allow_mixed))
-    source = setup.data.source_of(asked.split)
-    texts = has_texts(setup.data, source)
-    with writing(run_dir, asked.split, source, texts) if first else nullcontext() as put:
-        evaluate(strategy, source, None, Predictions(put, texts, asked.targets))
-    if first:
-        print(describe_predictions(run_dir, asked.split, source), flush=True)
+    taken = predict(setup.cfg, restored, setup.cfg.predict.split, run_dir)
+    if strategy.mesh.rank == 0:
+        print(taken, flush=True)
     return {}
 
 
