@@ -71,18 +71,23 @@ class Folded(DataSet):
 
 @dataclass(frozen=True)
 class Part:
-    """Some of ``samples``: in a fixed random order, ``size`` of them from ``start`` on, around its end."""
+    """Some of ``samples``: in a fixed random order, ``size`` of them from ``start`` on, around its end.
+
+    If they are samples ``of`` a selection of rows, ``row`` returns the rows.
+    """
 
     samples: int
     start: int
     size: int
+    of: Any = None
 
     def __len__(self) -> int:
         return self.size
 
     def row(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of each sample, int64 of the shape of ``indices``, which are in [0, len)."""
-        return permute((self.start + np.asarray(indices, np.int64)) % self.samples, self.samples, _KEY)
+        own = permute((self.start + np.asarray(indices, np.int64)) % self.samples, self.samples, _KEY)
+        return own if self.of is None else self.of.row(own)
 
 
 class _Dealt(Source):

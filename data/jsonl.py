@@ -116,10 +116,10 @@ class RowData(Folded):
                 more = f" and {len(part.files) - 1} more files" if len(part.files) > 1 else ""
                 raise DataError(f"{part.files[0]}{more}: there is no row; give a file of {self.title}")
         seen = {split: self._check(part) for split, part in rows.items()}
-        selected = select_rows({split: len(part) for split, part in rows.items()}, self.folds)
+        selected: dict[str, Any] = select_rows({split: len(part) for split, part in rows.items()}, self.folds)
         if parts := self.parts(len(selected["train"])):
             rows.pop("valid", None)
-            selected |= {split: replace(selected["train"], part=part) for split, part in parts.items()}
+            selected |= {split: replace(part, of=selected["train"]) for split, part in parts.items()}
         sources: dict[str, Any] = {
             split: TokenRows(rows.get(split, rows["train"]), part, self.row_tokens, self.seq_len)
             for split, part in selected.items()
@@ -216,23 +216,18 @@ class RowSelection:
     Attributes:
         rows: The number of all rows.
         kept: The rows that are kept of every 20 rows, in ascending order, each in [0, 20).
-        part: The part of these rows that is in the folds of a split; None without folds.
     """
 
     rows: int
     kept: tuple[int, ...]
-    part: Part | None = None
 
     def __len__(self) -> int:
-        if self.part is not None:
-            return len(self.part)
         whole, rest = divmod(self.rows, PERIOD)
         return whole * len(self.kept) + sum(offset < rest for offset in self.kept)
 
     def row(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows of some samples, int64 of the shape of ``indices``, which are in [0, len)."""
-        places = np.asarray(indices, dtype=np.int64) if self.part is None else self.part.row(indices)
-        period, number = np.divmod(places, len(self.kept))
+        period, number = np.divmod(np.asarray(indices, dtype=np.int64), len(self.kept))
         return period * PERIOD + np.asarray(self.kept, dtype=np.int64)[number]
 
 
@@ -255,7 +250,7 @@ def select_rows(sizes: dict[str, int], folds: int | None = None) -> dict[str, Ro
 class TokenRows(Source):
     """Language-model samples, one per row."""
 
-    def __init__(self, rows: RowFiles, selection: RowSelection, row_tokens: RowTokens, seq_len: int):
+    def __init__(self, rows: RowFiles, selection: RowSelection | Part, row_tokens: RowTokens, seq_len: int):
         self.rows, self.selection, self.row_tokens, self.seq_len = rows, selection, row_tokens, seq_len
 
     def __len__(self) -> int:
