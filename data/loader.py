@@ -45,19 +45,15 @@ def permute(indices: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
     """
     indices = np.asarray(indices, dtype=np.int64)
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    round_keys = _round_keys(key)
+    # One 64-bit key per round, from a hash of the key's decimal digits (any size and sign of integer).
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8 * _ROUNDS).digest()
+    round_keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     values = _feistel(indices.reshape(-1).astype(np.uint64), half_bits, round_keys)
     outside = np.flatnonzero(values >= n)
     while outside.size:
         values[outside] = _feistel(values[outside], half_bits, round_keys)
         outside = outside[values[outside] >= n]
     return values.astype(np.int64).reshape(indices.shape)
-
-
-def _round_keys(key: tuple[int, ...]) -> np.ndarray:
-    """Return one 64-bit key per round, from a hash of the key's decimal digits (any size and sign of integer)."""
-    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8 * _ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _feistel(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:

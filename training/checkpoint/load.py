@@ -35,7 +35,7 @@ from training.checkpoint.files import (
 )
 from training.optimizer import Optimizer
 from training.optimizer.average import TRAINED
-from training.optimizer.freezing import frozen_until
+from training.optimizer.groups import frozen_until
 
 AUTO = "auto"
 _SHOWN = 4  # names or keys that differ

@@ -1,4 +1,4 @@
-"""torch's optimizers, built from a section, with the rate and the weight decay of each parameter."""
+"""torch's optimizers, built from a section, with the rate, the weight decay and the frozen steps of each parameter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from common.errors import TrainingError
 from conf import OWN_KEYS
 from conf.instantiate import build, resolve
+from models.chain import Chain
 from models.sequential import MODULE
 
 
@@ -81,3 +82,25 @@ def check_module(key: str, module: Any, names: Sequence[str], what: str = "modul
         parts = sorted({part for name in names for part in name.split(".")[:-1]})
         known = [part for part in parts if not part.isdecimal()] or parts
         raise TrainingError(f"{key}: the model has no {what} {module!r}; it has {', '.join(known)}")
+
+
+def frozen_until(unfreeze: Any, chain: Chain) -> dict[str, int]:
+    """Return the last step in which parameters are frozen, by canonical name, of those that are frozen at first.
+
+    A parameter in several modules, or tied to one, is frozen until the latest of their steps.
+
+    Raises:
+        TrainingError: A step is no whole number of at least 1, or the model has no such module to train.
+    """
+    if not isinstance(unfreeze or {}, Mapping):
+        raise TrainingError(f"train.unfreeze={unfreeze} must be modules by step, such as {{20: [head, layer4]}}")
+    named = chain.skeleton().named_parameters(remove_duplicate=False) if unfreeze else ()
+    names, until = [name for name, parameter in named if parameter.requires_grad], {}
+    for step, modules in (unfreeze or {}).items():
+        if not str(step).isdecimal() or int(step) < 1:  # a checkpoint's configuration has strings
+            raise TrainingError(f"train.unfreeze: {step!r} is not the number of a step, which counts from 1")
+        for module in [modules] if isinstance(modules, (str, int)) else modules or ():
+            check_module("train.unfreeze", module, names, "trained module")
+            for name in {chain.canonical(name) for name in names if is_within(name, str(module))}:
+                until[name] = max(int(step), until.get(name, 0))
+    return until

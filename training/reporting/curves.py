@@ -58,11 +58,10 @@ def draw(runs: Mapping[str, Sequence[Points]], columns: int = 1) -> Figure | Non
                     continue
                 values = np.array([[table[step] for step in steps] for table in tables])
                 # Equal curves coincide. Their markers take turns, so that all of them are visible.
-                look: dict[str, Any] = {"marker": "o", "ms": 4, "markevery": (_MARKERS * place / len(runs), _MARKERS)}
+                marks = {"marker": "o", "ms": 4, "markevery": (_MARKERS * place / len(runs), _MARKERS)}
+                look: dict[str, Any] = {"lw": 1} if alone else marks
                 if name != key:
                     look, color = {"ls": "--", "marker": "."}, plot.COLORS[1]
-                elif alone:
-                    look = {"lw": 1}
                 axes.plot(steps, mean := values.mean(0), c=color, label=label * (number == 1), **look)
                 starts.append(abs(mean[0]))
                 if len(tables) > 1:

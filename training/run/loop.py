@@ -26,7 +26,7 @@ from training.checkpoint.files import Checkpoint
 from training.checkpoint.load import load_chosen
 from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
-from training.optimizer.freezing import frozen_until
+from training.optimizer.groups import frozen_until
 from training.reporting.console import numbers
 from training.reporting.monitor import LOSS, MINIMIZE, Monitor, check_name
 from training.reporting.recorder import Recorder

@@ -8,9 +8,8 @@ import pytest
 from sweep_jobs import leave
 
 from training.studies.sweep.figure import loss_figure, score_figure
-from training.studies.sweep.latex import escape, latex
 from training.studies.sweep.report import describe, page, results
-from training.studies.sweep.table import plus_minus, read_table, write_csv
+from training.studies.sweep.table import escape, latex, plus_minus, read_table, write_csv
 
 # The validation loss of seeds 1, 2 and 3 by learning rate. The best job is one of 0.1, the best mean is of 0.2.
 LOSSES = {"0.1": (0.30, 0.90, 0.60), "0.2": (0.50, 0.52, 0.45), "0.3": (0.70, 0.71, 0.72)}

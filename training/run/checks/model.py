@@ -35,7 +35,7 @@ from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.init_from import check_new_words, check_start
 from training.checkpoint.load import check_fits
 from training.optimizer.checks import check_by_module, check_layout, check_others
-from training.optimizer.freezing import frozen_until
+from training.optimizer.groups import frozen_until
 from training.reporting.monitor import LOSS, MINIMIZE, SUMMARISED, Monitor, check_name, direction_of, evaluated
 from training.run.split_metrics import entries, target_of
 

@@ -21,8 +21,7 @@ from training.reporting.console import columns
 from training.reporting.metrics import read_object
 from training.reporting.monitor import Monitor
 from training.reporting.page import PAGE, render
-from training.studies.sweep.latex import latex
-from training.studies.sweep.table import ENOUGH_STEPS, TIME, Row, Table, read_table, write_csv
+from training.studies.sweep.table import ENOUGH_STEPS, TIME, Row, Table, latex, read_table, write_csv
 
 
 @contextmanager
