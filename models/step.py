@@ -12,7 +12,7 @@ def _read() -> int:
 def leave_uncompiled() -> None:
     """Let torch.compile read the step in each call. It would compile the code that reads it again for each step."""
     global _read
-    _read = torch.compiler.disable(_read)
+    _read = torch.compiler.disable(_read)  # pyright: ignore[reportAssignmentType]
 
 
 def current_step() -> int:
