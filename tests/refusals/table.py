@@ -211,7 +211,7 @@ VALUES = {
         Refusal(MIX + "train.monitor=val_loss_b 'data.parts={a:{name:torch_docs}}'", "did you mean"),
         Refusal(  # five rows have no validation split
             MIX + "train.monitor=val_loss_b 'data.parts={a:{name:torch_docs},b:{name:jsonl,root:HERE/x.jsonl}}'",
-            "did you mean train.monitor=val_loss_a?",
+            "did you mean train.monitor=val_loss_a", "There are: val_loss, val_loss_a, val_perplexity",
             file=file("x.jsonl", b'{"text": "some words"}\n' * 5),
         ),
     ],

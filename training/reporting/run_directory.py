@@ -57,7 +57,8 @@ def hold(folder: Path) -> None:
         except (BlockingIOError, PermissionError):  # another process holds the lock: EAGAIN or EACCES
             holder = printable(os.pread(descriptor, 200, 0).decode(errors="replace"))
             os.close(descriptor)
-            if time.monotonic() > deadline:
+            # A holder writes its name a moment after it has locked.
+            if time.monotonic() > deadline + (0 if holder else _POLL_S):
                 raise TrainingError(
                     f"{folder} is in use by another run: {holder}. Two runs would write over each other: wait for "
                     "that one, end it, or choose another directory (hydra.run.dir, of a sweep hydra.sweep.dir)"

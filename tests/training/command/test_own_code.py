@@ -232,7 +232,7 @@ def test_a_rank_takes_no_path_from_rank_0_as_the_time_or_the_name_of_a_run(start
 
 
 def test_a_loss_that_the_last_layer_computes_cannot_be_replaced(text):
-    loss = {"_target_": "models.losses.TokenCrossEntropy"}
+    loss = {"_target_": "models.losses.ClassCrossEntropy"}
     cfg = with_values(config("model=gpt2", "model.size=tiny", *text), {"model.loss": loss})
     with pytest.raises(TrainingError, match="head, computes the loss together with the logits"):
         prepare(cfg)
