@@ -109,8 +109,11 @@ class SavedConfig:
         sections = ["train", *(group for group in CHOSEN if chosen.get(group, self._had[group]) == self._had[group])]
         values = {f"{section}.{key}": value for section in sections for key, value in config[section].items()}
         values |= {key: config[key] for key in _AT_ROOT if key in config}
-        if {*EVALUATES} & {*(_values(typed.get("mode")) or [files["mode"]])}:
+        modes = {*(_values(typed.get("mode")) or [files["mode"]])}
+        if {*EVALUATES} & modes:
             values["train.eval_batches"] = None  # the whole split, as in conf/model
+        if not {"train", "eval"} & modes:
+            values.pop("metrics", None)  # they may be code that a checkpoint must not name, and nothing is measured
         others = [group for group in sections[1:] if self._differs(group, files[group])]
         of_new = {f"{part}.{key}" for file in self._new(typed) for part in sections for key in file.get(part, {})}
         of_new |= {key for file in self._new(typed) for key in _AT_ROOT if key in file}

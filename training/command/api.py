@@ -91,9 +91,7 @@ class Result:
 
         with TemporaryDirectory() as folder:  # a run directory
             words = ["mode=predict", f"checkpoint={hydra_word(str(checkpoint))}", f"hydra.run.dir={hydra_word(folder)}"]
-            # Metrics are not needed, and may be code that a checkpoint must not name.
-            words += ["metrics=null", *overrides]
-            return _run_words(act, words, None, self.given.get("model"), self.given.get("data"))
+            return _run_words(act, [*words, *overrides], None, self.given.get("model"), self.given.get("data"))
 
 
 def load(run: str | Path, which: str = "last") -> dict[str, Tensor]:

@@ -153,7 +153,7 @@ def describe_results(
     known = {f"best_{name}": ("best", "best_step"), "test_loss": (summary.get("tested_weights"), "tested_step")}
     weights = {key: f"{of} weights, step {summary[step]}" for key, (of, step) in known.items() if summary.get(step)}
     words = {f"best_{name}": f"best {name}", "best_val_loss": "best validation loss"}
-    for key in dict.fromkeys((f"best_{name}", *_RESULTS)):
+    for key in dict.fromkeys((f"best_{name}", *_RESULTS, name.replace("val_", "test_", 1))):
         if summary.get(key) is not None:
             extent = (extents or {}).get("val" if "val" in key else "test") if key.endswith("loss") else None
             notes = "; ".join(filter(None, (extent, weights.get(key))))

@@ -97,7 +97,8 @@ class Predictions:
 
     def __str__(self) -> str:
         names = ",".join(sorted(path.name for path in self.files))
-        return f"predictions for the {len(self._source):,} samples of {self._split}: {self._folder}/{{{names}}}"
+        named = f"{{{names}}}" if len(self.files) > 1 else names
+        return f"predictions for the {len(self._source):,} samples of {self._split}: {self._folder}/{named}"
 
 
 def _named(name: str, tensors: Tensors) -> dict[str, Tensor]:

@@ -237,7 +237,7 @@ def test_torchmetrics_gives_what_it_gives_on_one_device_also_after_a_resume(tmp_
     for name in ("val_confusion_matrix", "test_roc"):
         with Image.open(result.run_dir / f"{name}.png") as image:
             assert image.width > 100
-    words = [f"checkpoint={tmp_path}/resumed", "metrics=null", *LAYOUTS[layout], "train.global_batch_size=18"]
+    words = [f"checkpoint={tmp_path}/resumed", *LAYOUTS[layout], "train.global_batch_size=18"]
     train(
         "mode=predict", *words, f"hydra.run.dir={tmp_path}/predict", model=net, loss=nn.CrossEntropyLoss(), data=samples
     )
@@ -273,7 +273,7 @@ def test_of_texts_the_losses_of_all_tokens_are_predicted_and_tokens_have_metrics
     ]
     result = train(*TINY, *words, f"hydra.run.dir={tmp_path}/run")
     train(
-        "mode=predict", f"checkpoint={tmp_path}/run", "metrics=null", *OF_TEXTS[layout], f"hydra.run.dir={tmp_path}/p"
+        "mode=predict", f"checkpoint={tmp_path}/run", *OF_TEXTS[layout], f"hydra.run.dir={tmp_path}/p"
     )
     rows = lines(tmp_path, "p")
     assert rows == [pytest.approx(row, rel=1e-5) for row in result.predict("test")]
