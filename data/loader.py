@@ -310,11 +310,9 @@ class TrainBatches(Dataset):
     def steps_until(self, epochs: float) -> int:
         """Return the last step of that many epochs."""
         now = self._steps
-        later = (epochs - now.epoch) * self.steps_per_epoch
-        if epochs - now.epoch >= 1:
-            steps = now.count(now.epoch) + later - self.steps_per_epoch
-        else:
-            steps = max(0, later - now.row / now.size)
+        left = epochs - now.epoch
+        later = left * self.steps_per_epoch
+        steps = now.count(now.epoch) + later - self.steps_per_epoch if left >= 1 else max(0, later - now.row / now.size)
         return now.done + math.ceil(round(steps, 6))
 
     def __getitem__(self, step: int) -> Batch:

@@ -58,9 +58,7 @@ class TensorData(Folded):
         others = {"valid": valid, "test": test}
         for split, part in others.items():
             if not isinstance(part, Real) and not (isinstance(part, tuple) and len(part) == 2):
-                raise DataError(
-                    f"{split} is a {type(part).__name__}; give a fraction, such as 0.1 or 0, or a tuple of two"
-                )
+                raise DataError(f"{split} is a {type(part).__name__}; give a fraction, such as 0.1, or a tuple of two")
         given = {split: part for split, part in others.items() if isinstance(part, tuple)}
         fractions = {split: part for split, part in others.items() if not isinstance(part, tuple)}
         check_fractions(fractions)

@@ -42,10 +42,8 @@ class Averaging(Callback):
             TrainingError: A number is out of range.
         """
         if every < 1 or not 0 <= start < math.inf:
-            raise TrainingError(
-                f"callbacks.{self.kind}.every={every} must be at least 1, and start={start} a step, or a fraction of "
-                "the run from 0 to 1"
-            )
+            what = f"callbacks.{self.kind}.every={every} must be at least 1, and start={start} a step"
+            raise TrainingError(f"{what}, or a fraction of the run from 0 to 1")
         self.use_buffers, self._every, self._start = use_buffers, every, start
 
     def is_due(self, step: int, total: int) -> bool:

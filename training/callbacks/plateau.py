@@ -65,5 +65,5 @@ class Plateau(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Callback``."""
         self._factor = state["factor"]
-        kept = ("compared", *_KEPT)
-        self._state = {key: state[key] for key in kept if state.get(key) is not None}  # JSON has no infinity
+        # JSON has no infinity.
+        self._state = {key: state[key] for key in ("compared", *_KEPT) if state.get(key) is not None}

@@ -58,9 +58,8 @@ def check_kind(data: DataSet, model: Any) -> None:
     if (data.seq_len is None) == ("vocab_size" not in model) or isinstance(first, Arrays):
         return
     kind = "tokens" if data.seq_len is not None else "numbers"
-    raise TrainingError(
-        f"model={model.name} does not take the {kind} of this data set; leave data= out to use the model's default data"
-    )
+    way_out = "leave data= out to use the model's default data"
+    raise TrainingError(f"model={model.name} does not take the {kind} of this data set; {way_out}")
 
 
 def check_length(cfg: Root, chain: Chain, data: DataSet) -> None:

@@ -102,16 +102,13 @@ def results(table: Table) -> Iterator[str]:
         of_model = f" of {row.summary['model']}" if len(table.best) > 1 else ""
         rivals, equals = table.rivals(row), table.equals(row)
         worst = max(rivals, key=lambda rival: table.objective.sign * rival.score)
-        rows = "settings" if table.repeated else "jobs"
-        alike = f", the fastest of {len(equals)} {rows} that have it" if len(equals) > 1 else ""
+        rows, speed = "settings" if table.repeated else "jobs", table.objective.is_speed
+        alike = f", the fastest of {len(equals)} {rows} that have it" if len(equals) > 1 and not speed else ""
         last = f"; the worst, {worst.label}, has {table.show_score(worst)}" if len(equals) < len(rivals) else ""
-        doubt = _doubt(table, row) if table.objective.is_speed else ""
-        kind = "Best median" if doubt else "Fastest" if table.objective.is_speed else "Best"
+        doubt = _doubt(table, row) if speed else ""
+        kind = "Best median" if doubt else "Fastest" if speed else "Best"
         kind = "Mean" if len(rivals) == 1 else kind
-        yield (
-            f"{kind}{of_model}: {row.label} with {table.objective.name} {table.show_score(row)}"
-            f"{'' if table.objective.is_speed else alike}{last}.{doubt}"
-        )
+        yield f"{kind}{of_model}: {row.label} with {table.objective.name} {table.show_score(row)}{alike}{last}.{doubt}"
         yield f"The same again{of_model}: {_command_of(row)}"
     if table.repeated:
         yield f"Numbers are means over {', '.join(table.repeated)} ± their sample standard deviation (n - 1)."
@@ -170,10 +167,8 @@ def _figures(table: Table) -> Iterator[tuple[str, str, Any]]:
     caption = f"{table.objective.title}: {'larger' if table.objective.sign < 0 else 'smaller'} is better{means}"
     if table.objective.name == TIME:
         spread = ", with whiskers from the 10th to the 90th percentile" * (not table.repeated)
-        caption += (
-            f". Medians after the warm-up{spread}. Ideal, of pipelines: if splitting the batch cost nothing but the "
-            "schedule's bubble"
-        )
+        ideal = "Ideal, of pipelines: if splitting the batch cost nothing but the schedule's bubble"
+        caption += f". Medians after the warm-up{spread}. {ideal}"
     yield "sweep.png", caption, score_figure(table)
     if (losses := loss_figure(table)) is not None:
         yield "curves.png", f"losses over the steps{means}", losses

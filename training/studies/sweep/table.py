@@ -235,12 +235,9 @@ class Table:
             if row.finished and "loss" in row.points:
                 learned = tuple(row.values.get(key) for key in self.keys if not is_of_speed(key))
                 groups.setdefault(learned, []).append(row)
-        return {
-            row: next((other for other in rows if other.summary["parallel"] in alone), rows[0])
-            for rows in groups.values()
-            if len(rows) > 1
-            for row in rows
-        }
+        several = [rows for rows in groups.values() if len(rows) > 1]
+        first = [next((row for row in rows if row.summary["parallel"] in alone), rows[0]) for rows in several]
+        return {row: one for one, rows in zip(first, several, strict=True) for row in rows}
 
     def loss_difference(self, row: Row) -> float | None:
         """Return the maximum of |loss - reference's| / |reference's| over the steps; infinite if the steps differ.
@@ -262,13 +259,10 @@ class Table:
     @cached_property
     def cells(self) -> dict[Row, dict[str, str]]:
         """The overrides and results of each row as text, by column. Empty columns are left out."""
-        results = {row: self._results(row) for row in self.rows}
-        filled = [title for title in results[self.rows[0]] if any(texts[title] for texts in results.values())]
-        return {
-            row: {key: short(row.values.get(key, "")) for key in self.keys}
-            | {"status": row.status, **{title: texts[title] for title in filled}}
-            for row, texts in results.items()
-        }
+        own = {row: {key: short(row.values.get(key, "")) for key in self.keys} for row in self.rows}
+        cells = {row: texts | {"status": row.status} | self._results(row) for row, texts in own.items()}
+        filled = [name for name in cells[self.rows[0]] if name in self.keys or any(c[name] for c in cells.values())]
+        return {row: {name: texts[name] for name in filled} for row, texts in cells.items()}
 
     def _results(self, row: Row) -> dict[str, str]:
         low, median, high = ("", "", "") if row.times is None else map(seconds, row.times)
