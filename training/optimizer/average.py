@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,6 @@ from parallel.stage import Stage
 from parallel.strategy import Strategy
 
 TRAINED = "/trained"  # in a checkpoint "w/trained" is the trained weight, if w is the average
-
-
-class _Pair(NamedTuple):
-    """This rank's piece of a tensor of the model, and its other numbers: the average, or else the trained ones."""
-
-    stage: Stage
-    name: str
-    piece: Piece
-    other: Tensor
 
 
 class Average:
@@ -42,7 +33,8 @@ class Average:
         self._strategy, self._averaging = strategy, averaging
         self.kind: str | None = getattr(averaging, "kind", None)
         self._count, self._in_model = 0, False
-        self._pairs: list[_Pair] = []
+        # Of each tensor: stage, name, piece on this rank, and its other numbers (the average, or else the trained).
+        self._pairs: list[tuple[Stage, str, Piece, Tensor]] = []
 
     @torch.no_grad()
     def after(self, step: int, total: int) -> None:
@@ -51,9 +43,10 @@ class Average:
             return
         if self._count == 0:
             own = self._of_model(self._averaging.use_buffers)
-            self._pairs = [_Pair(stage, name, piece, piece.tensor.clone()) for stage, name, piece in own]
+            self._pairs = [(stage, name, piece, piece.tensor.clone()) for stage, name, piece in own]
         elif self._pairs:  # a stage may have no parameters
-            self._averaging.rule([p.other for p in self._pairs], [p.piece.tensor for p in self._pairs], self._count)
+            _, _, pieces, averages = zip(*self._pairs, strict=True)
+            self._averaging.rule([*averages], [piece.tensor for piece in pieces], self._count)
         self._count += 1
 
     @torch.no_grad()
@@ -61,15 +54,15 @@ class Average:
         """Let the model hold the average, or the trained weights."""
         if averaged != self._in_model:
             self._in_model = averaged
-            for pair in self._pairs:
-                held = pair.piece.tensor.clone()
-                pair.piece.tensor.copy_(pair.other)
-                pair.other.copy_(held)
+            for _, _, piece, other in self._pairs:
+                held = piece.tensor.clone()
+                piece.tensor.copy_(other)
+                other.copy_(held)
 
     def pieces(self, stage: Stage) -> dict[str, Piece]:
         """Return this rank's pieces of a stage's trained weights, while the model holds the average."""
-        own = [pair for pair in self._pairs if pair.stage is stage and pair.name not in self._strategy.chain.tied]
-        return {pair.name + TRAINED: pair.piece._replace(tensor=pair.other) for pair in own}
+        own = [(name, piece._replace(tensor=other)) for of, name, piece, other in self._pairs if of is stage]
+        return {name + TRAINED: piece for name, piece in own if name not in self._strategy.chain.tied}
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the kind of the average and the number of averaged weights; None if nothing is averaged."""
@@ -84,7 +77,7 @@ class Average:
             if (key := self._strategy.chain.canonical(name) + TRAINED) in tensors:
                 trained = piece.read(tensors[key]).to(piece.tensor)
                 if goes_on:
-                    self._pairs.append(_Pair(stage, name, piece, trained))
+                    self._pairs.append((stage, name, piece, trained))
                 else:
                     piece.tensor.copy_(trained)
 
