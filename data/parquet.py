@@ -50,36 +50,36 @@ class ParquetRows(RowFiles):
         rows: list[Any] = [None] * len(indices)
         fields, chats = row_tokens.fields, row_tokens.messages is not None
         option = CHATS if chats else self.option
-        for position, mine in by_part(self._starts, indices):
-            number, group, _ = self._groups[position].tolist()
-            tools = ["tools"] if chats and "tools" in self._names[number] else []
-            columns = self._columns(number, group, [*fields, *tools], option)
-            for i in mine.tolist():
-                values = {name: column[int(indices[i] - self._starts[position])] for name, column in columns.items()}
-                try:
-                    rows[i] = row_tokens.take({name: _plain(v.as_py(), v.type) for name, v in values.items()})
-                except (TypeError, ValueError) as error:  # of another type; not UTF-8
-                    problem, hint = str(error), ""
-                    if not chats:
-                        held = (str(value.type) if value.is_valid else "null" for value in values.values())
-                        problem = f"is {', '.join(held)}, not text in UTF-8"
-                        hint = chat_hint([name for name, value in values.items() if _CHATS.match(str(value.type))])
-                    raise DataError(
-                        f"{self.name(int(indices[i]))}: {', '.join(fields)} {problem}. Correct it, or choose another "
-                        f"column by {option}{hint}"
-                    ) from None
+        for i, values in self._values(indices, fields, ["tools"] * chats, option):
+            try:
+                rows[i] = row_tokens.take({name: _plain(v.as_py(), v.type) for name, v in values.items()})
+            except (TypeError, ValueError) as error:  # of another type; not UTF-8
+                problem, hint = str(error), ""
+                if not chats:
+                    held = (str(value.type) if value.is_valid else "null" for value in values.values())
+                    problem = f"is {', '.join(held)}, not text in UTF-8"
+                    hint = chat_hint([name for name, value in values.items() if _CHATS.match(str(value.type))])
+                raise DataError(
+                    f"{self.name(int(indices[i]))}: {', '.join(fields)} {problem}. Correct it, or choose another "
+                    f"column by {option}{hint}"
+                ) from None
         return rows
 
     def ids(self, indices: np.ndarray) -> list:
         """See RowFiles."""
-        found: list[Any] = [None] * len(indices)
+        found = {i: v["id"].as_py() for i, v in self._values(indices, [], ["id"], self.option) if v}
+        return [found.get(i) for i in range(len(indices))]
+
+    def _values(
+        self, indices: np.ndarray, fields: Sequence[str], optional: Sequence[str], option: str
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the place of each row in ``indices`` and its values, of ``optional`` columns where files have them."""
         for position, mine in by_part(self._starts, indices):
             number, group, _ = self._groups[position].tolist()
-            if "id" in self._names[number]:
-                column = self._columns(number, group, ["id"], self.option)["id"]
-                for i in mine.tolist():
-                    found[i] = column[int(indices[i] - self._starts[position])].as_py()
-        return found
+            more = [name for name in optional if name in self._names[number]]
+            columns = self._columns(number, group, [*fields, *more], option)
+            for i in mine.tolist():
+                yield i, {name: column[int(indices[i] - self._starts[position])] for name, column in columns.items()}
 
     def name(self, index: int) -> str:
         """Return a row's file and number, for a message."""

@@ -45,7 +45,7 @@ class Stage(nn.Module):
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model. If they are unknown, a
             stage that is the whole chain removes samples without weight from its inputs.
         taker: Gets what the last layer returns in an evaluation (see ``parallel.outputs``); None if nobody asks.
-        taken: What the taker has selected of each micro-batch, with the index of its first sample.
+        taken: What the taker has selected of each micro-batch, and the targets, with the index of its first sample.
     """
 
     layer_hook: ClassVar[Callable | None] = None
@@ -120,6 +120,7 @@ class Stage(nn.Module):
         """End a step, after its forwards and backwards. Weights may change now."""
         forget()
         self._set_step_cache(lambda: None)
+        self.taker = None
         if self._modes:
             self.train()
             for module, mode in self._modes:
@@ -174,7 +175,8 @@ class Stage(nn.Module):
             result, returned = self._compute(where, tensors, targets, weights)
             if self.taker is not None and targets is not None:
                 of_these = mapped(lambda x: x[:counted], targets)
-                self.taken.append((first, self.taker.select(self._rows(returned, counted, count), of_these)))
+                selected = self.taker.select(self._rows(returned, counted, count), of_these)
+                self.taken.append((first, (*selected, *as_tuple(of_these))))
         if not isinstance(result, Sums):
             return self._as_output(result)
         if counted:
@@ -342,7 +344,7 @@ class Stage(nn.Module):
             last.loss = torch.compile(loss)  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
 
     def take_outputs(self) -> list[Tensor]:
-        """Return what the taker has selected since the last call, of all micro-batches in order; empty if nothing."""
+        """Return what the taker has selected since the last call, of all micro-batches in order, and the targets."""
         parts = [selected for _, selected in sorted(self.taken, key=itemgetter(0))]
         self.taken.clear()
         return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]

@@ -205,25 +205,13 @@ class Strategy(ABC):
         with self._step():
             self.forward(placed)
         if taker is not None:
+            mine = [x.to(self.device) for stage in self.stages for x in stage.take_outputs()]
+            for axis in reversed(self.axes):
+                mine = [axis.whole_output(x) for x in mine]
             several = len(placed.targets) if isinstance(placed.targets, tuple) else None
-            hand_out(self._outputs(placed), self.plan, self.mesh, self.device, taker, several)
+            hand_out(mine, self.plan, self.mesh, self.device, taker, several)
         self._first = 0
         return self.take_sums()
-
-    def _outputs(self, batch: Batch) -> list[Tensor]:
-        """Return what the taker has selected of a batch, and the targets; empty if this rank has no last layer."""
-        counted = len(batch) if batch.weights is None else int(batch.weights.count_nonzero())
-        found = []
-        for stage in self.stages:
-            stage.taker = None
-            if stage.ends_chain:
-                found = [
-                    *(x.to(self.device) for x in stage.take_outputs()),
-                    *(x[:counted] for x in batch.target_tensors),
-                ]
-        for axis in reversed(self.axes):
-            found = [axis.whole_output(x) for x in found]
-        return found
 
     @abstractmethod
     def forward_backward(self, batch: Batch) -> None:

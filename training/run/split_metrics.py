@@ -23,7 +23,6 @@ from models.chain import Tensors
 from models.losses import IGNORED, ClassCrossEntropy, ElementwiseLoss, Several, TokenCrossEntropy, TorchCrossEntropy
 from parallel.mesh import Mesh
 
-_TASKS = ("Binary", "Multiclass", "Multilabel")
 _OWN = ("_target_", "name", "output")  # the keys of an entry that are no arguments
 
 
@@ -67,8 +66,7 @@ def entries(metrics: Any) -> list[Entry]:
 
 def _snake_case(name: str) -> str:
     """Return the name of a class or function as that of a number: MulticlassF1Score becomes f1_score."""
-    for task in _TASKS:
-        name = name.removeprefix(task) or name
+    name = re.sub(r"^(Binary|Multiclass|Multilabel)(?=.)", "", name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
@@ -96,14 +94,15 @@ class Measured:
 
     def update(self, outputs: tuple[Tensor, ...], targets: Tensors) -> None:
         """Add a global batch. Of several targets, those of the measured output count."""
-        if not inspect.isclass(self.target) and self.entry.output is None and len(outputs) > 1:
+        is_class = inspect.isclass(self.target)
+        if not is_class and self.entry.output is None and len(outputs) > 1:
             self.rows.append((outputs, targets))
             return
         if self.place not in range(max(len(outputs), len(targets) if isinstance(targets, tuple) else 1)):
             raise IndexError(f"there is no output {self.place}; they are counted from 0")
         output = outputs[self.place if len(outputs) > 1 else 0]  # several losses may share one
         targets = targets[self.place] if isinstance(targets, tuple) else targets
-        if not inspect.isclass(self.target):
+        if not is_class:
             self.rows.append((output, targets))
             return
         if self.target.__module__.startswith("torchmetrics.classification."):

@@ -29,14 +29,13 @@ def check_metrics(setup: Setup) -> None:
     if not tried or not outputs or sum(tensor.numel() for tensor in outputs) > MOST_OUTPUTS:
         return
     names, targets = [], setup.some(setup.plan.microbatch_size).targets
+    drawn = tuple(x.detach().float() if x.is_floating_point() else x for x in made_up(outputs))
     for one in tried:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for _ in range(_BATCHES):
-                    one.update(
-                        tuple(x.detach().float() if x.is_floating_point() else x for x in made_up(outputs)), targets
-                    )
+                    one.update(drawn, targets)
                 names += numbers(one.entry.name, one.value()) or {}
         except Exception as error:  # of a user's code, or of torchmetrics
             if inspect.isclass(one.target):
