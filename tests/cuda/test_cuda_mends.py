@@ -11,7 +11,7 @@ from slow_cases import with_slow
 GPT2 = on_gpus("gpt2")
 
 
-@pytest.mark.parametrize("model", with_slow(PUBLISHED, {*PUBLISHED} - {"gpt2", "resnet50"}))
+@pytest.mark.parametrize("model", with_slow(PUBLISHED, {*PUBLISHED} - {"gpt2"}))
 def test_a_trace_for_a_gpu_has_the_shapes_and_dtypes_of_one_for_a_cpu(gpus, model):
     recipe = dataclasses.replace(on_gpus(model), device="cpu", precision="bf16")
     (on_cuda,), on_cpu = gpus.run(1, gpu_cases.borders, recipe, "cuda"), gpu_cases.borders(recipe, "cpu")

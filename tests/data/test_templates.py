@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from slow_cases import slow
 
 from common.errors import DataError
 from data import templates
@@ -41,7 +42,9 @@ def turns(*texts: str) -> Chat:
     return Chat([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)])
 
 
-@pytest.mark.parametrize("text, message", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize(
+    "text, message", [slow(*case) if name == "a power" else case for name, case in ENDLESS.items()], ids=ENDLESS
+)
 def test_what_a_template_takes_is_limited(text, message, monkeypatch):
     monkeypatch.setattr(templates, "_SECONDS", 1)  # here, where a message says it, and where it is rendered
     monkeypatch.setattr(templates, "_START", IMPATIENT)

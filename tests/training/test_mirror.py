@@ -8,6 +8,7 @@ import pytest
 import torch
 from commandline import train
 from composed import compose, planned, steps
+from slow_cases import slow
 from torch import nn
 
 from common.errors import PlanError, TrainingError
@@ -89,7 +90,9 @@ def test_a_run_has_twice_the_ranks_and_learns_the_same(alone, mirrored):
     )
 
 
-@pytest.mark.parametrize("layout", [["parallel=pipelined", "parallel.chunks=2"], ["parallel=fsdp", "parallel.dp=2"]])
+@pytest.mark.parametrize(
+    "layout", [["parallel=pipelined", "parallel.chunks=2"], slow(["parallel=fsdp", "parallel.dp=2"])]
+)
 def test_it_combines_with_other_strategies(alone, layout, tmp_path):
     run = train([*TOY, *layout, TWO], tmp_path / "run")
     assert run.code == 0, run.console
@@ -100,7 +103,7 @@ HIERARCHICAL = ["parallel=ddp", "parallel.comm_hook=hierarchical", "parallel.sha
 SPLIT = ["parallel=pipe_ddp", "parallel.schedule=planned", "parallel.stages_per_rank=1", "parallel.chunks=2"]
 
 
-@pytest.mark.parametrize("layout", [["parallel=ddp"], HIERARCHICAL, SPLIT], ids=" ".join)
+@pytest.mark.parametrize("layout", [["parallel=ddp"], slow(HIERARCHICAL), slow(SPLIT)], ids=" ".join)
 def test_who_averages_is_asked_per_parameter(alone, layout, tmp_path):
     run = train([*TOY, *layout, "parallel.dp=2", TWO.replace("Mirror", "Apart")], tmp_path / "run")
     assert run.code == 0, run.console

@@ -3,7 +3,7 @@
 import pytest
 from commandline import ROOT, Started, free_port, train
 from composed import QUIET, compose, config, execute, for_rank, losses, records, run, run_on_rank
-from slow_cases import with_slow
+from slow_cases import slow, with_slow
 
 from training.reporting.console import number
 
@@ -129,10 +129,7 @@ def by_hand(cli, tmp_path):
     return first
 
 
-BY_HAND = pytest.param(by_hand, 2, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("start, size", [(launched, 4), (by_torchrun, 2), BY_HAND])
+@pytest.mark.parametrize("start, size", [(launched, 4), slow(by_torchrun, 2), slow(by_hand, 2)])
 def test_however_the_ranks_are_started_the_numbers_are_those_of_one_process(cli, tmp_path, start, size):
     single, run = cli("parallel=single", "parallel.chunks=8"), start(cli, tmp_path)
     assert run.code == 0, run.console

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from commandline import ROOT, environment
+from slow_cases import slow
 
 FOLDERS = ("planner", "common", "conf", "data", "launchers", "models", "parallel", "training", "hydra_plugins")
 SUPPORT = ("preloaded", "ranks", "training/commandline", "training/composed", "training/extended_runs")
@@ -72,8 +73,8 @@ def command(house, *words):
 
 
 @pytest.fixture(scope="module")
-def runs(house):
-    """The folder of all runs, with their losses and what was said to each mistake."""
+def runs(house, request):
+    """The folder of all runs that the chosen tests need, with their losses and what was said to each mistake."""
     rows = ["a,y,b,c", *(f"{i % 7},{i % 7 - i % 5 / 2},{i % 5},{i % 3}" for i in range(120))]
     (house.parent / "table.csv").write_text("\n".join(rows) + "\n")
     (house.parent / "text.txt").write_text("the cat and the dog saw the bird and the bird saw the cat\n" * 2000)
@@ -86,6 +87,8 @@ def runs(house):
         "lstm": (lstm, ["single", "pipelined"]),
         "csv": (table, ["single", "checked_ddp", "mirror"]),
         "skip": (["model=skip", "optim=rmsprop", top3, "train.eval_every=2"], ["single", "pipe_ddp"]),
+    }
+    others = {
         "vit": (["model=vit", "optim=sgd", "optim.lr=0.5"], ["single", "pipelined"]),
         "reader": (["model=reader", "optim=sgd", "optim.lr=0.5"], ["single", "fsdp"]),
         "translator": (["model=translator", "optim=sgd", "optim.lr=0.5"], ["single in pieces", "pipelined"]),
@@ -93,6 +96,9 @@ def runs(house):
         "vae": (["model=vae", "optim=sgd", "optim.lr=0.01"], ["single in pieces", "pipelined"]),
         "mixture": (["model=mixture", "model.width=16", "optim=sgd", *text], ["single", "pipelined", "expert"]),
     }
+    chosen = [item for item in request.session.items if item.path == request.path]
+    if any(item.get_closest_marker("slow") for item in chosen):
+        places |= others
     runs = {
         f"{name} {layout}": [*words, *LAYOUTS[layout]]
         for name, (words, layouts) in places.items()
@@ -111,7 +117,9 @@ def losses(runs):
     return json.loads((runs / "losses.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["lstm", "csv", "skip", "vit", "reader", "translator", "gated", "mixture", "vae"])
+@pytest.mark.parametrize(
+    "model", ["lstm", "csv", "skip", *map(slow, ("vit", "reader", "translator", "gated", "mixture", "vae"))]
+)
 def test_every_strategy_trains_what_was_added_as_single_does(losses, model):
     runs = {name: values for name, values in losses.items() if name.startswith(f"{model} ")}
     assert len(runs) > 1

@@ -193,6 +193,7 @@ def test_the_plan_counts_gradients_and_optimizer_state_of_what_is_trained(recipe
         assert ours.gathered <= 0.6 * theirs.gathered
 
 
+@pytest.mark.slow
 def test_a_model_of_a_program_is_adapted_and_verified(tmp_path):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))

@@ -116,6 +116,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss, given, key", TARGETS.values(), ids=TARGETS)
 def test_targets_of_every_kind_are_measured_as_classes(samples, loss, given, key):
     logits, classes = network()(samples.valid.inputs).detach(), samples.valid.targets
@@ -167,6 +168,7 @@ def test_predictions_are_what_the_module_computes(tmp_path, samples):
     assert np.array_equal(read["test_ids.npy"], samples.rows["test"].numpy()), "the rows that were drawn"
 
 
+@pytest.mark.slow
 def test_several_outputs_are_several_arrays_and_a_function_gets_them_all(tmp_path, samples):
     words = [f"metrics=[{{_target_: {__name__}.both}}, {{_target_: {__name__}.spread, output: 1}}]"]
     result = run(tmp_path, samples, *words, net=network(TwoOutputs), loss=OfFirst())
@@ -193,6 +195,7 @@ def test_a_wrong_metric_is_an_error_before_the_first_step(tmp_path, samples, met
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_number_that_a_function_does_not_give_is_an_error_before_the_first_step(tmp_path, samples):
     with pytest.raises(UserError, match="train.monitor=val_spread_rang is not a number.*val_spread_range"):
         run(

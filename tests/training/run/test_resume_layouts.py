@@ -76,7 +76,7 @@ def marks(model, before, after):
     ]
     # In the middle of an epoch whose batches differ in width.
     + [
-        ("gpt2 on rows", "pipe_ddp", "pipelined"),
+        pytest.param("gpt2 on rows", "pipe_ddp", "pipelined", marks=pytest.mark.slow),
         pytest.param("gpt2 on rows", "single", "pipe_fsdp", marks=pytest.mark.slow),
         pytest.param("gpt2 on packed rows", "pipe_fsdp", "tensor", marks=pytest.mark.slow),
         pytest.param("gpt2 on packed rows", "pipelined", "ddp", marks=pytest.mark.slow),
