@@ -153,9 +153,8 @@ class RowTokens:
             vocabulary.template = self.template.text
         self._overlap_only = self.template is not None and self.template.check()
         self._parts = [list(fields), *([name] for name in answers)]
-        self.fields = [field for part in self._parts for field in part]
-        if messages is not None:
-            self.fields = list(dict.fromkeys([messages, *answers]))
+        texts = [field for part in self._parts for field in part]
+        self.fields = texts if messages is None else list(dict.fromkeys([messages, *answers]))
         self.key = [*fields, answer or "", vocabulary.key, *(self.template.key if self.template is not None else ())]
         self.key += [] if messages is None else ["messages", messages]
         self.key += ["pairs", *answers] if self.pairs else []

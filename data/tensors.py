@@ -77,14 +77,17 @@ class TensorData(Folded):
             raise DataError(f"{len(whole)} samples leave none to train on")
         for split, pair in given.items():
             parts[split] = _samples(*pair, vocab_size)
-            _check_like(split, parts[split], whole)
+            own, theirs = ([f"{t.dtype} {list(t.shape[1:])}" for t in _tensors(s)] for s in (parts[split], whole))
+            if own != theirs:
+                raise DataError(f"the rows of {split} are {', '.join(own)}, and those to train on {', '.join(theirs)}")
         self.train, self.valid, self.test = parts["train"], parts.get("valid"), parts.get("test")
         first = _tensors(whole)[0]
         self.vocab_size, self.seq_len = vocab_size, first.shape[1] if vocab_size is not None else None
         counts = ", ".join(f"{split} {len(parts.get(split, ())):,} ({shares[split]})" for split in ("valid", "test"))
         self.description = f"tensors: train {len(self.train):,} samples, {counts}"
         tensors = [tensor for samples in (whole, *(parts[split] for split in given)) for tensor in _tensors(samples)]
-        self.fingerprint = hashlib.sha256(b"".join(map(_bytes, tensors))).hexdigest()[:16]
+        content = b"".join(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in tensors)
+        self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
 
     def prepare(self) -> None:
         """Do nothing, because the samples are in memory."""
@@ -118,12 +121,6 @@ def _tensors(samples: InMemory) -> tuple[Tensor, ...]:
     return Batch(samples.inputs, samples.targets).tensors
 
 
-def _check_like(split: str, samples: InMemory, whole: InMemory) -> None:
-    own, theirs = ([f"{t.dtype} {list(t.shape[1:])}" for t in _tensors(s)] for s in (samples, whole))
-    if own != theirs:
-        raise DataError(f"the rows of {split} are {', '.join(own)}, and those to train on {', '.join(theirs)}")
-
-
 def _check_tokens(several: Sequence[Tensor], vocab_size: int, name: str = "inputs") -> None:
     for tokens in several:
         if tokens.dim() < 2 or tokens.is_floating_point():
@@ -136,7 +133,3 @@ def _check_tokens(several: Sequence[Tensor], vocab_size: int, name: str = "input
                 f"the {name} hold tokens from {tokens.min()} to {tokens.max()}, but vocab_size={vocab_size} allows 0 "
                 f"to {vocab_size - 1}"
             )
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()

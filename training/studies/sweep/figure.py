@@ -35,8 +35,7 @@ def score_figure(table: Table) -> Figure:
     else:
         _curves(axes, table, axis)
     subjects = [{row.summary.get(key) for row in table.scored} - {None} for key in ("model", "parallel", "device")]
-    title = ", ".join(str(subject.pop()) for subject in subjects if len(subject) == 1)  # what all jobs have in common
-    axes.set_title(title)
+    axes.set_title(", ".join(str(subject.pop()) for subject in subjects if len(subject) == 1))  # what all jobs share
     _add_legend(figure, axes)
     return figure
 
@@ -92,8 +91,7 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
         groups.setdefault(label(row.job, others) if others else measured, []).append(row)
     for (name, rows), color in zip(groups.items(), cycle(plot.COLORS), strict=False):
         x = [place(row) for row in rows]
-        y = [row.score for row in rows]
-        axes.errorbar(x, y, _spread(table, rows), marker="o", color=color, label=name)
+        axes.errorbar(x, [row.score for row in rows], _spread(table, rows), marker="o", color=color, label=name)
         ideal = ideal_times(rows) if table.objective.name == TIME and axis == CHUNKS and len(rows) > 1 else None
         if ideal is not None:
             axes.plot(x, ideal, "--", color=color, alpha=0.6, label=f"{name}, ideal" if others else "ideal")
@@ -114,9 +112,8 @@ def _curves(axes: Axes, table: Table, axis: str) -> None:
 def _bars(axes: Axes, table: Table) -> None:
     rows = table.scored[::-1]
     colors = [plot.GREEN if row in table.best else plot.BLUE for row in rows]
-    names = [row.label.replace(" ", "\n") for row in rows]
     bars = axes.barh(range(len(rows)), [row.score for row in rows], xerr=_spread(table, rows), color=colors)
-    axes.set_yticks(range(len(rows)), names)
+    axes.set_yticks(range(len(rows)), [row.label.replace(" ", "\n") for row in rows])
     axes.bar_label(bars, [table.show_score(row) + " (best)" * (row in table.best) for row in rows], padding=5)
     axes.set_xlabel(table.objective.title)
     axes.margins(x=0.7 if table.repeated else 0.35)
