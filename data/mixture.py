@@ -58,7 +58,7 @@ class Mixture(DataSet):
                 raise DataError(f"data.parts.{name}.weight={weight} must be a number above 0")
         self.first = next(iter(self.parts.values()))
         self.seq_len, self.vocabulary = self.first.seq_len, self.first.vocabulary
-        self.vocab_size = self.first.vocab_size
+        self.vocab_size, self.pairs = self.first.vocab_size, self.first.pairs
 
     @once
     def prepare(self) -> None:
@@ -149,4 +149,6 @@ def _facts(part: DataSet) -> dict[str, Any]:
     known, sample = part.vocabulary, described(part.train.read(np.zeros(1, np.int64), 0))
     key = key_of(getattr(known, "key", ""), *getattr(known, "words", ()))[:8]
     vocabulary = f"{getattr(known, 'label', None)} ({part.vocab_size}, digest {key})"
-    return {"data.seq_len": part.seq_len, "the vocabulary": vocabulary, "a sample": sample}
+    packed = str(bool(getattr(part, "packing", False))).lower()
+    facts = {"data.seq_len": part.seq_len, "data.packing": packed, "data.chosen": "typed" if part.pairs else None}
+    return facts | {"the vocabulary": vocabulary, "a sample": sample}

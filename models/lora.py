@@ -101,7 +101,7 @@ class LoRALinear(FrozenLinear):
         product = super().computed(given, None)
         y = self.lora_magnitude_vector(product + added, *self.norms())
         if given is not x:
-            y = y + super().computed(x, None) - product
+            y = super().computed(x, None) + (y - product)  # in this order exact in bfloat16 while they are equal
         return y if bias is None else y + bias.to(y.dtype)
 
     @torch.no_grad()

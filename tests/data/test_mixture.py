@@ -122,6 +122,14 @@ def test_a_part_without_samples_is_an_error_that_names_it():
         Mixture({"some": TensorData(torch.ones(2, 1), torch.ones(2)), "none": empty}).prepare()
 
 
+def test_parts_are_all_pairs_or_none_is():
+    parts = {name: samples(name, SIZES[name]) for name in "ab"}
+    parts["a"].pairs = True
+    assert Mixture(parts).pairs and not mixture({"a": 1}).pairs
+    with pytest.raises(DataError, match=r"data\.chosen is typed in data\.parts\.a and None in data\.parts\.b"):
+        Mixture(parts).prepare()
+
+
 def test_parts_with_several_inputs_keep_them_and_a_part_that_reads_too_many_rows_is_an_error():
     pairs = {n: TensorData((torch.arange(n).float(), torch.arange(n) * 2), torch.arange(n), 0, 0) for n in (4, 6)}
     mixed = Mixture({"four": pairs[4], "six": pairs[6]})

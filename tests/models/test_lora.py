@@ -215,3 +215,11 @@ class Drops(nn.Module):
 def test_a_module_to_save_must_exist():
     with pytest.raises(ModelError, match="modules_to_save=head_: no module with weights has that name; e.g. c_attn"):
         adapt(GPT2(), 4, 8, 0.0, None, modules_to_save=["ln_f", "head_"])
+
+
+def test_a_new_dora_with_dropout_changes_no_bit_in_bfloat16():
+    chain = chain_of(nn.Sequential(nn.Linear(64, 64, bias=False)), SquaredError())
+    ours, base = (one.build(["0"], 7, CPU) for one in (adapt(chain, 2, 4, 0.5, None, dora=True), chain))
+    x = torch.randn(50, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(x), base(x))

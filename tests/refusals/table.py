@@ -199,6 +199,7 @@ VALUES = {
         Refusal(MIX + "'data.parts={torch_docs:{wieght:3}}'", "no key data.parts.torch_docs.wieght"),
         Refusal(MIX + "'data.parts={torch_docs:{weight:0}}'", "data.parts.torch_docs.weight=0 must be"),
         Refusal(MIX + "'data.parts={torch_docs:{},b:{name:torch_docs,vocabulary:words}}'", "GPT-2 tokens", "parts.b"),
+        Refusal(MIX + "'data.parts={torch_docs:{packing:true},b:{name:torch_docs}}'", "data.packing is true in"),
         Refusal(MIX + "'data.parts={torch_docs:{batchify:true}}'", "data.parts.torch_docs: batchify"),
         Refusal(MIX + "'data.parts={top:{name:torch_docs}}'", "val_loss_top does not read as a loss"),
         Refusal(

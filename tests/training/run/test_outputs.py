@@ -296,6 +296,20 @@ def test_of_texts_the_losses_of_all_tokens_are_predicted_and_tokens_have_metrics
 
 
 @pytest.mark.slow
+def test_packed_rows_are_predicted_each_alone_and_packed_text_by_row(tmp_path, texts):
+    packed = {"jsonl": ["data=jsonl", f"data.root={texts}/rows.jsonl", "data.field=[q,a]"]}
+    packed["text"] = ["data=text", f"data.root={texts}/text.txt"]
+    for name, words in packed.items():
+        result = train(*TINY, *words, "data.packing=true", *OF_TEXTS["single"], f"hydra.run.dir={tmp_path}/{name}")
+        rows = result.predict("test")
+        assert [row.get("id") for row in rows][:1] == (["row-19"] if name == "jsonl" else [None])
+        train("mode=predict", f"checkpoint={tmp_path}/{name}", f"hydra.run.dir={tmp_path}/{name}-p")
+        assert lines(tmp_path, f"{name}-p") == [pytest.approx(row, rel=1e-5) for row in rows]
+        total, tokens = (sum(row[key] for row in rows) for key in ("loss", "tokens"))
+        assert result.summary["test_loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["single", "pipelined"])
 def test_of_rows_with_answers_the_answers_are_generated(tmp_path, texts, layout):
     """Beside a plain greedy loop without a cache."""

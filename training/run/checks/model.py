@@ -188,6 +188,8 @@ def check_pairs(setup: Setup) -> None:
     """Check that samples are pairs of answers if, and only if, the loss is that of pairs. Raises TrainingError."""
     shape = getattr(setup.data.train.read(np.zeros(1, dtype=np.int64), 0)[1], "shape", ())[1:]
     compares = isinstance(setup.chain.loss, DPO)
+    if setup.data.pairs and setup.cfg.mode == "predict":
+        raise TrainingError("mode=predict answers pairs of one data set, not of a mixture: type data= of a part")
     if setup.data.pairs > compares or compares > (len(shape) == 2 and shape[0] == 2):
         raise TrainingError(
             f"model.loss={NAME} and samples of two answers, targets [2, tokens], need each other, and here targets are "
