@@ -74,7 +74,7 @@ def _by_statistics(
         terms = terms + loss.z_loss * normaliser.square() * counted
         total = total / (1 + 2 * loss.z_loss * normaliser)  # which multiplies the probabilities in the gradient
     if needs_grad:
-        _gradient(logits, columns, largest, total)
+        _gradient(logits, columns, largest, total, loss.z_loss != 0)
     if smoothing:
         terms = terms + smoothing * (of_target - of_all[0] / count) * counted
         if needs_grad:
@@ -94,15 +94,17 @@ def _statistics_by_blocks(logits: Tensor, columns: Tensor, rows: int) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def _gradient_by_blocks(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, rows: int) -> None:
+def _gradient_by_blocks(
+    logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, signed: bool, rows: int
+) -> None:
     """Replace ``logits`` by their gradient. ``largest`` and ``total`` belong to the whole vocabulary.
 
-    A large z-loss of small logits makes ``total`` negative.
+    A large z-loss of small logits makes ``total`` negative. Only if ``signed`` are signs looked at.
     """
     parts = (tensor.split(rows) for tensor in (logits, columns, largest + total.abs().log(), total))
     for block, column, normaliser, of_row in zip(*parts, strict=True):
         gradient = (block.to(normaliser.dtype) - normaliser[:, None]).clamp_(min=_LEAST).exp_()
-        if (of_row < 0).any():
+        if signed:
             gradient *= of_row.sign()[:, None]
         gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0)[:, None].to(gradient.dtype))
         block.copy_(gradient)
@@ -124,14 +126,14 @@ def _(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("one_word_parallel::cross_entropy_gradient_", mutates_args={"logits"})
-def _gradient(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor) -> None:
+def _gradient(logits: Tensor, columns: Tensor, largest: Tensor, total: Tensor, signed: bool = False) -> None:
     """Compute ``_gradient_by_blocks`` by the implementation for the device."""
     if _has_kernel(logits):
         from models.cross_entropy_kernel import gradient_of_rows
 
         gradient_of_rows(logits, columns, largest, total)
     else:
-        _gradient_by_blocks(logits, columns, largest, total, _rows(logits))
+        _gradient_by_blocks(logits, columns, largest, total, signed, _rows(logits))
 
 
 # This is one operator, so torch.compile, and code that counts operators, need not know how it is computed.

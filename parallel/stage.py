@@ -343,11 +343,14 @@ class Stage(nn.Module):
         if (loss := loss_of(last)) is not None:
             last.loss = torch.compile(loss)  # pyright: ignore[reportArgumentType]  # its stub knows tensors only
 
-    def take_outputs(self) -> list[Tensor]:
-        """Return what the taker has selected since the last call, of all micro-batches in order, and the targets."""
+    def take_outputs(self, device: torch.device) -> list[Tensor]:
+        """Return what the taker has selected since the last call, of all micro-batches in order, and the targets.
+
+        Copies of the stage (``data_parallel``) leave them on their own devices.
+        """
         parts = [selected for _, selected in sorted(self.taken, key=itemgetter(0))]
         self.taken.clear()
-        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        return [torch.cat([x.to(device) for x in tensors]) for tensors in zip(*parts, strict=True)]
 
     def take_sums(self) -> Tensor | None:
         """Return the sums of all micro-batches since the last call, [2 + metrics] float64; None if there are none."""

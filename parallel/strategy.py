@@ -205,7 +205,7 @@ class Strategy(ABC):
         with self._step():
             self.forward(placed)
         if taker is not None:
-            mine = [x.to(self.device) for stage in self.stages for x in stage.take_outputs()]
+            mine = [x for stage in self.stages for x in stage.take_outputs(self.device)]
             for axis in reversed(self.axes):
                 mine = [axis.whole_output(x) for x in mine]
             several = len(placed.targets) if isinstance(placed.targets, tuple) else None

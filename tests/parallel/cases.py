@@ -265,7 +265,9 @@ def weights_of(run: list[Result]) -> dict[str, torch.Tensor]:
     return whole
 
 
-def assert_same_training(run: list[Result], reference: Result, tolerance: float) -> None:
+def assert_same_training(
+    run: list[Result], reference: Result, tolerance: float, of_outputs: float | None = None
+) -> None:
     """Losses and gradient norms of every step, evaluations, and every final weight tensor by norm, relative.
 
     Weights that hardly move would agree by standing still, so each is also compared by how far it moved, to a
@@ -299,7 +301,8 @@ def assert_same_training(run: list[Result], reference: Result, tolerance: float)
         # A bias before a BatchNorm has no gradient but rounding, and moves by that.
         moved = max(moved, 1000 * rounding * wanted.norm())
         far[name] = max(error / wanted.norm(), error / moved / 100).item()
-    wrong = {what: distance for what, distance in far.items() if not distance <= tolerance}
+    limits = {what: of_outputs if of_outputs and what.startswith("output ") else tolerance for what in far}
+    wrong = {what: distance for what, distance in far.items() if not distance <= limits[what]}
     assert not wrong, f"farther than {tolerance} from single, relative: {wrong}"
 
 

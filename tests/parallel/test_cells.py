@@ -45,7 +45,7 @@ def assert_it_is_the_wanted_one(cell: Cell, pool: Ranks, trained: dict) -> list:
         learned = factors and not any(torch.equal(reference.state[name], factor) for name, factor in factors.items())
     assert learned, "nothing was learned"
     run = pool.run(cell.layout.processes, train, cell.layout, replace(cell.recipe, device=cell.device))
-    assert_same_training(run, reference, cell.tolerance)
+    assert_same_training(run, reference, cell.tolerance, cell.outputs)
     if cell.layout.pipelined:
         assert_all_work_is_noted(cell, run)
     if cell.rounded is not None:

@@ -83,16 +83,17 @@ def train_packed(layout: Layout, recipe: Recipe) -> Result:
         return train(layout, recipe)
 
 
-def plainly(layers: nn.Module, batch: Batch, samples: int) -> tuple[Tensor, int]:
-    """The sum of the losses of targets of the first samples, and their number."""
+def plainly(layers: nn.Module, batch: Batch, samples: int) -> tuple[Tensor, int, list[Tensor]]:
+    """The sum of the losses of targets of the first samples, their number, and the logits and targets."""
     tokens, documents = batch.inputs
     places = torch.arange(LENGTH)
     x = layers["embedding"].words(tokens) + layers["embedding"].places(places)
     seen = (places[:, None] >= places) & (documents[:, None, :, None] == documents[:, None, None, :])
     for name in ("one", "two"):
         x = x + layers[name].o(merged(F.scaled_dot_product_attention(*layers[name].qkv(x), attn_mask=seen)))
-    logits, targets = layers["head"](x, documents)[:samples].flatten(0, 1), batch.targets[:samples].flatten()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"), int((targets != IGNORED).sum())
+    logits, targets = layers["head"](x, documents)[:samples], batch.targets[:samples]
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss, int((targets != IGNORED).sum()), [logits.detach(), targets]
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +102,15 @@ def in_plain_torch() -> Result:
     found = Result(initial={name: p.detach().clone() for name, p in layers.named_parameters()})
     sgd = torch.optim.SGD(layers.parameters(), lr=RECIPE.lr, momentum=RECIPE.momentum)
     for step in range(1, RECIPE.steps + 1):
-        loss, count = plainly(layers, batch_at(step), SAMPLES)
+        loss, count, _ = plainly(layers, batch_at(step), SAMPLES)
         sgd.zero_grad()
         (loss / count).backward()
         found.losses.append(loss.item() / count)
         found.norms.append(nn.utils.clip_grad_norm_(layers.parameters(), RECIPE.clip).item())
         sgd.step()
-        loss, count = plainly(layers, batch_at(0), SAMPLES - 1)  # the last sample of an evaluation is padding
+        loss, count, outputs = plainly(layers, batch_at(0), SAMPLES - 1)  # an evaluation's last sample is padding
         found.evaluations.append([loss.item(), count])
+        found.outputs += outputs
     found.state = {name: p.detach().clone() for name, p in layers.named_parameters()}
     return found
 
