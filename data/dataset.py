@@ -310,8 +310,7 @@ class DataSet(ABC):
         source = copy({"train": self.train, "val": self.valid, "test": self.test}.get(split))
         if source is None:
             raise DataError(f"predict.split={split}: there are no such samples ({self.description})")
-        if hasattr(source, "augment"):
-            source.augment = None  # pyright: ignore[reportAttributeAccessIssue]
+        source.augment = None
         return source
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:

@@ -59,23 +59,16 @@ def hand_out(
     """
     last = next(p for p in range(plan.pp) if plan.stages[-1] in plan.stages_of(p))
     owners = [mesh.pipeline(replica)[last if plan.pipelined else 0] for replica in range(mesh.dp)]
-    described = [[str(x.dtype).removeprefix("torch."), *x.shape] for x in mine]
-    shapes = mesh.gather(described if mesh.rank in owners else [])
+    shapes = mesh.gather([[str(x.dtype).removeprefix("torch."), *x.shape] for x in mine])
     received = []
     for owner in owners:
-        if mesh.rank == owner > 0:
-            for x in mine:
-                if x.numel():
-                    dist.send(x.contiguous(), 0)
-        elif mesh.rank == 0:
-            tensors = mine
-            if owner > 0:
-                tensors = [
-                    torch.empty(shape, dtype=getattr(torch, kind), device=device) for kind, *shape in shapes[owner]
-                ]
-                for x in tensors:
-                    if x.numel():
-                        dist.recv(x, owner)
+        tensors = mine
+        if mesh.rank == 0 < owner:
+            tensors = [torch.empty(shape, dtype=getattr(torch, kind), device=device) for kind, *shape in shapes[owner]]
+        for x in tensors if owner > 0 and mesh.rank in (0, owner) else ():
+            if x.numel():
+                dist.recv(x, owner) if mesh.rank == 0 else dist.send(x.contiguous(), 0)
+        if mesh.rank == 0:
             received.append([(x.float() if x.is_floating_point() and x.itemsize < 4 else x).cpu() for x in tensors])
     if mesh.rank == 0:
         whole = tuple(map(torch.cat, zip(*received, strict=True)))

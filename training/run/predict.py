@@ -13,14 +13,12 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from conf.schema import Root
-from data.dataset import DataSet, InMemory, Source
+from data.dataset import InMemory, Source
 from data.jsonl import TokenRows, encoded_rows
 from models.chain import Tensors, as_tuple
 from models.losses import IGNORED
 from training.run.evaluate import evaluate
 from training.run.restore import Restored, continued, restore
-
-FOLDER = "predictions"
 
 
 class Predictions:
@@ -106,12 +104,6 @@ def _named(name: str, tensors: Tensors) -> dict[str, Tensor]:
     return {name if len(several) == 1 else f"{name}_{i}": one for i, one in enumerate(several)}
 
 
-def has_texts(data: DataSet, source: Source) -> bool:
-    """Return whether each sample of a split is a text, whose next tokens are its targets."""
-    shapes = [of.shape for of in source.read(np.zeros(1, np.int64), 0)[:2] if isinstance(of, Tensor)]
-    return data.seq_len is not None and len(shapes) == 2 and shapes[0] == shapes[1]
-
-
 def predict(cfg: Root, restored: Restored, inputs: Any, run_dir: Path) -> Predictions:
     """Predict for arrays, or for each sample of the split of this name, and write files. All ranks call this together.
 
@@ -119,11 +111,12 @@ def predict(cfg: Root, restored: Restored, inputs: Any, run_dir: Path) -> Predic
     """
     if isinstance(inputs, str):
         split, source = inputs, restored.data.source_of(inputs)
-        texts = has_texts(restored.data, source)
+        shapes = [of.shape for of in source.read(np.zeros(1, np.int64), 0)[:2] if isinstance(of, Tensor)]
+        texts = restored.data.seq_len is not None and len(shapes) == 2 and shapes[0] == shapes[1]  # next tokens
     else:
         first, *_ = as_tuple(inputs)
         split, source, texts = "given", InMemory(inputs, np.zeros(len(first))), False
-    taken = Predictions(run_dir / FOLDER, split, source, texts, cfg.predict.targets)
+    taken = Predictions(run_dir / "predictions", split, source, texts, cfg.predict.targets)
     if isinstance(source, TokenRows) and source.row_tokens.answered:
         _answer(cfg, restored, source, taken)
     else:
