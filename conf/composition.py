@@ -380,10 +380,9 @@ def check_keys(cfg: DictConfig, path: str = "") -> DictConfig:
             continue
         if known is not None and name not in known:
             raise ConfigCompositionException(unknown_key(key, list(known)))
-        if not OmegaConf.is_missing(cfg, name) and not OmegaConf.is_interpolation(cfg, name):
-            value = cfg[name]
-            if isinstance(value, DictConfig):
-                check_keys(value, key)
+        has_value = not OmegaConf.is_missing(cfg, name) and not OmegaConf.is_interpolation(cfg, name)
+        if has_value and isinstance(value := cfg[name], DictConfig):
+            check_keys(value, key)
     return cfg
 
 
