@@ -21,17 +21,17 @@ class Taker(Protocol):
         alone: Whether the loss is not needed, so that it is not computed.
     """
 
-    alone: bool
+    alone: bool = False
 
     def select(self, outputs: tuple[Tensor, ...], targets: Tensors) -> tuple[Tensor, ...]:
-        """Return what rank 0 needs of a micro-batch. A rank with the last layer calls this.
+        """Return what rank 0 needs of a micro-batch, by default all. A rank with the last layer calls this.
 
         Args:
             outputs: What the last layer has returned, [samples, ...] each, without samples that fill up a batch. If
                 ranks divide sequences, these are the positions of this rank.
             targets: [samples, ...], or a tuple of such tensors, likewise.
         """
-        ...
+        return outputs
 
     def take(self, selected: tuple[Tensor, ...], targets: Tensors) -> None:
         """Take a global batch, on the CPU and in the order of the data. Rank 0 calls this.

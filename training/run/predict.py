@@ -17,12 +17,13 @@ from data.dataset import InMemory, Source
 from data.jsonl import TokenRows, encoded_rows
 from models.chain import Tensors, as_tuple
 from models.losses import IGNORED
+from parallel.outputs import Taker
 from training.run.evaluate import evaluate
 from training.run.restore import Restored, continued, restore
 
 
-class Predictions:
-    """The taker of the outputs of a split, which writes them to files (see ``parallel.outputs.Taker``).
+class Predictions(Taker):
+    """The taker of the outputs of a split, which writes them to files.
 
     Attributes:
         files: The files by their paths, which they have when they are complete.

@@ -22,6 +22,7 @@ from conf.messages import nearest
 from models.chain import Tensors
 from models.losses import IGNORED, ClassCrossEntropy, ElementwiseLoss, Several, TokenCrossEntropy, TorchCrossEntropy
 from parallel.mesh import Mesh
+from parallel.outputs import Taker
 
 _OWN = ("_target_", "name", "output")  # the keys of an entry that are no arguments
 
@@ -153,18 +154,12 @@ def _joined(batches: Sequence[Any]) -> Tensors:
     return tuple(map(torch.cat, zip(*batches, strict=True))) if several else torch.cat([*batches])
 
 
-class SplitMetrics:
-    """The taker of an evaluation with metrics (see ``parallel.outputs.Taker``)."""
-
-    alone = False
+class SplitMetrics(Taker):
+    """The taker of an evaluation with metrics."""
 
     def __init__(self, metrics: Any, loss: Any) -> None:
         """Read the entries. ``loss`` is the chain's, which tells what the outputs are."""
         self._entries, self._loss, self.measured = entries(metrics), loss, []
-
-    def select(self, outputs: tuple[Tensor, ...], targets: Tensors) -> tuple[Tensor, ...]:
-        """See ``Taker``."""
-        return outputs
 
     def take(self, selected: tuple[Tensor, ...], targets: Tensors) -> None:
         """See ``Taker``."""
@@ -180,9 +175,13 @@ class SplitMetrics:
         found: dict[str, float] = {}
         for one in self.measured:
             value, name = one.value(), f"{split}_{one.entry.name}"
-            found |= numbers(name, value) or {}
-            if numbers(name, value) is None and hasattr(one.metric, "plot"):
-                _draw(one.metric, value, folder / f"{name}.png")
+            found |= (named := numbers(name, value)) or {}
+            if named is None and hasattr(one.metric, "plot"):
+                import matplotlib.pyplot as plt
+
+                figure, _ = one.metric.plot(value)
+                figure.savefig(folder / f"{name}.png")
+                plt.close(figure)
         return mesh.gather(found)[0]
 
 
@@ -195,11 +194,3 @@ def numbers(name: str, value: Any) -> dict[str, float] | None:
     if getattr(value, "ndim", 0) == 1 and len(value) > 1:
         return {f"{name}_{i}": float(one) for i, one in enumerate(value)}
     return {name: float(value)}
-
-
-def _draw(metric: Any, value: Any, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, _ = metric.plot(value)
-    figure.savefig(path)
-    plt.close(figure)
