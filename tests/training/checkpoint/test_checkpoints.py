@@ -170,7 +170,7 @@ CANNOT_WRITE = [
     ("pipelined", 2, "full", FULL, ["best", "latest", "step-00000004", "step-00000006"]),
     pytest.param("fsdp", 2, "full", FULL, ["best", "latest", "step-00000004", "step-00000006"],
                  marks=pytest.mark.slow),
-    ("pipelined", 6, "full", FULL, ["latest", "step-00000002", "step-00000004"]),
+    pytest.param("pipelined", 6, "full", FULL, ["latest", "step-00000002", "step-00000004"], marks=pytest.mark.slow),
     pytest.param("pipelined", 4, 6.0, "it waited until all ranks had written their files (parallel.timeout_s)",
                  ["best", "latest", "step-00000002", "step-00000006"], marks=pytest.mark.slow),
 ]  # fmt: skip

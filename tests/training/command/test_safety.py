@@ -104,6 +104,7 @@ def test_no_secret_is_written_or_shown(tmp_path):
     assert "to-be-seen" in (run.folder / ".hydra" / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_no_secret_is_in_what_a_sweep_or_a_failed_run_leaves(tmp_path):
     secret = [f"logger.tags=['api_key={ON_THE_COMMAND_LINE}']", "logger.group=${oc.env:DB_PASS}"]
     words = ["-m", *TOY, *secret, "optim.lr=-1,0.1", f"hydra.sweep.dir='{tmp_path}/sweep'"]

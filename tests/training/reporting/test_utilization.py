@@ -41,6 +41,7 @@ def test_a_peak_is_that_of_the_very_device(device, precision, peak):
     assert peak_of(device, precision) == peak
 
 
+@pytest.mark.slow
 def test_the_record_and_the_summary_have_it_where_the_peak_is_known(text, tmp_path, monkeypatch, capfd):
     words = [*GPT2, *text, "parallel.chunks=2", "train.eval_every=null"]
     summary = run(tmp_path / "unknown", *words)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from composed import LAYOUTS, compose, config, execute, for_rank, losses, run_layout, run_on_rank, same_bits, saved
-from slow_cases import with_slow
+from slow_cases import slow, with_slow
 
 from common.errors import PlanError
 from training.run.checks.model import across_nodes
@@ -53,13 +53,16 @@ def test_an_optimizer_of_whole_matrices_gets_them(train, layout):
     assert losses(train(layout, "optim=muon")) == pytest.approx(losses(train("single", "optim=muon")), rel=1e-12)
 
 
-def test_a_model_starts_from_files_of_which_each_rank_reads_its_part_and_is_saved_as_by_one_process(train, words):
+@pytest.mark.parametrize("layouts", [CUT[-1:], slow(CUT[:-1])])
+def test_a_model_starts_from_files_of_which_each_rank_reads_its_part_and_is_saved_as_by_one_process(
+    train, words, layouts
+):
     """At a rate of zero the weights stay as they were read, whole, and were cut."""
     first = train("single", "optim=adamw")
     execute(config(*words, "mode=export", f"checkpoint='{first}'"), first, None)
     still = [f"model.init_from='{first}/export'", "optim=sgd", "optim.lr=0", "train.steps=1"]
     alone = train("single", *still)
-    for layout in CUT:
+    for layout in layouts:
         run = train(layout, *still)
         assert losses(run) == pytest.approx(losses(alone), rel=1e-12) and same_bits(run, alone, 1), layout
 
