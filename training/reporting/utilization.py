@@ -43,7 +43,8 @@ def seconds_at_peak(setup: Any) -> float | None:
     plan = setup.plan
     peak = peak_of(torch.cuda.get_device_name() if plan.device_type == "cuda" else plan.device_type, plan.precision)
     of_tf32 = setup.cfg.train.tf32 and plan.precision == "fp32"  # whose peak is not described
-    if peak is None or of_tf32 or any(work.uncounted for work in setup.work[0]):
+    # A reference has no backward.
+    if peak is None or of_tf32 or setup.data.pairs or any(work.uncounted for work in setup.work[0]):
         return None
     flops = sum((3 - work.frozen / max(1, work.parameters)) * work.flops + 3 * work.attention for work in setup.work[0])
     devices = len(set(plan.devices)) or min(plan.processes, plan.gpus or plan.processes)
