@@ -32,12 +32,20 @@ class ZeroFactor(Factor):
         nn.init.zeros_(self.weight)
 
 
-class Magnitude(ZeroFactor):
-    """The magnitude of each row of a weight in DoRA, as its difference from the frozen row's, at first 0; [rows, 1]."""
+class Magnitude(nn.Module):
+    """The magnitude of each row of a weight in DoRA, as its difference from the frozen row's, at first 0."""
 
-    def forward(self, y: Tensor, frozen: Tensor, adapted: Tensor) -> Tensor:  # pyright: ignore
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows))
+
+    def reset_parameters(self) -> None:
+        """Set all numbers to 0."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, y: Tensor, frozen: Tensor, adapted: Tensor) -> Tensor:
         """[..., rows] -> same, from norms ``adapted`` [rows] to the magnitudes, which began as norms ``frozen``."""
-        return (y * ((frozen + self.weight[:, 0]) / adapted)).to(y.dtype)
+        return (y * ((frozen + self.weight) / adapted)).to(y.dtype)
 
 
 class FrozenLinear(nn.Linear):
@@ -233,9 +241,9 @@ def _build(
             linear.scale, linear.lora_dropout = scale, nn.Dropout(dropout)
             linear.lora_A = Factor(linear.in_features, rank, bias=False)
             linear.lora_B = ZeroFactor(rank, linear.out_features, bias=False)
-            linear.lora_magnitude_vector = Magnitude(1, linear.out_features, bias=False) if dora else None
+            linear.lora_magnitude_vector = Magnitude(linear.out_features) if dora else None
     return layer
 
 
 def _initialise(base: Callable[[str, nn.Module], None], name: str, module: nn.Module) -> None:
-    (reset_parameters if isinstance(module, Factor) else base)(name, module)
+    (reset_parameters if isinstance(module, (Factor, Magnitude)) else base)(name, module)

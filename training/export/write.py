@@ -159,7 +159,7 @@ def write_adapters(folder: Path, model: Any, data: DataSet, strategy: Strategy) 
             key = f"base_model.model.{theirs}{name[len(module) :]}"
             if name.endswith(_MAGNITUDE):  # peft has the magnitude itself, under a shorter name
                 linear: Any = strategy.stages[0].layers.get_submodule(module)
-                key, tensor = key.removesuffix(".weight"), linear.norms()[0] + tensor[:, 0]
+                key, tensor = key.removesuffix(".weight"), linear.norms()[0] + tensor
             adapters[key] = tensor.contiguous()
     parameters = dict(chain.skeleton().named_parameters())
     base = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
