@@ -52,6 +52,10 @@ def explain(error: BaseException) -> str | None:
         group, _, key = cause.full_key.partition(".")
         if having := [f"{group}={option}" for option in options(group) if key in keys_of(group, option)]:
             return f"{file}there is no key {cause.full_key}; it is a key of {', '.join(having)}"
+        of_part = re.fullmatch(r"data\.parts\.([^.]+)\.([^.]+)", cause.full_key)
+        option = str(cause.parent_node.get("name", of_part[1])) if of_part else ""
+        if of_part and option in options("data") and of_part[2] in keys_of("data", option):
+            return f"{file}there is no key {cause.full_key} yet; type +{cause.full_key}=, or add it to data.parts={{…}}"
         return file + unknown_key(cause.full_key, known, _elsewhere(cause.parent_node, cause.full_key))
     return f"{file}{cause.full_key}: {str(cause).splitlines()[0]}"
 

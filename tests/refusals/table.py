@@ -197,6 +197,7 @@ VALUES = {
         Refusal(MIX + "'data.parts={a:{name:text,rot:x}}'", "did you mean data.parts.a.root?"),
         Refusal(MIX + "'data.parts={a:{name:text,root:/no/such}}'", "data.parts.a: data.root=/no/such does not exist"),
         Refusal(MIX + "'data.parts={torch_docs:{wieght:3}}'", "no key data.parts.torch_docs.wieght"),
+        Refusal(MIX + "'data.parts={torch_docs:{}}' data.parts.torch_docs.packing=true", "type +data.parts.torch_"),
         Refusal(MIX + "'data.parts={torch_docs:{weight:0}}'", "data.parts.torch_docs.weight=0 must be"),
         Refusal(MIX + "'data.parts={torch_docs:{},b:{name:torch_docs,vocabulary:words}}'", "GPT-2 tokens", "parts.b"),
         Refusal(MIX + "'data.parts={torch_docs:{packing:true},b:{name:torch_docs}}'", "data.packing is true in"),

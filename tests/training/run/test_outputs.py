@@ -275,9 +275,7 @@ def test_of_texts_the_losses_of_all_tokens_are_predicted_and_tokens_have_metrics
         *OF_TEXTS[layout],
     ]
     result = train(*TINY, *words, f"hydra.run.dir={tmp_path}/run")
-    train(
-        "mode=predict", f"checkpoint={tmp_path}/run", *OF_TEXTS[layout], f"hydra.run.dir={tmp_path}/p"
-    )
+    train("mode=predict", f"checkpoint={tmp_path}/run", *OF_TEXTS[layout], f"hydra.run.dir={tmp_path}/p")
     rows = lines(tmp_path, "p")
     assert rows == [pytest.approx(row, rel=1e-5) for row in result.predict("test")]
 
