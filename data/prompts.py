@@ -129,7 +129,7 @@ class RowTokens:
         """
         answers = [name for name in (answer, chosen, rejected) if name is not None]
         self.pairs = chosen is not None
-        if len(answers) > 1 + self.pairs or (rejected is None) == self.pairs:
+        if self.pairs == (rejected is None) or (self.pairs and (answer is not None or chosen == rejected)):
             raise DataError(
                 f"data.answer={answer}, data.chosen={chosen} and data.rejected={rejected}: rows have one answer, or a "
                 "chosen and a rejected one; set data.answer, or the other two"

@@ -96,6 +96,8 @@ def _problem(chain: Chain, found: Examination, packed: bool = False) -> str:
         return refused[0]
     assert found.sample is not None
     inputs, targets = found.sample.input_tensors, found.sample.targets
+    if packed and inputs[0].shape[1:] == (1,):
+        return ""  # a row has one document
     if isinstance(targets, tuple) or targets.dim() < 2 or len({tensor.shape[1:2] for tensor in (*inputs, targets)}) > 1:
         return ""  # the check of the data refuses these
     length = targets.shape[1]

@@ -218,6 +218,9 @@ def test_layers_that_attend_and_count_by_documents_are_allowed():
     for name, made in CHAINS.items():
         chain = made() if name != "gpt2" else gpt2("tiny", block_size=LENGTH, dropout=0.2, **SIZES)
         check_documents(chain, examine(chain, batch_at(0)), Layout("single"))
+    batch = batch_at(0)
+    short = Batch(*(x[:, :1] for x in (batch.inputs, batch.targets, batch.documents)))
+    check_documents(CHAINS["llama"](), examine(CHAINS["llama"](), short), Layout("single"))  # of one token each
     with pytest.raises(PlanError, match="parallel=data_parallel computes copies of the model in threads"):
         check_documents(chain, examine(chain, batch_at(0)), Layout("data_parallel", devices=("cuda:0",)))
 

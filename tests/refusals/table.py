@@ -446,6 +446,7 @@ DATA = {
         _row(PAIRS, "here targets are [2, 16]; set model.loss=dpo", content=rows(*[PAIR] * 40)),
         Refusal("model.loss=dpo", "TokenCrossEntropy", "SquaredError"),
     ],
+    "data.rejected=a": _row(ROWS + " data.chosen=a data.rejected=a", "a chosen and a rejected one", content=rows()),
     "data.rejected=None": _row(ROWS + " data.chosen=a", "data.chosen=a", "a rejected one", content=rows(*[PAIR] * 40)),
     "parallel.cp=2": _row(PAIRS + " model.loss=dpo parallel=context", "(2, 16), (2, 16)", content=rows(*[PAIR] * 40)),
     "model.dpo: beta=0.0": _row(PAIRS + " model.loss=dpo model.dpo.beta=0", "above 0", content=rows(*[PAIR] * 40)),
