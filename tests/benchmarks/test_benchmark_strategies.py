@@ -13,7 +13,7 @@ from parallel.schedules import SCHEDULES
 from planner.memory import memory_of_ranks
 
 # `pytest -m slow` has the others.
-QUICK = ("fsdp parallel.reshard=false", "tensor", "sequence")
+QUICK = ("fsdp parallel.reshard=false", "tensor")
 
 
 def measured(words: list[str]) -> list:

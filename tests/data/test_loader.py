@@ -233,6 +233,7 @@ def read_and_wait(readers):
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_no_reading_process_with_a_batch_that_nobody_takes():
     context = multiprocessing.get_context("forkserver")
     readers, given = context.Pipe(duplex=False)

@@ -187,6 +187,7 @@ def random_text(draw: random.Random, pieces: int) -> str:
     return "".join(draw.choice(PIECES) + draw.choice(["", " "]) for _ in range(pieces))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", VOCABULARIES.values(), ids=VOCABULARIES)
 def test_where_a_long_text_is_cut_no_token_changes(tmp_path, build):
     vocabulary, draw, places = build(tmp_path / "tokenizer"), random.Random(1), 0

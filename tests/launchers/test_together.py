@@ -59,6 +59,7 @@ def end(begun):
             one.kill()
 
 
+@pytest.mark.slow
 def test_data_that_take_longer_than_the_time_out_to_prepare_end_no_run(tmp_path):
     begun = begin(tmp_path, "parallel.timeout_s=3", before=partial(slow_data, 4))
     ended = end(begun)

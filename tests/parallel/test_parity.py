@@ -157,7 +157,7 @@ def test_an_overflow_on_one_stage_halves_the_loss_scale_and_skips_the_step_on_ev
     [
         slow(Layout("pipe_ddp", dp=2, pp=2, chunks=4)),
         slow(Layout("ddp", dp=4, chunks=1)),
-        Layout("fsdp", dp=2, chunks=2),
+        slow(Layout("fsdp", dp=2, chunks=2)),
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     "layout, names",
     [
-        (Layout("fsdp", dp=4), list(OPTIMIZERS)),
+        pytest.param(Layout("fsdp", dp=4), list(OPTIMIZERS), marks=pytest.mark.slow),
         pytest.param(Layout("hsdp", dp=4, chunks=2, shard=2), ["Adafactor", "Muon"], marks=pytest.mark.slow),
         (Layout("pipe_fsdp", dp=2, pp=2, chunks=4), ["Adafactor", "Muon"]),
     ],

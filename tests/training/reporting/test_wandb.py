@@ -117,6 +117,7 @@ def test_a_service_that_is_killed_costs_one_warning_and_nothing_else(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_without_a_key_or_an_answer_an_online_run_becomes_an_offline_one(tmp_path, monkeypatch, caplog, capfd):
     WandbRun(tmp_path / "without a key", {}, mode="online").finish()
     assert "wandb login" in caplog.text and [*tmp_path.glob("without a key/wandb/offline-run-*")]

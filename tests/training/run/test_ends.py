@@ -52,7 +52,7 @@ CASES = [
     ("pipelined", "group", "SIGINT", 1, ["error: stopped by SIGINT; all workers have ended"]),
     pytest.param("single data.num_workers=1", "group", "SIGINT", 1, ["error: stopped by SIGINT"], marks=SLOW),
     ("pipelined", "launcher", "SIGKILL", -signal.SIGKILL, []),
-    (f"pipelined {STALLS}", 1, "SIGSTOP", 1, STALLED),
+    pytest.param(f"pipelined {STALLS}", 1, "SIGSTOP", 1, STALLED, marks=SLOW),
     pytest.param(f"pipe_ddp {STALLS}", 2, "SIGSTOP", 1, STALLED, marks=SLOW),
 ]
 

@@ -433,6 +433,7 @@ class Recomputing(nn.Module):
         return x + checkpoint(self.part, x, use_reentrant=self.use_reentrant)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_checkpoint_of_its_own_trains_compiled_and_in_replicas_but_for_reentrant_ones(tmp_path):
     data, found = TensorData(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64)), []
     quiet = ["logger=none", "device=cpu", "parallel.threads=1", "train.epochs=null", "train.steps=2"]

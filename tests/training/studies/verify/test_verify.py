@@ -382,6 +382,7 @@ def waiting():
     torch.nn.Tanh.forward = forward
 
 
+@pytest.mark.slow
 def test_a_layout_whose_ranks_wait_for_each_other_is_ended_and_named(tmp_path):
     _, failed = only(tmp_path, elsewhere(waiting), *DDP, "verify.timeout_s=4")
     assert "rank 1 has not moved before step 1" in failed.reason and "in forward" in failed.reason, failed.reason
