@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from slow_cases import with_slow
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -343,7 +344,7 @@ def waited_for_a_rank_that_does_not_come(way):
     return math.inf
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_slow(WAYS, WAYS[1:]))
 def test_a_rank_that_does_not_come_is_waited_for_until_the_groups_timeout(ranks, way):
     waited, _ = ranks.run(2, waited_for_a_rank_that_does_not_come, way)
     assert 0.5 <= waited <= 20

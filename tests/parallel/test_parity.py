@@ -72,8 +72,8 @@ def test_activation_recomputation_gives_the_same_bits(trained, model, layout):
         ("gpt2", "bf16", PIPE_DDP),
         slow("gpt2", "fp16", PIPE_DDP),
         slow("gpt2", "bf16_residual", PIPE_DDP),
-        ("gpt2", "bf16_residual", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b")),
-        ("translator", "bf16", Layout("pipelined", pp=2, chunks=4, schedule="1f1b")),
+        slow("gpt2", "bf16_residual", Layout("pipe_fsdp", dp=2, pp=2, chunks=4, schedule="1f1b")),
+        slow("translator", "bf16", Layout("pipelined", pp=2, chunks=4, schedule="1f1b")),
         # A cast that autocast keeps from the first micro-batch would get its gradient after its layer was reduced.
         slow("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4)),
         ("gpt2", "bf16", Layout("fsdp", dp=2, chunks=4, reshard=False)),

@@ -40,7 +40,7 @@ METRIC = dict.fromkeys(("transformer", "gpt2", "llama"), "perplexity") | dict.fr
 )
 
 
-@pytest.mark.parametrize("model", with_slow(RUNS, ("resnet50", "transformer", "llama", "classifier")))
+@pytest.mark.parametrize("model", with_slow(RUNS, ("resnet50", "transformer", "llama", "classifier", "convnet")))
 def test_every_model_trains_under_ranks_of_its_own_and_says_how_good_it_is(model, cli, text, tmp_path):
     (words, spans), metric = RUNS[model], METRIC.get(model)
     data = text if model in ("transformer", "llama") else []
