@@ -27,9 +27,9 @@ def peak_of(device: str, precision: str) -> float | None:
         precision: As in ``train.precision``, without auto.
     """
     for path in (Path(conf.__file__).parent / "cluster" / "device").glob("*.yaml"):
-        described: Any = OmegaConf.load(path)
         # Not a part of a GPU, or one that is slower than the SXM of its name.
-        if re.search(rf"\b{described.device.split()[0]}\b(?! (NVL|PCIe)|.* MIG )", device):
+        if re.search(rf"\b{path.stem.upper()}\b(?! (NVL|PCIe)|.* MIG )", device):
+            described: Any = OmegaConf.load(path)
             return described.peak.get(precision.removesuffix("_residual"))
     return None
 
