@@ -50,22 +50,21 @@ def load_torchvision() -> ModuleType:
 
 def load_transformers() -> ModuleType:
     """Return transformers, also where torchvision, which it imports, does not fit torch. Raises UserError."""
-    with suppress(ImportError):
-        load_torchvision()
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        raise UserError("the package transformers is needed: pip install 'transformers>=5.20,<6'") from None
+    return _load_beside_torchvision("transformers", "'transformers>=5.20,<6'")
 
 
 def load_torchmetrics() -> ModuleType:
     """Return torchmetrics, also where torchvision, which it imports, does not fit torch. Raises UserError."""
+    return _load_beside_torchvision("torchmetrics", "torchmetrics")
+
+
+def _load_beside_torchvision(package: str, to_install: str) -> ModuleType:
     with suppress(ImportError):
         load_torchvision()
     try:
-        return importlib.import_module("torchmetrics")
+        return importlib.import_module(package)
     except ImportError:
-        raise UserError("the package torchmetrics is needed: pip install torchmetrics") from None
+        raise UserError(f"the package {package} is needed: pip install {to_install}") from None
 
 
 def package_file(package: str, path: str) -> Path | None:
