@@ -272,6 +272,7 @@ class DataSet(ABC):
             prepare(). A model that has learned more has a lower loss. None for data that is not text.
         fingerprint: A digest of all samples, if prepare() computes one anyway; otherwise empty.
         pairs: Whether a sample is a pair of answers, [2, tokens], for ``model.loss=dpo``.
+        packing: Whether, and how, samples are rows that several documents fill (``data.packing``).
         num_workers: Processes that read ahead (see data.loader.train_loader).
         cache_dir: The folder of all cached data and downloads; None for the user's cache folder.
     """
@@ -281,6 +282,7 @@ class DataSet(ABC):
     seq_len: int | None = None
     unigram_entropy: float | None = None
     pairs: bool = False
+    packing: bool | str = False
     num_workers: int = 0
     cache_dir: str | None = None
     fingerprint: str = ""

@@ -149,6 +149,6 @@ def _facts(part: DataSet) -> dict[str, Any]:
     known, sample = part.vocabulary, described(part.train.read(np.zeros(1, np.int64), 0))
     key = key_of(getattr(known, "key", ""), *getattr(known, "words", ()))[:8]
     vocabulary = f"{getattr(known, 'label', None)} ({part.vocab_size}, digest {key})"
-    packed = str(bool(getattr(part, "packing", False))).lower()
+    packed = str(bool(part.packing)).lower()
     facts = {"data.seq_len": part.seq_len, "data.packing": packed, "data.chosen": "typed" if part.pairs else None}
     return facts | {"the vocabulary": vocabulary, "a sample": sample}

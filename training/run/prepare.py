@@ -259,9 +259,9 @@ def model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
         {key: value}.
     """
     data = _data_of(cfg.data)
-    for part in data.parts.values() if isinstance(data, Mixture) else [data] if isinstance(data, RowData) else ():
-        if cfg.mode == "predict":  # each row has a prediction
-            vars(part)["packing"] = False
+    if cfg.mode == "predict":  # each row has a prediction
+        for part in data.parts.values() if isinstance(data, Mixture) else [data] if isinstance(data, RowData) else ():
+            part.packing = False
     if (sizes_of := getattr(target_of("model", cfg.model), "sizes_of", None)) is not None:
         sizes = sizes_of(to_dict(cfg.model), data.vocab_size)
         cfg = with_values(cfg, in_section("model", sizes))
