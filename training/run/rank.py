@@ -338,7 +338,7 @@ def _report(
         from training.reporting.curves import write_curves  # it imports matplotlib
 
         write_curves(run_dir)
-        write_page(run_dir)
+    write_page(run_dir)  # again, with the pictures that are drawn here
 
 
 def _rate_at_end(setup: Setup, step: int) -> list[str]:
