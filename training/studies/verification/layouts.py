@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,14 +32,16 @@ from training.reporting.metrics import METRICS, read_records
 from training.run.prepare import PlannedRun, prepare
 from training.run.setup import Setup
 from training.studies.short_run import run_on_rank, short_run
-from training.studies.verification.probes import largest_difference
-from training.studies.verification.recording import recorded
+from training.studies.verification.probes import differences
+from training.studies.verification.recording import perturbed, recorded
 
 MOMENTUM = 0.9
 # After SGD's first step, its momentum is the gradient. At a hundred times this rate, ResNet-50 amplifies rounding
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
-_SPREADS = 3.0  # in bf16 and fp16, differences up to this many times the measured rounding count as rounding
+# In bf16 and fp16: the runs of one process that measure rounding, and how many times what they show counts as rounding.
+PERTURBED, _SPREADS = 3, 4.0
+_TINY = 1e-300  # in place of a limit of 0
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
 COMPARED = (
@@ -52,11 +57,13 @@ class Compared:
         name: The layout as the user types it.
         layout: The layout.
         changed: The keys of ``train`` that differ from the run.
+        perturbed: The number of a run whose results are moved by rounding, from 1; 0 for all others.
         optimizer: The name of the user's optimizer.
         holds: Whether the layout trains as one process does; None if it was not run.
         reason: The reason why the layout was not run or has failed, or the place where it first differs.
         needs: The number of processes of the layout if it exceeds ``verify.processes``.
-        differences: The largest relative difference of each kind of result, and its place.
+        differences: The largest relative difference of each kind of result, by its limit, and its place.
+        ratios: These differences, divided by their limits.
         losses: The loss of each step with the user's optimizer.
         seconds: The total duration of the layout's runs.
     """
@@ -64,18 +71,21 @@ class Compared:
     name: str
     layout: Layout = field(default_factory=Layout)
     changed: dict[str, Any] = field(default_factory=dict)
+    perturbed: int = 0
     optimizer: str = ""
     holds: bool | None = None
     reason: str = ""
     needs: int | None = None
     differences: dict[str, tuple[float, str]] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def largest(self) -> tuple[str, float, str]:
-        """The kind of result with the largest difference, its size and its place, without the user's optimizer."""
-        return max(((k, d, at) for k, (d, at) in self.differences.items() if k != OWN), key=lambda one: one[1])
+        """The kind of result with the largest difference by its limit, its size and its place."""
+        kind = max(self.ratios, key=lambda kind: self.ratios[kind])
+        return kind, *self.differences[kind]
 
     def record(self) -> dict[str, Any]:
         """Return the entry of the certificate's JSON, with the keys of the section ``parallel`` under "place"."""
@@ -86,7 +96,7 @@ class Compared:
         if not self.differences:
             return f"{self.name}: {self.reason}"
         kind, size, at = self.largest
-        own = f"with your {self.optimizer} {self.differences[OWN][0]:.0e}"
+        own = f"with your {self.optimizer} {self.differences[OWN][0]:.0e}" if OWN in self.differences else "by rounding"
         text = f"{self.name}: largest difference {size:.0e} ({kind} {at}), {own}, {self.seconds:.1f} s"
         return text + f"\n      {self.reason}" * bool(self.reason)
 
@@ -165,8 +175,10 @@ class Runs:
         folder: The folder for the files of the runs.
         chain: The model.
         microbatches: The number of micro-batches per step, over all replicas.
-        limits: For each kind of result, the largest difference that counts as equal.
+        limits: For each kind of result, the largest difference that counts as equal. In bf16 and fp16 the limit of a
+            tensor may be larger, see ``largest``.
         first: The comparison of the reference layout, after it has run.
+        perturbed: The comparisons of runs of the reference layout whose results were moved by rounding.
     """
 
     def __init__(self, cfg: Root, folder: Path, chain: Chain, microbatches: int) -> None:
@@ -175,14 +187,21 @@ class Runs:
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
         self.first = self._before = Compared("")
+        self.perturbed: list[Compared] = []
+        self._limits: dict[str, Mapping[Any, float]] = {}  # by kind and name
         self._plans: dict[str, Plan] = {}  # by the layout's name
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
 
-    def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None) -> Compared:
-        """Run a layout, and one more step from the previous layout's checkpoint. Compare the results."""
+    def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None, perturbed: int = 0) -> Compared:
+        """Run a layout, and one more step from the previous layout's checkpoint. Compare the results.
+
+        If ``perturbed`` is given, move all results by rounding. The limits are raised to what the comparison shows.
+        """
         optimizer = self.cfg.optim._target_.rpartition(".")[2]
         began = time.monotonic()
-        result = Compared(typed_name(layout, changed), layout, dict(changed or {}), optimizer)
+        name = typed_name(layout, changed) + f", moved by rounding, {perturbed} of {PERTURBED}" * bool(perturbed)
+        changed = {"compile": False, "activation_checkpointing": False} if perturbed else dict(changed or {})
+        result = Compared(name, layout, changed, perturbed, optimizer)
         try:
             if layout.dp > 1 and self.microbatches > 1 and layout.dp * layout.chunks != self.microbatches:
                 raise UserError(f"{self.microbatches} micro-batches cannot be dealt to {layout.dp} replicas")
@@ -196,14 +215,21 @@ class Runs:
         self.first = self.first if self.first.name else result
         before = self._before if self._before.name else result
         jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
+        jobs = [job for job in jobs if not perturbed or job[0] != "own"]
         try:
             self.launch(result, self.path(result), jobs)
             result.losses = [float(loss) for loss in self.results(result, OWN).values()]
-            pairs = ((kind, self.results(result, kind), self.results(self.first, kind)) for kind in COMPARED)
-            result.differences = {kind: largest_difference(*pair) for kind, *pair in pairs if any(pair)}
-            result.holds = all(d <= self.limits[kind] for kind, (d, _) in result.differences.items())
-            if not changed and result.holds:  # the next layout starts from a correct checkpoint
-                if before not in (self.first, result):
+            for kind in COMPARED:
+                if found := self.largest(kind, partial(self.results, kind=kind), result):
+                    ratio, size, at = found
+                    result.differences[kind] = size, at
+                    result.ratios |= {kind: ratio} if kind != OWN else {}
+            result.holds = bool(perturbed) or all(ratio <= 1 for ratio in result.ratios.values())
+            if perturbed:
+                self.perturbed.append(result)
+                self._limits.clear()
+            if (perturbed or not changed) and result.holds:  # the next layout starts from a correct checkpoint
+                if before not in (self.first, result, *self.perturbed):
                     shutil.rmtree(self.path(before), ignore_errors=True)
                 self._before = result
         except UserError as error:
@@ -211,15 +237,35 @@ class Runs:
         result.seconds = time.monotonic() - began
         return result
 
-    def tolerate(self, layout: Compared) -> None:
-        """Raise the limits to three times the differences of this layout. These differences are caused by rounding."""
-        self.limits |= {kind: max(_SPREADS * d, self.limits[kind]) for kind, (d, _) in layout.differences.items()}
-        self.limits["next step"] = max(d for kind, d in self.limits.items() if kind != OWN)
-        layout.holds, self._before = True, self.first  # a next step from other rounding may differ more
+    def largest(
+        self, kind: str, results: Callable[[Compared], Mapping[Any, Tensor]], layout: Compared
+    ) -> tuple[float, float, Any] | None:
+        """Compare results of a layout with those of the reference layout.
+
+        In bf16 and fp16 the limit of a tensor is a multiple of its largest difference, or of the usual one of all
+        ``results``, in the perturbed runs.
+
+        Args:
+            kind: A name for these results.
+            results: A function that returns a layout's results by name.
+            layout: The layout.
+
+        Returns:
+            The largest difference as a multiple of its limit, the difference, and the name; None without results.
+        """
+        ours, theirs = results(layout), results(self.first)
+        if not ours and not theirs:
+            return None
+        if kind not in self._limits:
+            self._limits[kind] = limits_of(theirs, map(results, self.perturbed), self.cfg.verify.tolerance)
+            self.limits |= {kind: self._limits[kind][""]} if kind in COMPARED and kind != OWN else {}
+        limits = self._limits[kind]
+        ratios = ((n / (limits.get(at, limits[""]) or _TINY), n, at) for at, n in differences(ours, theirs).items())
+        return max(ratios, key=itemgetter(0, 1), default=(0.0, 0.0, ""))
 
     def path(self, layout: Compared) -> Path:
         """Return the folder for the files of a layout's runs."""
-        return self.folder / layout.name.removeprefix("parallel=").replace(" ", "-").replace("=", "")
+        return self.folder / layout.name.removeprefix("parallel=").replace(" ", "-").replace("=", "").replace(",", "")
 
     def launch(self, result: Compared, folder: Path, jobs: list, record: int | None = None) -> None:
         """Run jobs one after the other in the same processes.
@@ -235,7 +281,7 @@ class Runs:
         for part, before, steps in jobs:
             (folder / part).mkdir(parents=True)
             runs.append((self._job(result, part, before, steps), folder / part))
-        arguments = PlannedRun(self.cfg, self._plans[result.name]), runs, record
+        arguments = PlannedRun(self.cfg, self._plans[result.name]), runs, record, result.perturbed
         processes, timeout_s = result.layout.processes, self.cfg.verify.timeout_s
         call_in_workers(_run_jobs, arguments, processes, folder / "logs", timeout_s)
 
@@ -284,6 +330,19 @@ class Runs:
         return found
 
 
+def limits_of(
+    theirs: Mapping[Any, Tensor], perturbed: Iterable[Mapping[Any, Tensor]], tolerance: float
+) -> dict[Any, float]:
+    """Return the limit of each tensor's difference, and under "" the least limit.
+
+    A limit is a multiple of the tensor's largest difference, or of the usual one, between ``perturbed`` and ``theirs``.
+    """
+    found = [differences(ours, theirs) for ours in perturbed]
+    sizes = {name: max(one.get(name, 0.0) for one in found) for name in theirs} if found else {}
+    least = max(_SPREADS * median(sizes.values() or [0.0]), tolerance)
+    return {name: max(_SPREADS * size, least) for name, size in sizes.items()} | {"": least}
+
+
 def _tensors(run: Path, step: int) -> Mapping[str, Any]:
     """Return the tensors of a checkpoint, which are read by ``[...]``; empty if the step was not saved."""
     folder = run / "checkpoints" / step_name(step)
@@ -302,9 +361,10 @@ def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
     return found
 
 
-def _run_jobs(world: World, planned: PlannedRun, jobs: list[tuple[Root, Path]], record: int | None) -> None:
-    """Run the jobs one after the other on a rank."""
+def _run_jobs(world: World, planned: PlannedRun, jobs: list[tuple[Root, Path]], record: int | None, seed: int) -> None:
+    """Run the jobs one after the other on a rank. If ``seed`` is given, move all results by rounding."""
     folder = jobs[0][1].parent
-    with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext():
+    moved = perturbed(planned.plan.precision, seed) if seed else nullcontext()
+    with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext(), moved:
         for cfg, run_dir in jobs:
             run_on_rank(world, replace(planned, cfg=cfg), run_dir)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -194,16 +195,20 @@ def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -
     return gap / (max(theirs.abs().nan_to_num(0.0, 0.0).max().item(), floor) or 1.0)
 
 
-def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
-    """Return the largest relative difference, and the name of the tensor with this difference."""
+def differences(ours: Tensors, theirs: Tensors) -> dict[Any, float]:
+    """Return the relative difference of each tensor that differs, by its name."""
     pairs = ((name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs]))
     names = [name for name, a, b in pairs if a is None or b is None or a.shape != b.shape or not torch.equal(a, b)]
     # Equal tensors do not count: the -1e9 of a mask would hide all differences of the other tensors.
     changed = [t.detach() for name in names if (t := theirs.get(name)) is not None and t.numel() > 1]
     tensors = [_real(t).double().abs() for t in changed]
     floor = _FLOOR * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
-    found = [(difference(ours.get(name), theirs.get(name), floor), name) for name in names]
-    return max(found, key=lambda pair: pair[0], default=(0.0, ""))
+    return {name: difference(ours.get(name), theirs.get(name), floor) for name in names}
+
+
+def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
+    """Return the largest relative difference, and the name of the tensor with this difference."""
+    return max(((size, name) for name, size in differences(ours, theirs).items()), key=itemgetter(0), default=(0.0, ""))
 
 
 def _real(tensor: Tensor) -> Tensor:

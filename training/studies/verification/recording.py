@@ -1,4 +1,4 @@
-"""Records of the inputs and outputs of every layer in a step, forward and backward, on every rank."""
+"""Records of the inputs and outputs of every layer in a step, and runs in which every result is moved by rounding."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_map
 
+from models import sequence
 from models.chain import LOSS, as_tuple
 from models.losses import Sums
 from parallel.stage import Stage
@@ -22,8 +25,9 @@ Key = tuple[str, int, str, int]  # layer, first sample of the micro-batch, kind,
 
 @contextmanager
 def recorded(step: int, path: Path) -> Iterator[None]:
-    """Write the inputs, outputs and gradients of every layer in a step to ``path``."""
+    """Write the inputs, outputs and gradients of every layer in a step, and this rank's positions, to ``path``."""
     records: dict[tuple, Tensor] = {}
+    positions: list[int] = []
 
     def note(key: tuple, tensor: Tensor, scale: float = 1.0) -> None:
         records.setdefault(key, (tensor.detach() / scale).cpu())  # the first value: a recomputation does not count
@@ -37,6 +41,8 @@ def recorded(step: int, path: Path) -> Iterator[None]:
     def hook(stage: Stage, name: str, where: tuple[int, int] | None, layer: Callable, *tensors: Any) -> Any:
         if not stage.training or stage.step != step or where is None or name == LOSS:
             return layer(*tensors)
+        if (part := sequence.part()) is not None:
+            positions[:] = part.positions.tolist()
         watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT, stage.loss_scale)
         output = layer(*tensors)
         given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
@@ -48,4 +54,32 @@ def recorded(step: int, path: Path) -> Iterator[None]:
         yield
     finally:
         Stage.layer_hook = None
-        torch.save(records, path)
+        torch.save((records, positions), path)
+
+
+@contextmanager
+def perturbed(precision: str, seed: int) -> Iterator[None]:
+    """Multiply what each module without children returns by random numbers from 1 - eps to 1 + eps of the precision.
+
+    This is the size of what another order of a sum changes. The gradients change in the same way in the backward.
+    """
+    eps = torch.finfo(torch.float16 if precision == "fp16" else torch.bfloat16).eps
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
+            return x
+        if x.device not in generators:
+            generators[x.device] = torch.Generator(x.device).manual_seed(seed)
+        noise = torch.rand(x.shape, generator=generators[x.device], device=x.device) * 2 - 1
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)) * (1 + eps * noise)
+        return torch.where(wide.abs() < torch.finfo(x.dtype).max, wide, x).to(x.dtype)  # the lowest number of a mask
+
+    def hook(module: nn.Module, _: Any, output: Any) -> Any:
+        return output if any(True for _ in module.children()) else tree_map(moved, output)
+
+    handle = register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

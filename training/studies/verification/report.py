@@ -33,7 +33,15 @@ from training.reporting.progress import progress
 from training.run.prepare import prepare
 from training.run.setup import Setup
 from training.studies.verification.difference import first_difference
-from training.studies.verification.layouts import COMPARED, Compared, Runs, in_layout, layouts, variants
+from training.studies.verification.layouts import (
+    COMPARED,
+    PERTURBED,
+    Compared,
+    Runs,
+    in_layout,
+    layouts,
+    variants,
+)  # fmt: skip
 from training.studies.verification.probes import Finding, probe
 
 _SAMPLES = 8  # per step, unless a batch was typed
@@ -65,7 +73,7 @@ class Report:
     @property
     def compared(self) -> list[Compared]:
         """The layouts that were compared with the reference layout."""
-        return [layout for layout in self.layouts[1:] if layout.holds is not None]
+        return [layout for layout in self.layouts[1:] if layout.holds is not None and not layout.perturbed]
 
     @property
     def left_out(self) -> str:
@@ -220,30 +228,23 @@ def _layouts(
         count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
         wanted = [*layouts(cfg.verify.processes or 1, count, cfg.parallel.order, variants(setup))]
     one, again = _single(cfg, count), not cfg.train.activation_checkpointing
-    # Each layout, with the keys of ``train`` that differ from the run.
-    planned: list[tuple[Layout, dict[str, Any]]] = [(one, {})]
-    in_fp32 = [(one, {"precision": "fp32"})] * half_precision
+    # Each layout, with the keys of ``train`` that differ from the run, and the number of a perturbed run.
+    planned: list[tuple[Layout, dict[str, Any], int]] = [(one, {}, 0)]
+    planned += [(one, {}, i + 1) for i in range(PERTURBED * half_precision)]
     by_rule = any(finding.probe == "halves" and finding.text and finding.holds for finding in report.probes)
-    if by_rule:  # with other micro-batches, the training would differ
-        planned += in_fp32
-    elif half_precision or not chosen:
+    if not by_rule and not chosen:  # by a rule, the training differs with other micro-batches
         chunks = [n for n in (2 * count, *range(count - 1, 0, -1)) if batch % n == 0][:1]
-        chunks += [] if chosen else [1, *([batch // own] if own and batch % own == 0 else [])]  # all at once; the run's
-        planned += [(_single(cfg, n), {}) for n in dict.fromkeys(chunks) if n != count]
-    planned += [] if chosen and again else [(one, {"activation_checkpointing": again})]
-    planned += [(layout, {}) for layout in wanted if layout.ranks_per_stage == 1]
-    if divided := [(layout, {}) for layout in wanted if layout.ranks_per_stage > 1]:
-        planned += [] if by_rule else in_fp32  # partial sums add more rounding than micro-batches do
-        planned += divided
+        chunks += [1, *([batch // own] if own and batch % own == 0 else [])]  # all at once; the run's
+        planned += [(_single(cfg, n), {}, 0) for n in dict.fromkeys(chunks) if n != count]
+    planned += [] if chosen and again else [(one, {"activation_checkpointing": again}, 0)]
+    planned += [(layout, {}, 0) for layout in sorted(wanted, key=lambda layout: layout.ranks_per_stage > 1)]
     report.planned = len(planned)
     runs = Runs(cfg, folder, setup.chain, count)
     report.limits = runs.limits
-    for layout, changed in planned:
-        result = runs.compare(layout, changed)
-        if layout.strategy == "single" and "activation_checkpointing" not in changed:
-            if half_precision and result.differences:
-                runs.tolerate(result)
-            elif result.holds is False:
+    for layout, changed, perturbed in planned:
+        result = runs.compare(layout, changed, perturbed)
+        if layout.strategy == "single" and not changed:
+            if result.holds is False:
                 result.reason = result.reason or "micro-batches of another size change what is learned"
         elif result.holds is False and result.differences:
             try:
