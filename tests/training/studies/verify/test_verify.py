@@ -30,8 +30,9 @@ from training.command.api import with_given
 from training.run.prepare import prepare
 from training.studies.verification import layouts as verified
 from training.studies.verification import probes
-from training.studies.verification.layouts import in_layout, layouts, typed_name
+from training.studies.verification.layouts import _SPREADS, in_layout, layouts, limits_of, typed_name
 from training.studies.verification.probes import probe
+from training.studies.verification.recording import perturbed
 from training.studies.verification.report import _single
 
 generator = torch.Generator().manual_seed(0)
@@ -61,6 +62,30 @@ def test_a_broken_model_is_named_with_its_layer_and_the_reason(broken):
 def test_a_difference_is_relative_to_the_largest_number_and_absolute_where_all_are_zero():
     assert probes.difference(torch.tensor([1.0, -3.0]), torch.tensor([1.0, -4.0])) == 0.25
     assert probes.difference(torch.tensor(0.5), torch.tensor(0.0)) == 0.5  # an accuracy
+
+
+def test_a_limit_is_a_multiple_of_the_tensors_own_difference_or_of_the_usual_one():
+    theirs = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+    moved = [{"a": torch.tensor([1.0, 1.5]), "b": torch.tensor([1.0, 1.01]), "c": torch.ones(2)}]
+    moved.append({**moved[0], "a": torch.tensor([1.0, 1.25])})
+    limits = limits_of(theirs, moved, 1e-5)
+    assert limits == pytest.approx(
+        {"a": _SPREADS * 0.5, "b": _SPREADS * 0.01, "c": _SPREADS * 0.01, "": _SPREADS * 0.01}
+    )
+    assert limits_of(theirs, [], 1e-5) == {"": 1e-5}
+
+
+def test_rounding_moves_what_modules_return_and_neither_numbers_nor_the_lowest_number_of_a_mask():
+    low = torch.finfo(torch.bfloat16).min
+    for dtype, eps in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10), (torch.float32, 2**-7)):
+        layer, x = torch.nn.Identity(), torch.ones(1000, dtype=dtype)
+        with perturbed("fp16" if dtype == torch.float16 else "bf16", seed=1):
+            gap, whole = (layer(x).double() - 1).abs(), torch.nn.Sequential(layer)
+            assert 0.1 * eps < gap.mean() < gap.max() <= eps
+            assert layer(torch.tensor(1.0)) == 1 and layer(torch.tensor([3])) == 3
+            assert layer(torch.full((9,), low, dtype=torch.bfloat16)).isfinite().all()
+            assert (whole(x).double() - 1).abs().max() <= eps  # a module with children adds nothing
+        assert torch.equal(layer(x), x)
 
 
 def test_a_sound_model_has_no_findings():
@@ -253,9 +278,11 @@ def test_the_rounding_of_partial_sums_in_bf16_is_no_difference(tmp_path):
     model = ("model=transformer", "model.d_model=32", "model.n_head=4", "model.d_hid=64", "model.n_layer=2")
     words = (*model, "data.seq_len=16", "parallel=tensor", "parallel.tp=2", "train.precision=bf16", "verify.steps=2")
     report = verify(*words, "device=cpu", "logger=none", f"hydra.run.dir={tmp_path}/v")
-    one, fp32, tensor = report.layouts[0], report.layouts[-2], report.layouts[-1]
-    assert report.ok and fp32.name.endswith("precision=fp32") and tensor.name == "parallel=tensor tp=2", report
+    one, *moved, tensor = report.layouts
+    assert report.ok and [layout.perturbed for layout in moved] == [1, 2, 3], report
+    assert report.compared == [tensor] and tensor.name == "parallel=tensor tp=2", report
     assert 0 == max(d for d, _ in one.differences.values()) < tensor.differences["gradients"][0]
+    assert tensor.ratios["gradients"] < 1 < tensor.differences["gradients"][0] / 1e-5
 
 
 def only(tmp_path, model, *words):
