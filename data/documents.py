@@ -108,6 +108,9 @@ def files_of(root: Path, what: str, suffix: str = "", packed: Sequence[str] = ()
     files = find_files(root, (), suffixes) if root.is_dir() else [p for p in [root] if p.exists() and p.stat().st_size]
     if not files:
         problem = "holds no such file" if root.is_dir() else "is empty" if root.exists() else "does not exist"
+        if root.is_dir() and (others := sorted({path.suffix for path in find_files(root) if path.suffix})):
+            saved = ' (written by save_to_disk of datasets; load_from_disk(OLD).to_parquet("rows.parquet") converts it)'
+            problem += f", but {', '.join(others[:9])}{saved if '.arrow' in others else ''}"
         raise DataError(f"data.root={root} {problem}; give a file of {what}, or a folder of {suffix or 'such'} files")
     by_content: dict[Path, list[Path]] = {}
     for path in files:

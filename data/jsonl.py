@@ -42,6 +42,12 @@ _ENCODE_BYTES = 4 << 20  # of the rows that are checked; encoding takes much lon
 _SEEN = "seen.json"
 PERIOD = 20
 CHATS = "data.messages="
+# What to do with a file whose first line is not a row.
+_TO_LINES = (
+    "If the file is a JSON list, convert it: jq -c '.[]' OLD > NEW.jsonl; pandas writes lines by "
+    "to_json(…, orient='records', lines=True). If it is a table (CSV, Arrow), write it as Parquet and type data=parquet"
+)
+_MARK = b"\xef\xbb\xbf \t"  # may stand before the first row
 _LENGTHS = "tokens.uint32"
 _AT_A_TIME = 256  # the number of rows that are read at a time if all are read in order
 _VALID, _TEST = 9, 19
@@ -194,6 +200,12 @@ def split_files(
     root: Path, suffix: str = ".jsonl", title: str = "JSON lines", packed: Sequence[str] = ()
 ) -> dict[str, list[Path]]:
     """Return the files of "train" and, by the words in their paths, of "valid" and "test"."""
+    if (root / "_delta_log").is_dir() or any(root.glob("metadata/*.metadata.json")):
+        raise DataError(
+            f"data.root={root} is a table of Delta Lake or Iceberg, whose folder also has rows that were deleted or "
+            "replaced. Write its present rows to a Parquet file, for instance by polars: "
+            'scan_delta(OLD).sink_parquet("rows.parquet") or scan_iceberg(OLD), and give that file'
+        )
     files = files_of(root, title, suffix, packed)
     if not root.is_dir():
         return {"train": files}
@@ -433,10 +445,12 @@ class Rows(RowFiles):
             try:
                 rows.append(_row(line, row_tokens))
             except ValueError as error:
-                problem = (
-                    f"UTF-16, not UTF-8. {TO_UTF8}" if is_utf16(line) else f"{error}. Correct the line, or delete it"
-                )
-                raise DataError(f"{self.name(index)}: {problem}") from None
+                problem, hint = str(error), "Correct the line, or delete it"
+                if is_utf16(line):
+                    problem, hint = "UTF-16, not UTF-8", TO_UTF8
+                elif index == 0 and ("of type dict" in problem or not line.lstrip(_MARK).startswith(b"{")):
+                    hint = _TO_LINES
+                raise DataError(f"{self.name(index)}: {problem}. {hint}") from None
         return rows
 
     def ids(self, indices: np.ndarray) -> list:

@@ -112,6 +112,39 @@ def test_buckets_leave_less_padding_and_few_shapes_that_all_replicas_share(tmp_p
     assert next(iter(EvalBatches(data.valid, 8))).inputs.shape == (8, 128)
 
 
+OTHER_FILES = {
+    "a list": (b'[{"text": "a"}, {"text": "b"}]', "of type list.*jq -c '.\\[\\]' OLD > NEW"),
+    "a list in lines": (b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n', "not JSON.*jq -c '.\\[\\]' OLD > NEW"),
+    "columns": (b'{"text": {"0": "a", "1": "b"}}', "of type dict.*orient='records', lines=True"),
+    "a table": (b"text,id\na,1\nb,2\n", "not JSON.*data=parquet"),
+    "a bad first row": (b'{"text": "a}\n{"text": "b"}\n', "not JSON.*Correct the line, or delete it"),
+}
+
+
+@pytest.mark.parametrize("content, says", OTHER_FILES.values(), ids=OTHER_FILES)
+def test_a_file_that_is_no_lines_of_json_is_refused_with_what_to_type(tmp_path, rows_of, content, says):
+    with pytest.raises(DataError, match=says):
+        rows_of(written(tmp_path / "x.json", content))
+
+
+def test_a_folder_without_such_files_says_what_it_has(tmp_path, rows_of):
+    written(tmp_path / "data-00000-of-00001.arrow", b"ARROW1")
+    written(tmp_path / "state.json", b"{}")
+    with pytest.raises(
+        DataError, match=r"holds no such file, but \.arrow, \.json \(written by save_to_disk of datasets"
+    ):
+        rows_of(tmp_path)
+
+
+@pytest.mark.parametrize("mark", ["_delta_log/00000000000000000000.json", "metadata/v2.metadata.json"])
+def test_a_table_whose_folder_has_rows_of_older_versions_is_refused(tmp_path, rows_of, mark):
+    (tmp_path / mark).parent.mkdir()
+    written(tmp_path / mark, b"{}")
+    write(tmp_path / "part-0.jsonl", ["old"])
+    with pytest.raises(DataError, match="Delta Lake or Iceberg.*scan_delta"):
+        rows_of(tmp_path)
+
+
 def test_a_corrupt_row_is_found_before_training_and_nothing_is_kept_of_the_check(tmp_path, rows_of, cache):
     root = write(tmp_path / "a.jsonl", map(str, range(300)))
     lines = root.read_text().splitlines()
