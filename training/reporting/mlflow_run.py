@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Iterable, Iterator
+from math import isclose
 from pathlib import Path
+from typing import Any
 
 from conf.masking import mask_secrets
 from training.reporting.loggers import scalars
-from training.reporting.metrics import flat
+from training.reporting.metrics import METRICS, flat, read_records
 
 ID_FILE = "mlflow_id.txt"
 _LONGEST_VALUE = 500  # in characters, of the parameters that every server accepts
+_A_CALL = 1000  # the most numbers that every server accepts at once
+_COMPARED = ("train/loss", "train/lr", "val/loss")  # times are never equal
+
+log = logging.getLogger("training")
 
 
 class MlflowRun:
-    """One MLflow run. A resumed training continues the same MLflow run.
+    """One MLflow run. A resumed training continues the same MLflow run, and adds the records that this run lacks.
 
-    MLflow cannot remove points: if a step is logged again, its first values are kept.
+    MLflow cannot remove points. If steps are trained again with the same results, as after a crash, their first points
+    are kept. If the results are others (a changed learning rate), another MLflow run with the records of metrics.jsonl
+    takes the place of the first one, which is marked as deleted.
     """
 
     requires = "mlflow-skinny"
@@ -38,33 +49,66 @@ class MlflowRun:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (self._run_dir / "mlruns").as_uri()
         self._client = mlflow.MlflowClient(uri)
-        self._last: dict[str, int] = {}  # the last step of each metric of the resumed run
-        known = self._run_dir / ID_FILE
-        if known.exists():
+        self._started = experiment, run_name, flat(mask_secrets(run_config))
+        self._last: dict[str, int] = {}  # the last step of each metric
+        self._again: dict[tuple[str, int], float] = {}  # the points after the step that the training continues from
+        records = read_records(self._run_dir / METRICS)
+        if (known := self._run_dir / ID_FILE).exists():
             self._id = known.read_text().strip()
+            done = records[-1]["step"] if records else 0
             for name in self._client.get_run(self._id).data.metrics:
-                self._last[name] = max(point.step for point in self._client.get_metric_history(self._id, name))
-            return
-        found = self._client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
-        self._id = self._client.create_run(number, run_name=run_name).info.run_id
-        known.write_text(self._id + "\n")
-        for key, value in flat(mask_secrets(run_config)).items():
-            self._client.log_param(self._id, key, str(value)[:_LONGEST_VALUE])
+                points = self._client.get_metric_history(self._id, name)
+                self._last[name] = max(point.step for point in points)
+                self._again |= {(name, point.step): point.value for point in points if point.step > done}
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._begin()
+        self._add(_points(records))
 
     def log(self, record: dict, step: int) -> None:
         """Add the numbers of a record."""
-        for name, value in scalars(record).items():
-            self._log(name, value, step)
+        points = list(_points([record]))
+        pairs = [(x, self._again.get((name, step), x)) for name, x, _ in points if name in _COMPARED]
+        if any(str(new) != str(old) and not isclose(new, old, rel_tol=1e-3) for new, old in pairs):
+            self._replace(step)
+        self._add(points)
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
         """Add the summary and mark the run as finished or failed."""
-        summary = summary or {}
-        for name, value in summary.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                self._log(f"summary/{name}", float(value), summary["steps"])
+        numbers = {name: x for name, x in (summary or {}).items() if isinstance(x, int | float) and type(x) is not bool}
+        self._add((f"summary/{name}", float(x), numbers["steps"]) for name, x in numbers.items())
         self._client.set_terminated(self._id, "FINISHED" if exit_code == 0 else "FAILED")
 
-    def _log(self, name: str, value: float, step: int) -> None:
-        if step > self._last.get(name, -1):
-            self._client.log_metric(self._id, name, value, step=step)
+    def _begin(self) -> None:
+        experiment, name, parameters = self._started
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        self._id = self._client.create_run(number, run_name=name).info.run_id
+        (self._run_dir / ID_FILE).write_text(self._id + "\n")
+        for key, value in parameters.items():
+            self._client.log_param(self._id, key, str(value)[:_LONGEST_VALUE])
+
+    def _replace(self, step: int) -> None:
+        old, self._last, self._again = self._id, {}, {}
+        self._begin()
+        self._add(_points(read_records(self._run_dir / METRICS)))
+        self._client.delete_run(old)
+        log.warning("MLflow's run %s has other results from step %d on, which MLflow cannot remove. The run %s takes "
+                    "its place, and the old one is marked as deleted", old, step, self._id)  # fmt: skip
+
+    def _add(self, points: Iterable[tuple[str, float, int]]) -> None:
+        """Add the points that the run lacks; of each metric, steps ascend."""
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        added, now = [], int(time.time() * 1000)
+        for name, value, step in points:
+            if step > self._last.get(name, -1):
+                added.append(Metric(name, value, now, step))
+                self._last[name] = step
+        for start in range(0, len(added), _A_CALL):
+            self._client.log_batch(self._id, added[start : start + _A_CALL])
+
+
+def _points(records: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float, int]]:
+    """Yield the name, the value and the step of each number."""
+    return ((name, value, record["step"]) for record in records for name, value in scalars(record).items())

@@ -23,6 +23,8 @@ class TensorBoardRun:
         """Add the numbers of a record."""
         for name, value in scalars(record).items():
             self._open(step, after="loss" not in record).add_scalar(name, value, step)
+        if self._writer is not None:
+            self._writer.flush()  # a killed process would lose what is queued, up to 120 s if TensorFlow is installed
 
     def histogram(self, name: str, counts: Sequence[float], edges: Sequence[float], step: int) -> None:
         """Add a histogram, see ``Loggers.histogram``. Each element counts as the middle of its bin."""

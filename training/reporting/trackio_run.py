@@ -20,8 +20,8 @@ _LOCAL = {"TRACKIO_SPACE_ID": None, "TRACKIO_SERVER_URL": None}
 class TrackioRun:
     """One Trackio run on this machine, without a network. ``trackio sync`` uploads its project to a Space.
 
-    A resumed training replaces its run by one of the same name, with the records of metrics.jsonl: Trackio cannot
-    remove single steps, and a killed process loses its last ones.
+    A resumed training replaces its run by one with the records of metrics.jsonl, under the name of the present layout:
+    Trackio cannot remove single steps, and a killed process loses its last ones.
     """
 
     requires = "trackio"
@@ -34,10 +34,13 @@ class TrackioRun:
         from trackio.fragments import import_inbox_dir  # pyright: ignore[reportMissingImports]
         from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
-        name = f"{run_name}-{run_id(Path(run_dir) / ID_FILE)}"
+        number = run_id(Path(run_dir) / ID_FILE)
+        name = f"{run_name}-{number}"
         # Private: trackio 0.43. On a network file system, Trackio's records are first in an inbox.
         import_inbox_dir()
-        SQLiteStorage.delete_run(project, name)
+        for earlier in SQLiteStorage.get_runs(project):
+            if earlier.endswith(f"-{number}"):
+                SQLiteStorage.delete_run(project, earlier)
         with changed_environment(_LOCAL), redirect_stdout(io.StringIO()):
             given: dict[str, Any] = {"group": run_config["model"]["name"], "config": mask_secrets(run_config)}
             self._run: Any = trackio.init(project, name, **given, embed=False)
