@@ -1,18 +1,15 @@
 """wandb: offline runs that are read back, and uploaded once however often they were killed; failures stay its own."""
 
-import gzip
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from wandb_server import serving
 
 from training.reporting import WandbRun
 from training.reporting.environment import git_state
@@ -136,47 +133,12 @@ def test_without_a_key_or_an_answer_an_online_run_becomes_an_offline_one(tmp_pat
 # -- `wandb sync` of a run that was killed and resumed, to a server on this machine that counts rows -------------------
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers what ``wandb sync`` 0.31 asks, and keeps the rows that it sends."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
-        answer, sent = {}, {}
-        with suppress(ValueError):  # reports about wandb itself
-            sent = json.loads(body)
-        if "UpsertBucket" in sent.get("query", ""):
-            project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
-            bucket = {"id": "b", "name": sent["variables"]["name"], "displayName": "b", "config": "{}"}
-            bucket |= {"project": project, "historyLineCount": len(self.server.rows)}
-            answer = {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
-        elif "CreateRunFiles" in sent.get("query", ""):
-            answer = {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}}
-        elif "query" in sent:
-            answer = {"data": {"viewer": {"id": "v", "entity": "e", "username": "v", "flags": "{}"}}}
-        elif "file_stream" in self.path:
-            history = sent.get("files", {}).get("wandb-history.jsonl", {"content": []})
-            self.server.rows += [json.loads(line) for line in history["content"]]
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(json.dumps(answer))))
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def server(monkeypatch):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        server.daemon_threads, server.rows = True, []
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        yield server
-        server.shutdown()
+def uploaded(monkeypatch):
+    with serving() as (rows, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield rows
 
 
 def sync(run_dir):
@@ -223,7 +185,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("killed", "resumed_after"), KILLS)
-def test_a_killed_and_resumed_run_is_uploaded_with_each_step_once(tmp_path, server, killed, resumed_after):
+def test_a_killed_and_resumed_run_is_uploaded_with_each_step_once(tmp_path, uploaded, killed, resumed_after):
     run_dir = tmp_path / "run"
     for first, last in killed:
         truncate_after(run_dir / METRICS, first - 1)
@@ -239,15 +201,15 @@ def test_a_killed_and_resumed_run_is_uploaded_with_each_step_once(tmp_path, serv
     assert {f"-{name}" in path.name for path in run_dir.glob("wandb/offline-run-*")} == {True}
     for _ in range(2):
         sync(run_dir)
-        assert Counter(row["_step"] for row in server.rows) == dict.fromkeys(range(1, last + 1), 1)
-    for row in server.rows:
+        assert Counter(row["_step"] for row in uploaded) == dict.fromkeys(range(1, last + 1), 1)
+    for row in uploaded:
         expected = {name: value for record in numbers(row["_step"]) for name, value in record.items()}
         assert row["train/loss"] == pytest.approx(expected["loss"])
         assert row.get("val/loss") == expected.get("val_loss")
 
 
 @pytest.mark.slow
-def test_steps_that_are_uploaded_before_a_run_is_resumed_are_not_uploaded_again(tmp_path, server):
+def test_steps_that_are_uploaded_before_a_run_is_resumed_are_not_uploaded_again(tmp_path, uploaded):
     run = WandbRun(tmp_path, {})
     log_steps(tmp_path, range(1, 9), run)
     run.finish(exit_code=1)
@@ -257,4 +219,4 @@ def test_steps_that_are_uploaded_before_a_run_is_resumed_are_not_uploaded_again(
     log_steps(tmp_path, range(6, 13), run)
     run.finish({})
     sync(tmp_path)
-    assert Counter(row["_step"] for row in server.rows) == dict.fromkeys(range(1, 13), 1)
+    assert Counter(row["_step"] for row in uploaded) == dict.fromkeys(range(1, 13), 1)
