@@ -1,7 +1,9 @@
 """Several loggers at once: each gets every record, and one that fails costs a warning."""
 
 import csv
+import os
 import re
+import signal
 import sqlite3
 
 import numpy as np
@@ -15,6 +17,7 @@ from conf.composition import compose
 from launchers.stopping import Stopped
 from training import train as command
 from training.reporting.loggers import Loggers, scalars, sections
+from training.reporting.tensorboard_run import TensorBoardRun
 from training.run import loop
 from training.run.prepare import prepare
 
@@ -123,6 +126,55 @@ def test_tensorboard_shows_each_number_once_after_a_resumption_that_begins_with_
     assert shown == {"train/loss": [1, 2, 3], "val/loss": [2, 3]}
 
 
+def test_tensorboard_has_what_a_process_had_logged_when_it_was_killed(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    if (child := os.fork()) == 0:
+        run = TensorBoardRun(tmp_path, {}, "run")
+        for step in range(1, 9):
+            run.log({"step": step, "loss": 1.0 / step, "lr": 0.5}, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name in ("train/loss", "train/lr"):
+        assert [event.step for event in events.Scalars(name)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("rate", ["0.05", "0.5"])
+def test_mlflow_has_the_numbers_of_the_training_that_went_back_to_a_checkpoint(tmp_path, caplog, rate):
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow-skinny")
+    words = [*SHORT, "logger=mlflow", "train.checkpoint_every=2", "train.eval_every=1", "train.keep_checkpoints=9"]
+    words += ["train.steps=6", "optim.lr=0.05"]
+    train(tmp_path, *words)
+    first = (tmp_path / "mlflow_id.txt").read_text().strip()
+    train(tmp_path, *words, f"train.resume='{tmp_path}/checkpoints/step-00000002'", f"optim.lr={rate}")
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    (experiment,) = [one for one in client.search_experiments() if one.name == "one-word-parallel"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and (run.info.run_id == first) == (rate == "0.05")
+    assert ("takes its place" in caplog.text) == (rate == "0.5")
+    assert run.data.params["optim.lr"] == rate and client.get_run(first).data.params["optim.lr"] == "0.05"
+    for key, name in (("loss", "train/loss"), ("lr", "train/lr"), ("val_loss", "val/loss")):
+        shown = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+        assert shown == [(r["step"], pytest.approx(r[key])) for r in records(tmp_path) if key in r], name
+    (tested,) = client.get_metric_history(run.info.run_id, "summary/test_loss")
+    assert tested.step == 6
+
+
+def test_mlflow_gets_what_it_lacks_when_a_training_is_resumed(tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow-skinny")
+    words = [*SHORT, "train.checkpoint_every=2", "train.eval_every=1"]
+    train(tmp_path, *words, "logger=none")
+    train(tmp_path, *words, "logger=mlflow", "train.resume=auto", "train.steps=5")
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    history = client.get_metric_history((tmp_path / "mlflow_id.txt").read_text().strip(), "val/loss")
+    assert [(m.step, m.value) for m in history] == [
+        (r["step"], pytest.approx(r["val_loss"])) for r in records(tmp_path) if "val_loss" in r
+    ]
+    assert len(history) == 5
+
+
 def test_mlflow_has_parameters_and_one_run_with_each_number_once_for_a_resumed_training(tmp_path, monkeypatch):
     def fail():
         raise OSError("lost")
@@ -162,6 +214,7 @@ def test_trackio_has_one_run_with_each_number_once_for_a_resumed_training(tmp_pa
     database.execute("DELETE FROM metrics WHERE step = 2")  # as if the process had been killed before it wrote them
     database.commit()
     another = ["train.resume=auto", "train.steps=4", "optim.lr=0.001"]  # step 3 has other numbers now
+    another += ["parallel=model_parallel"]  # which names runs
     train(run_dir, *words, *another)
     train(run_dir, *words, *another)  # has nothing left to do
     (name,) = (run["name"] for run in SQLiteStorage.get_run_records("one-word-parallel"))
