@@ -76,7 +76,7 @@ class MlflowRun:
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
         """Add the summary and mark the run as finished or failed."""
         numbers = {name: x for name, x in (summary or {}).items() if isinstance(x, int | float) and type(x) is not bool}
-        self._add((f"summary/{name}", float(x), numbers["steps"]) for name, x in numbers.items())
+        self._add((f"summary/{name}", float(x), int(numbers["steps"])) for name, x in numbers.items())
         self._client.set_terminated(self._id, "FINISHED" if exit_code == 0 else "FAILED")
 
     def _begin(self) -> None:
