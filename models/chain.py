@@ -114,6 +114,15 @@ def shared_parameters(module: nn.Module, prefix: str = "") -> dict[str, str]:
     return {name: first[parameter] for name, parameter in named if first.setdefault(parameter, name) != name}
 
 
+def shared_buffers(net: nn.Module) -> frozenset[str]:
+    """Return the names of the buffers that several children of a module share."""
+    places: dict[int, list[str]] = {}
+    for name, buffer in net.named_buffers(remove_duplicate=False):
+        places.setdefault(id(buffer), []).append(name)
+    several = (names for names in places.values() if len({name.partition(".")[0] for name in names}) > 1)
+    return frozenset(name for names in several for name in names)
+
+
 def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
     """Check a model's sizes before the model is made. Raises ValueError, which names the key."""
     for key, value in sizes.items():
@@ -344,6 +353,7 @@ class Chain:
         base: The chain whose layers are frozen and have adapters in this chain (``models.lora``).
         cut: The cuts of layers among ranks, by patterns of module names (``models.cut``); empty if the layers cannot be
             cut.
+        copied: The names of buffers that are one buffer in the given module, and of which each layer has a copy.
         prove: A function that raises ModelError if the layers do not compute the same as the model from which they were
             made. Called once before a run. None if there is no such model.
         prove_parts: A function that raises ModelError if the layers do not compute the same for parts of sequences
@@ -363,6 +373,7 @@ class Chain:
     fingerprint: str = ""
     base: Chain | None = None
     cut: Mapping[str, CutOf] = field(default_factory=dict)
+    copied: frozenset[str] = frozenset()
     prove: Callable[[], None] | None = None
     prove_parts: Callable[..., None] | None = None
 

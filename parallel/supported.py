@@ -74,6 +74,12 @@ def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: boo
                 "sequence between the first layer and the last one; leave parallel.sequence out"
             )
         _check_layer(facts, layout, recompute, trains)
+        if trains and f"{facts.name}.{facts.changes}" in chain.copied:
+            raise ModelError(
+                f"layer {facts.name!r} ({facts.kind}): it changes its {facts.changes!r} in every training forward, and "
+                "another layer has the same tensor, of which each layer would have a copy: give each layer a tensor of "
+                "its own, or put the layers that share it into one module with its own forward"
+            )
     for axis in known_axes(layout):
         axis.check_facts(layout, chain, found, recompute)
 

@@ -18,6 +18,7 @@ from data.tensors import TensorData
 from models.batchnorm import BatchNorm1d
 from models.chain import Chain, LayerSpec
 from models.losses import ClassCrossEntropy
+from models.sequential import chain_of
 from parallel.layout import Layout
 from parallel.shape_inference import trace
 from planner.counting import Measure
@@ -103,6 +104,14 @@ def setup_of(layer, *, mode="train", compile=False, activation_checkpointing=Fal
     return setup
 
 
+def setup_of_net(net):
+    """The objects of a run in one process."""
+    chain, setup = chain_of(net, ClassCrossEntropy()), setup_of(nn.Identity)
+    made = GivenSample(setup.cfg, chain, NO_DATA, setup.plan)
+    made.sample = setup.sample
+    return made
+
+
 CHANGED = {
     "BatchNorm": (partial(nn.BatchNorm1d, 8), "running_mean"),
     "spectral norm": (lambda: spectral_norm(nn.Linear(8, 8)), "parametrizations.weight.0._u"),
@@ -130,6 +139,17 @@ def test_a_layer_that_changes_its_tensors_is_refused_where_the_batch_is_cut(laye
             check_examined(setup_of(layer, **changes))
     check_examined(setup_of(layer))
     check_examined(setup_of(layer, mode="eval", dp=2))
+
+
+def test_a_changing_tensor_that_two_layers_have_is_refused_because_each_would_change_a_copy():
+    mean, linear, alike = Own(average), nn.Linear(8, 8), Own(lambda self, x: x + self.kept)
+    shares = Own(average)
+    shares.kept = mean.kept
+    for layers in ([mean, linear, mean], [nn.Sequential(mean), linear, shares]):
+        with pytest.raises(ModelError, match=r"changes its '(0\.)?kept' .* another layer has the same tensor"):
+            check_examined(setup_of_net(nn.Sequential(*layers)))
+    check_examined(setup_of_net(nn.Sequential(alike, linear, alike)))  # nothing changes
+    check_examined(setup_of_net(nn.Sequential(nn.Sequential(mean, linear, mean))))  # one layer
 
 
 @pytest.mark.parametrize("layer", KEPT.values(), ids=KEPT)
