@@ -40,6 +40,8 @@ def _options(name: str, about: str, benchmark: Benchmark, arguments: Sequence[st
     if benchmark.parts:
         about_parts = f"a part, or how parts begin; all of them: {', '.join(benchmark.parts)}"
         parser.add_argument("parts", nargs="*", metavar="PART", help=about_parts)
+    for number, default in benchmark.numbers.items():
+        parser.add_argument(number, nargs="?", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--quick", "--dry-run", action="store_true", help="tiny sizes, to check that it runs")
     if benchmark.rounds:
         parser.add_argument("--rounds", type=int, help=f"default: {benchmark.rounds}, and 1 with --quick")

@@ -58,16 +58,18 @@ class Benchmark:
 
     Attributes:
         measure: Yields the tables. It gets the chosen options: ``quick`` (tiny sizes), ``rounds``, ``parts`` (those to
-            measure; none: all of them) and ``output`` (the folder of the tables).
+            measure; none: all of them), ``numbers`` and ``output`` (the folder of the tables).
         rounds: The number of rounds if none is chosen; None: it does not repeat itself.
         parts: What can be measured alone.
         one_table: Whether all parts are rows of one table, so that results/ has no table of some parts.
+        numbers: Whole numbers that may be chosen, in this order, with their defaults.
     """
 
     measure: Callable[[Namespace], Iterable[Table]]
     rounds: int | None = None
     parts: Sequence[str] = ()
     one_table: bool = False
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
 
 def _save(path: Path, rows: list[dict]) -> None:

@@ -1,0 +1,66 @@
+"""Random programs beside a loop in plain torch, in short; by the hundred: python -m benchmarks plain SEED COUNT."""
+
+import pytest
+from plain import loop
+from plain.loop import compared, outcome, sentence, shrunk
+from plain.programs import Program, drawn
+
+PROGRAM = Program(
+    blocks=("residual", "BatchNorm1d", "begins in place"), targets=("ignored", "huber"), factors=(1.0, 0.3), rows=22,
+    batch=8, parts=4, optim="momentum", options=(("weight_decay", 0.1),), clip=0.1, scheduler="linear", every=1,
+)  # fmt: skip
+COUNT, SEED = 25, 7
+
+
+def means_of_all_targets(self, outputs, targets):
+    """Wrong: ignored targets count."""
+    losses, kinds = RIGHT(self, outputs, targets), loop.several(targets)[0]
+    return losses | {"loss": losses["loss"] * (kinds != -100).double().mean()}
+
+
+RIGHT = loop.Loop.losses
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_program_is_the_training_of_the_loop_and_a_fault_in_one_of_them_is_found(tmp_path, monkeypatch, wrong):
+    if wrong:
+        monkeypatch.setattr(loop.Loop, "losses", means_of_all_targets)
+    found = outcome(PROGRAM, tmp_path / "run")
+    assert (found.kind, found.words.startswith("single: loss of 1 is")) == (
+        ("bad", True) if wrong else ("equal", False)
+    )
+    assert wrong or 0 < found.difference < 1e-13
+
+
+def test_the_first_difference_is_named():
+    wanted = loop.Found({(1, "loss"): 1.0, (1, "lr"): 0.1, (2, "loss"): 2.0}, {})
+    found = wanted._replace(numbers={(1, "loss"): 1.0, (1, "lr"): 0.2, (2, "loss"): float("nan")})
+    assert compared(found, wanted, 1e-9) == (float("inf"), "lr of 1 is 0.2, not 0.1")
+    assert compared(found, wanted, 1e-9, since=1)[1] == "loss of 2 is nan, not 2"
+    assert compared(wanted._replace(numbers={}), wanted, 1e-9)[1] == "loss of 1 is missing"
+
+
+def test_a_failing_program_is_made_as_simple_as_it_can_be():
+    simple = shrunk(PROGRAM, lambda program: "huber" in program.targets and program.parts > 1, tries=1000)
+    assert repr(simple) == "Program(targets=('huber',), parts=4)"
+
+
+def test_refusals_that_differ_in_names_and_numbers_are_one():
+    one, two = (
+        f"layer 'b{i}' (Own): its forward calls the BatchNorm 'b{i}.a' {i} times, and so on. More" for i in (2, 3)
+    )
+    assert sentence(one) == sentence(two) == "its forward calls the BatchNorm … … times"
+
+
+def test_programs_are_drawn_alike_and_of_every_kind():
+    programs = [drawn(SEED, number) for number in range(120)]
+    assert programs[7] == drawn(SEED, 7) and len({*map(repr, programs)}) == len(programs)
+    assert len({p.layout for p in programs}) > 6 and {p.precision for p in programs} == {*loop.NEAR}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(COUNT))
+def test_random_programs_are_the_training_of_the_loop(tmp_path, number):
+    program = drawn(SEED, number)
+    found = outcome(program, tmp_path / "run")
+    assert found.kind != "bad", f"{found.words}\n{program}"
