@@ -40,7 +40,7 @@ MOMENTUM = 0.9
 # tenfold at every step.
 _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
 # In bf16 and fp16: the runs of one process that measure rounding, and how many times what they show counts as rounding.
-PERTURBED, _SPREADS = 3, 4.0
+PERTURBED, _SPREADS = 3, 3.0
 _TINY = 1e-300  # in place of a limit of 0
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
@@ -260,7 +260,8 @@ class Runs:
             self._limits[kind] = limits_of(theirs, map(results, self.perturbed), self.cfg.verify.tolerance)
             self.limits |= {kind: self._limits[kind][""]} if kind in COMPARED and kind != OWN else {}
         limits = self._limits[kind]
-        ratios = ((n / (limits.get(at, limits[""]) or _TINY), n, at) for at, n in differences(ours, theirs).items())
+        sizes = differences(ours, theirs, 0.0) if self.perturbed else differences(ours, theirs)
+        ratios = ((size / (limits.get(at, limits[""]) or _TINY), size, at) for at, size in sizes.items())
         return max(ratios, key=itemgetter(0, 1), default=(0.0, 0.0, ""))
 
     def path(self, layout: Compared) -> Path:
@@ -337,7 +338,7 @@ def limits_of(
 
     A limit is a multiple of the tensor's largest difference, or of the usual one, between ``perturbed`` and ``theirs``.
     """
-    found = [differences(ours, theirs) for ours in perturbed]
+    found = [differences(ours, theirs, least=0.0) for ours in perturbed]
     sizes = {name: max(one.get(name, 0.0) for one in found) for name in theirs} if found else {}
     least = max(_SPREADS * median(sizes.values() or [0.0]), tolerance)
     return {name: max(_SPREADS * size, least) for name, size in sizes.items()} | {"": least}

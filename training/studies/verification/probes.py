@@ -195,14 +195,17 @@ def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -
     return gap / (max(theirs.abs().nan_to_num(0.0, 0.0).max().item(), floor) or 1.0)
 
 
-def differences(ours: Tensors, theirs: Tensors) -> dict[Any, float]:
-    """Return the relative difference of each tensor that differs, by its name."""
+def differences(ours: Tensors, theirs: Tensors, least: float = _FLOOR) -> dict[Any, float]:
+    """Return the relative difference of each tensor that differs, by its name.
+
+    It is relative to the tensor's largest number, or to ``least`` times that of all tensors that differ.
+    """
     pairs = ((name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs]))
     names = [name for name, a, b in pairs if a is None or b is None or a.shape != b.shape or not torch.equal(a, b)]
     # Equal tensors do not count: the -1e9 of a mask would hide all differences of the other tensors.
     changed = [t.detach() for name in names if (t := theirs.get(name)) is not None and t.numel() > 1]
     tensors = [_real(t).double().abs() for t in changed]
-    floor = _FLOOR * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
+    floor = least * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
     return {name: difference(ours.get(name), theirs.get(name), floor) for name in names}
 
 
