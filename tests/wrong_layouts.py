@@ -1,4 +1,4 @@
-"""Faults of layouts: 25 ways in which programs that divide a training among ranks were wrong, and no error told.
+"""Faults of layouts: ways in which programs that divide a training among ranks were wrong, and no error told.
 
 Each is rebuilt in this project's own code by a patch, which acts if there is more than one rank. Those with a source
 have the form of the fault that was reported there; the others are faults of the same kinds.
