@@ -164,7 +164,7 @@ RESUMED = """
 import os, sys, time
 from pathlib import Path
 import psutil
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
+sys.path[:0] = [here := os.path.dirname(sys.argv[1]), os.path.dirname(here)]
 from test_wandb import WandbRun, log_steps
 folder, first, last = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 log_steps(folder, range(first, last + 1), WandbRun(folder, {}))
