@@ -26,6 +26,11 @@ def test_layers_are_dealt_in_order_each_once(balance, stages, counts):
     assert [len(run) for run in runs] == counts
 
 
+def test_more_stages_than_layers_are_refused_with_the_most_that_are_possible():
+    with pytest.raises(PlanError, match=r"8 stages \(parallel.pp x stages_per_rank\) .* may be at most 7"):
+        partition_layers(list(COSTS), 8, "uniform", list(COSTS.values()))
+
+
 @pytest.mark.parametrize("costs", [[5, 1, 1, 1, 8], [0, 0, 0, 7], [3, 0, 3, 0, 3, 0]], ids=str)
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_no_other_cut_has_a_smaller_largest_block(costs, parts):
