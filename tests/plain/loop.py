@@ -111,7 +111,7 @@ class Loop:
         optimizer, trained = self.optimizer(), [p for p in self.net.parameters() if p.requires_grad]
         until = {p: step for step, layer in program.unfreeze for p in self.net.get_submodule(layer).parameters()}
         follows = {"patience": 10, **dict(program.schedule)} if program.scheduler == "plateau" else {}
-        plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], 1.0), **follows)
+        plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], program.settings["lr"]), **follows)
         how = {"every": 1, "start": math.inf, "use_buffers": True, **dict(program.average)}
         rule = get_ema_multi_avg_fn(how["decay"]) if "decay" in how else None
         average = AveragedModel(self.net, multi_avg_fn=rule, use_buffers=how["use_buffers"])
@@ -123,7 +123,7 @@ class Loop:
             assert len({*seen}) == len(seen), "an epoch has no row twice"
             for p in trained:
                 p.requires_grad_(until.get(p, 0) < step)
-            factor = plateau.optimizer.param_groups[0]["lr"] * self.factor(step)
+            factor = plateau.optimizer.param_groups[0]["lr"] / program.settings["lr"] * self.factor(step)
             for group in optimizer.param_groups:
                 group["lr"] = factor * group["rate"]
             optimizer.zero_grad()
