@@ -36,8 +36,8 @@ class WandbRun:
 
     The run's id is kept in ``run_dir/wandb_id.txt``: a resumed training continues the same online run, and
     ``wandb sync`` merges its offline parts. A resumed offline run first cuts off earlier parts at the step where it
-    continues. Then it logs the records of metrics.jsonl that these parts lack, because a killed process loses the
-    records of up to 15 s. Uploaded parts cannot be cut off: their steps are not logged again.
+    continues. Then it logs the records of metrics.jsonl that these parts, or the server, lack, because a killed process
+    loses the records of up to 15 s. Uploaded steps cannot be removed and are not logged again; a warning names them.
     """
 
     def __init__(
@@ -69,15 +69,22 @@ class WandbRun:
         except RuntimeError:  # a user without a name, as in containers
             os.environ["HOME"] = str(self._run_dir)
         with _service_ended_on_error():
+            records = read_records(metrics := self._run_dir / METRICS)
+            done = records[-1]["step"] if records else 0
             self._run: Any = self._start_online() if mode == "online" else None
-            if self._run is None:
-                records = read_records(metrics := self._run_dir / METRICS)
-                before = records[-1]["step"] if records else 0 if metrics.exists() else math.inf
+            if self._run is not None:
+                self._logged = self._run.starting_step - 1  # the last step that the server has
+            else:
+                before = done if records or metrics.exists() else math.inf
                 self._logged = _last_step_kept(self._run_dir / "wandb", before)
                 self._run = self._start("offline")
-                for record in records:
-                    if record["step"] > self._logged:
-                        self.log(record, record["step"])
+            if self._logged > done:
+                log.warning("wandb has steps up to %d of this run, and cannot remove them. If steps %d to %d get other "
+                            "results now, they keep their first numbers there; metrics.jsonl has the new ones",
+                            self._logged, done + 1, self._logged)  # fmt: skip
+            for record in records:
+                if record["step"] > self._logged:
+                    self.log(record, record["step"])
 
     def log(self, record: dict, step: int) -> None:
         """Log the values of a record as train/loss, val/loss and so on; records of the same step are merged."""

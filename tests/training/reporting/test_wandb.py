@@ -220,3 +220,18 @@ def test_steps_that_are_uploaded_before_a_run_is_resumed_are_not_uploaded_again(
     run.finish({})
     sync(tmp_path)
     assert Counter(row["_step"] for row in uploaded) == dict.fromkeys(range(1, 13), 1)
+
+
+@pytest.mark.parametrize("lost, back", [(0, 5), (3, 8)], ids=["a return to step 5", "the kill lost 3 steps"])
+def test_an_online_run_says_which_steps_keep_their_first_numbers_and_gets_those_it_lacks(
+    tmp_path, uploaded, caplog, lost, back
+):
+    log_steps(tmp_path, range(1, 9), run := WandbRun(tmp_path, {}, mode="online"))
+    run.finish({})
+    del uploaded[8 - lost :]
+    truncate_after(tmp_path / METRICS, back)
+    log_steps(tmp_path, range(back + 1, 11), run := WandbRun(tmp_path, {}, mode="online"))
+    run.finish({})
+    assert [row["_step"] for row in uploaded] == list(range(1, 11))
+    assert [row["train/loss"] for row in uploaded] == pytest.approx([1 / step for step in range(1, 11)])
+    assert ("If steps 6 to 8 get other results now" in caplog.text) == (back == 5)
