@@ -10,6 +10,7 @@ an error, is made as simple as it can be and printed; the exit code is then 1. R
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from argparse import Namespace
@@ -22,15 +23,31 @@ from benchmarks.table import Benchmark, Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from plain.loop import outcome, sentence, shrunk  # noqa: E402
-from plain.programs import drawn  # noqa: E402
+from plain.loop import Outcome, outcome, sentence, shrunk  # noqa: E402
+from plain.programs import Program, drawn  # noqa: E402
+
+
+def quietly(program: Program, folder: Path) -> Outcome:
+    """How the program ends, without what its runs print, also those of other processes."""
+    sys.stdout.flush()
+    before, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        return outcome(program, folder)
+    finally:
+        sys.stdout.flush()
+        for number, descriptor in enumerate(before, 1):
+            os.dup2(descriptor, number)
+        for descriptor in (*before, nowhere):
+            os.close(descriptor)
 
 
 def measure(chosen: Namespace) -> Iterator[Table]:
     """Yield the table of how programs ended; exits with code 1 if one was bad."""
     found, worst, seed = Counter[tuple[str, str]](), 0.0, chosen.seed
     with tempfile.TemporaryDirectory(prefix="plain-") as folder:
-        ended = partial(outcome, folder=Path(folder) / "run")
+        ended = partial(quietly, folder=Path(folder) / "run")
         for number in range(3 if chosen.quick else chosen.count):
             program = drawn(seed, number)
             result = ended(program)
