@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 # Where the tests' helpers are found, here and in the processes that it starts.
-ROOMS = ("", "training", "training/studies/verify", "parallel", "launchers", "cuda", "refusals")
+ROOMS = ("", "training", "training/studies/verify", "parallel", "launchers", "cuda", "refusals", "peers")
 sys.path[:0] = [str(HERE / room) for room in ROOMS]
 import preloaded  # noqa: E402, F401
 

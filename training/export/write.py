@@ -133,6 +133,8 @@ def write_weights(folder: Path, data: DataSet, strategy: Strategy, published: st
         theirs = _published(published)
         known = json.loads(theirs.get(_CONFIG, "{}"))
         state, config = chain.hugging_face.export(state, _words(known, data))
+        # Published GPT-2s have no prefix, and mlx-lm reads no other names.
+        state = {name.removeprefix(chain.hugging_face.optional): tensor for name, tensor in state.items()}
         end = getattr(data.vocabulary, "end", None)  # words and unknown vocabularies have no end token
         if (config.get("pad_token_id") or 0) >= config["vocab_size"]:  # beyond the data's words
             config["pad_token_id"] = None

@@ -108,6 +108,12 @@ def test_an_export_with_its_tokens_is_started_from_as_it_is(recipe, reference, e
         prepare(config(*recipe, f"model.init_from='{exported}'"))
 
 
+def test_an_export_has_the_names_of_the_published_gpt2(exported):
+    """Without the prefix "transformer.", with which mlx-lm cannot read it."""
+    names = load_file(exported / "model.safetensors").keys()
+    assert {"wte.weight", "wpe.weight", "ln_f.bias", "h.0.attn.c_attn.weight"} < names and len(names) == 4 + 2 * 12
+
+
 def test_the_exported_tokenizer_knows_the_new_tokens(exported):
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers comes with transformers (requirements-dev.txt)")
     theirs = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
