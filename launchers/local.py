@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -9,10 +10,11 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
@@ -26,11 +28,13 @@ from launchers.stopping import SIGNALS, Interrupted, Stopped, StopSignals
 from launchers.worker import Console, Job, redirect_output, work
 from launchers.world import World
 
-_POLL_S = 0.1
+_POLL_S, _IDLE_S = 0.1, 0.05
 _PRELOAD = ("torch", "torch.distributed")
 _END_S = 5.0
 # All ranks of a run that was asked to stop end within moments of each other.
 _LEAVE_S = 10.0
+# Threads that start processes would change the environment and __main__ of each other, and ask twice how one has ended.
+_one_thread = threading.RLock()
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
@@ -45,7 +49,7 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     try:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         # SAFEPATH: the working directory does not come first. It may have a package "training", too.
-        with changed_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}), _without_main():
+        with _one_thread, changed_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}), _without_main():
             multiprocessing.set_forkserver_preload([*preload, *_PRELOAD])
             forkserver.ensure_running()
     except OSError as error:
@@ -108,6 +112,7 @@ def run_workers(
             job = Job(processes, folder, log_dir, restarts, stoppable, dict(os.environ))
             workers = _Workers(job, entry, args, stop, timeout_s)
             try:
+                workers.start()
                 failure, may_restart = workers.watch()
             finally:
                 workers.end()
@@ -130,50 +135,122 @@ def call_in_workers(
 ) -> list[Any]:
     """Call ``function(world, *args)`` in new processes of this machine; return its result on each rank.
 
-    The ranks print nothing. None of their state stays in this process, such as a model or a context on a GPU.
-
-    Args:
-        function: A function at the top level of an importable module. Its result must be picklable.
-        args: Its picklable arguments.
-        processes: The number of ranks.
-        log_dir: The folder for the output of the ranks; None to discard it.
-        timeout_s: Seconds that workers wait for each other.
-
-    Raises:
-        WorkerFailed: See ``run_workers``, which also lists further errors.
+    The ranks print nothing. None of their state stays in this process, such as a model or a context on a GPU. See
+    ``WorkerPool`` for the arguments and the errors.
     """
-    start_fork_server([function.__module__])
-    with tempfile.TemporaryDirectory(prefix="launchers-") as folder:
-        logs = os.path.join(folder, "logs") if log_dir is None else log_dir
-        run_workers(_call, (function, args, folder, logs), processes, logs, timeout_s=timeout_s)
-        results = []
-        for rank in range(processes):
-            with open(os.path.join(folder, str(rank)), "rb") as file:
-                results.append(pickle.load(file))
-        return results
+    with closing(WorkerPool(processes, log_dir, timeout_s)) as pool:
+        return pool.call(function, args)
 
 
-def _call(world: World, function: Callable, args: tuple, folder: str, logs: str) -> None:
+class WorkerPool:
+    """Processes of this machine that call one function after the other. The first call after a failure starts them.
+
+    Attributes:
+        processes: The number of ranks.
+        calls: The number of calls that the current processes have begun.
+    """
+
+    def __init__(self, processes: int, log_dir: str | os.PathLike | None = None, timeout_s: float = float("inf")):
+        """Set up a pool; no process is started.
+
+        Args:
+            processes: The number of ranks.
+            log_dir: The folder for the output of the ranks; None to discard it.
+            timeout_s: Seconds that workers wait for each other.
+        """
+        self.processes, self.calls = processes, 0
+        self._log_dir, self._timeout_s = log_dir, timeout_s
+        self._workers: _Workers | None = None
+        self._open, self._lock = ExitStack(), threading.RLock()
+
+    def call(self, function: Callable, args: tuple) -> list[Any]:
+        """Call ``function(world, *args)`` on each rank; return its results.
+
+        Args:
+            function: A function at the top level of an importable module. Its result must be picklable.
+            args: Its picklable arguments.
+
+        Raises:
+            WorkerFailed: See ``run_workers``, which also lists further errors.
+        """
+        with StopSignals() as stop:
+            try:
+                with self._lock:
+                    workers = self._workers = self._workers or self._started(stop, function)
+                workers.stop = stop
+                self.calls += 1
+                call = os.path.join(self._folder, f"call_{self.calls}")
+                results = [f"{call}_{rank}" for rank in range(self.processes)]
+                _write(call, (function, args))
+                failure, _ = workers.watch(lambda: all(map(os.path.exists, results)))
+                stop.check()
+                if failure is not None:
+                    raise failure
+                return [_read(result) for result in results]
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the processes. Another thread may do this during a call, which then fails."""
+        with self._lock:
+            self._workers, self.calls = None, 0
+            self._open.close()
+
+    def _started(self, stop: StopSignals, function: Callable) -> _Workers:
+        start_fork_server([function.__module__])
+        self._folder = self._open.enter_context(
+            tempfile.TemporaryDirectory(prefix="launchers-", ignore_cleanup_errors=True)
+        )
+        logs = os.path.join(self._folder, "logs") if self._log_dir is None else os.path.abspath(self._log_dir)
+        for rank in range(self.processes):
+            self._open.callback(remove_empty_log, logs, rank)
+        with _one_thread:
+            job = Job(self.processes, self._folder, logs, 0, False, dict(os.environ))
+        workers = _Workers(job, _serve, (self._folder, logs), stop, self._timeout_s)
+        self._open.callback(workers.end)
+        workers.start()
+        return workers
+
+
+def _serve(world: World, folder: str, logs: str) -> None:
+    """Answer the calls of a pool, until it ends this process."""
     if world.rank == 0:
         redirect_output(logs, 0)
-    result = function(world, *args)
-    with open(os.path.join(folder, str(world.rank)), "wb") as file:
-        pickle.dump(result, file)
+    for number in itertools.count(1):
+        call = os.path.join(folder, f"call_{number}")
+        while not os.path.exists(call):
+            time.sleep(_IDLE_S)
+        function, args = _read(call)
+        _write(f"{call}_{world.rank}", function(world, *args))
+        del function, args
+        gc.collect()  # models have cycles
+
+
+def _write(path: str, value: Any) -> None:
+    with open(f"{path}.tmp", "wb") as file:
+        pickle.dump(value, file)
+    os.replace(f"{path}.tmp", path)
+
+
+def _read(path: str) -> Any:
+    with open(path, "rb") as file:
+        return pickle.load(file)
 
 
 class _Workers:
     """The workers of one start. Between polls they are stopped if ``stop`` requests it."""
 
     def __init__(self, job: Job, entry: Callable, args: tuple, stop: StopSignals, timeout_s: float) -> None:
-        self._job, self._stop, self._timeout_s = job, stop, timeout_s
+        self._job, self.stop, self._timeout_s = job, stop, timeout_s
         process = multiprocessing.get_context("forkserver").Process
         ranks = range(job.processes)
         self._processes = [process(target=work, args=(Console(), job, rank, entry, args)) for rank in ranks]
         self._asked_to_stop = False
         self._ended: dict[int, Death] = {}
 
-    def watch(self) -> tuple[WorkerFailed | None, bool]:
-        """Start the workers and wait until all have finished or one has failed.
+    def watch(self, finished: Callable[[], bool] | None = None) -> tuple[WorkerFailed | None, bool]:
+        """Wait until all workers have finished or one has failed, or until ``finished``.
 
         Returns:
             The first failure, or None; and whether another start may succeed.
@@ -182,13 +259,12 @@ class _Workers:
             Stopped: If the workers have stopped on request.
             Interrupted: If this process, or a worker that cannot stop by itself, was asked to stop at once.
         """
-        self._start()
         # A worker that has ended without finishing has failed or was asked to stop, whatever its exit code.
         while not (deaths := self._failed()):
-            if len(self._ended) == self._job.processes:
+            if len(self._ended) == self._job.processes or (finished is not None and finished()):
                 return None, False
-            self._poll()
-            if self._stop.wanted and not self._asked_to_stop:
+            self._poll(_POLL_S if finished is None else _IDLE_S)
+            if self.stop.wanted and not self._asked_to_stop:
                 self._asked_to_stop = True
                 for process in self._processes:
                     process.terminate()
@@ -205,7 +281,7 @@ class _Workers:
         if all(death.aborted for death in deaths):
             stall = self._stall()
             deaths = self._failed()
-        may_restart = not self._stop.wanted and not any(death.report.get("repeats") for death in deaths)
+        may_restart = not self.stop.wanted and not any(death.report.get("repeats") for death in deaths)
         return stall or root_cause(deaths, self._job.log_dir), may_restart
 
     def end(self) -> None:
@@ -221,10 +297,10 @@ class _Workers:
         for process, _ in started:
             process.join(max(0.0, deadline - time.monotonic()))
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Fork the workers, as soon as the fork server has imported its modules."""
         try:
-            with _without_main():
+            with _one_thread, _without_main():
                 for process in self._processes:
                     process.start()
         except (EOFError, OSError) as error:  # the server has ended, and its error is on the console
@@ -251,11 +327,13 @@ class _Workers:
     def _failed(self) -> list[Death]:
         return [death for death in self._ended.values() if not death.finished]
 
-    def _poll(self) -> None:
-        self._stop.check()
-        wait([process.sentinel for rank, process in enumerate(self._processes) if rank not in self._ended], _POLL_S)
-        for rank, process in enumerate(self._processes):
-            if rank not in self._ended and (code := process.exitcode) is not None:
+    def _poll(self, pause_s: float = _POLL_S) -> None:
+        self.stop.check()
+        wait([process.sentinel for rank, process in enumerate(self._processes) if rank not in self._ended], pause_s)
+        with _one_thread:
+            codes = [process.exitcode for process in self._processes]
+        for rank, code in enumerate(codes):
+            if rank not in self._ended and code is not None:
                 report = read_report(self._job.report_path(rank))
                 self._ended[rank] = Death(rank, code, report or {}, finished=report == {})
 

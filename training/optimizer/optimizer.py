@@ -74,6 +74,11 @@ class Optimizer:
             for group in part.optimizer.param_groups:
                 group["ratio"] = group["lr"] / self.base_lr if self.base_lr else 1.0
 
+    @property
+    def made(self) -> list[torch.optim.Optimizer]:
+        """The objects of the classes that the configuration names."""
+        return [part.optimizer for part in self._parts]
+
     def step(self, lr: float) -> None:
         """Update the parameters once at learning rate ``lr``. Ranks with parts of one parameter call this together."""
         for part in self._parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,9 @@ _CURVES_FROM = 20  # steps; importing matplotlib would take longer than many a s
 
 
 @exit_is_failure()
-def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, Any]:
+def run(
+    setup: Setup, run_dir: Path, world: World | None = None, observe: Callable[[Loop], object] | None = None
+) -> dict[str, Any]:
     """Train a model, or evaluate a checkpoint.
 
     Args:
@@ -67,6 +69,7 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
             ``build_setup``. The configuration has the ``mode`` "train", "eval" or "predict".
         run_dir: The existing run directory. Rank 0 writes there.
         world: This process's rank among all processes; None for a single process.
+        observe: Gets the training loop before its first step.
 
     Returns:
         The content of summary.json, on every rank; empty for predictions.
@@ -115,6 +118,8 @@ def run(setup: Setup, run_dir: Path, world: World | None = None) -> dict[str, An
         recorder = _recorder(setup, strategy, run_dir, first_step=done + 1)
         checkpoints.warn = lambda words: recorder.say(f"warning: {words}")
         loop = Loop(setup, strategy, optimizer, checkpoints, recorder)
+        if observe is not None:
+            observe(loop)
         if resumed is not None:
             loop.restore(resumed, done, ended)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -18,8 +21,10 @@ import torch
 from torch import Tensor
 
 from common.errors import ModelError, PlanError, UserError
+from common.machine import usable_cores
+from conf.instantiate import with_values
 from conf.schema import Root
-from launchers import World, call_in_workers
+from launchers import WorkerPool, World
 from models.chain import Chain
 from parallel.axes import AXES
 from parallel.layout import Layout
@@ -30,8 +35,9 @@ from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import CheckpointTensors
 from training.reporting.metrics import METRICS, read_records
 from training.run.prepare import PlannedRun, prepare
+from training.run.rank import run
 from training.run.setup import Setup
-from training.studies.short_run import run_on_rank, short_run
+from training.studies.short_run import short_run
 from training.studies.verification.probes import differences
 from training.studies.verification.recording import perturbed, recorded
 
@@ -181,8 +187,8 @@ class Runs:
         perturbed: The comparisons of runs of the reference layout whose results were moved by rounding.
     """
 
-    def __init__(self, cfg: Root, folder: Path, chain: Chain, microbatches: int) -> None:
-        """Set up the comparisons. No layout is run."""
+    def __init__(self, cfg: Root, folder: Path, chain: Chain, microbatches: int, lanes: int = 1) -> None:
+        """Set up the comparisons. No layout is run. At most ``lanes`` layouts will run at once."""
         self.cfg, self.folder, self.chain, self.microbatches = cfg, folder, chain, microbatches
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
@@ -191,16 +197,54 @@ class Runs:
         self._limits: dict[str, Mapping[Any, float]] = {}  # by kind and name
         self._plans: dict[str, Plan] = {}  # by the layout's name
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
+        self._lanes, self._lock = lanes, threading.Lock()
+        self._pools: list[WorkerPool] = []
+        self._free: list[WorkerPool] = []
+        self._reused: set[str] = set()  # layouts that ran in processes of earlier layouts
+        self._kept: list[Compared] = []  # layouts whose checkpoints are not removed yet
 
     def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None, perturbed: int = 0) -> Compared:
-        """Run a layout, and one more step from the previous layout's checkpoint. Compare the results.
+        """Compare one layout; see ``compare_all``."""
+        (result,) = self.compare_all([(layout, changed or {}, perturbed)])
+        return result
 
-        If ``perturbed`` is given, move all results by rounding. The limits are raised to what the comparison shows.
+    def compare_all(self, planned: Iterable[tuple[Layout, Mapping[str, Any], int]]) -> Iterator[Compared]:
+        """Yield the comparison of each layout, with the keys of ``train`` that differ from the run, in this order.
+
+        If the number of a perturbed run is given, all results are moved by rounding, and the limits are raised to what
+        the comparison shows. Each layout trains, and one more step from the checkpoint of a layout that holds. After
+        the reference, several layouts may run at once.
         """
+        waiting, begun = deque(planned), deque()
+        # Closed before the threads, so that these end, and again for what they have started meanwhile.
+        with closing(self), ThreadPoolExecutor(self._lanes) as threads, closing(self):
+            while waiting or begun:
+                running = [run for _, run, _ in begun if not run.done()]
+                alone = not self._before.name or (begun and begun[-1][0].perturbed)  # others need these results
+                most = 1 if alone else 2 * self._lanes
+                if begun and begun[0][1].done():
+                    yield self._judged(*begun.popleft())
+                    used = [self.first, self._before, *self.perturbed, *(before for _, _, before in begun)]
+                    for old in [one for one in self._kept if one not in used]:
+                        shutil.rmtree(self.path(old), ignore_errors=True)
+                        self._kept.remove(old)
+                elif waiting and len(running) < self._lanes and len(begun) < most:
+                    begun.append(self._begin(threads, *waiting.popleft()))
+                else:
+                    wait(running, return_when=FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """End all processes."""
+        for pool in self._pools:
+            pool.close()
+
+    def _begin(
+        self, threads: Executor, layout: Layout, changed: Mapping[str, Any], perturbed: int
+    ) -> tuple[Compared, Future, Compared]:
+        """Begin the runs of a layout. Return its comparison, the runs, and the layout that they continue."""
         optimizer = self.cfg.optim._target_.rpartition(".")[2]
-        began = time.monotonic()
         name = typed_name(layout, changed) + f", moved by rounding, {perturbed} of {PERTURBED}" * bool(perturbed)
-        changed = {"compile": False, "activation_checkpointing": False} if perturbed else dict(changed or {})
+        changed = {"compile": False, "activation_checkpointing": False} if perturbed else dict(changed)
         result = Compared(name, layout, changed, perturbed, optimizer)
         try:
             if layout.dp > 1 and self.microbatches > 1 and layout.dp * layout.chunks != self.microbatches:
@@ -211,31 +255,50 @@ class Runs:
             self._plans[result.name] = prepare(self._job(result, "plain")).plan
         except UserError as error:
             result.reason = str(error)
-            return result
+            return result, threads.submit(int), self._before
         self.first = self.first if self.first.name else result
         before = self._before if self._before.name else result
+        return result, threads.submit(self._run, result, before), before
+
+    def _run(self, result: Compared, before: Compared) -> None:
         jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
-        jobs = [job for job in jobs if not perturbed or job[0] != "own"]
+        jobs = [job for job in jobs if not result.perturbed or job[0] != "own"]
+        began = time.monotonic()
         try:
             self.launch(result, self.path(result), jobs)
+        finally:
+            result.seconds += time.monotonic() - began
+
+    def _judged(self, result: Compared, run: Future, before: Compared) -> Compared:
+        """Compare the results of the runs of a layout."""
+        if result.reason:
+            return result
+        self._judge(result, run.result)
+        if not result.holds and result.name in self._reused:  # not because of what earlier layouts have left
+            for pool in self._free:
+                pool.close()
+            self._judge(result, partial(self._run, result, before))
+        if result.perturbed:
+            self.perturbed.append(result)
+            self._limits.clear()
+        if result.holds and (result.perturbed or not result.changed):  # later layouts start from right checkpoints
+            self._kept.append(result)
+            self._before = result
+        return result
+
+    def _judge(self, result: Compared, runs: Callable[[], object]) -> None:
+        result.reason = ""
+        try:
+            runs()
             result.losses = [float(loss) for loss in self.results(result, OWN).values()]
             for kind in COMPARED:
                 if found := self.largest(kind, partial(self.results, kind=kind), result):
                     ratio, size, at = found
                     result.differences[kind] = size, at
                     result.ratios |= {kind: ratio} if kind != OWN else {}
-            result.holds = bool(perturbed) or all(ratio <= 1 for ratio in result.ratios.values())
-            if perturbed:
-                self.perturbed.append(result)
-                self._limits.clear()
-            if (perturbed or not changed) and result.holds:  # the next layout starts from a correct checkpoint
-                if before not in (self.first, result, *self.perturbed):
-                    shutil.rmtree(self.path(before), ignore_errors=True)
-                self._before = result
+            result.holds = bool(result.perturbed) or all(ratio <= 1 for ratio in result.ratios.values())
         except UserError as error:
             result.holds, result.reason = False, str(error)
-        result.seconds = time.monotonic() - began
-        return result
 
     def largest(
         self, kind: str, results: Callable[[Compared], Mapping[Any, Tensor]], layout: Compared
@@ -283,8 +346,25 @@ class Runs:
             (folder / part).mkdir(parents=True)
             runs.append((self._job(result, part, before, steps), folder / part))
         arguments = PlannedRun(self.cfg, self._plans[result.name]), runs, record, result.perturbed
-        processes, timeout_s = result.layout.processes, self.cfg.verify.timeout_s
-        call_in_workers(_run_jobs, arguments, processes, folder / "logs", timeout_s)
+        pool = self._pool(result.layout.processes)
+        self._reused |= {result.name} if pool.calls else set()
+        try:
+            pool.call(_run_jobs, arguments)
+        finally:
+            self._free.append(pool)
+
+    def _pool(self, processes: int) -> WorkerPool:
+        """Return free processes of an earlier layout, or end free ones of another number and return new ones."""
+        with self._lock:
+            self._free.sort(key=lambda pool: pool.processes == processes)
+            pool = self._free.pop() if self._free else None
+            if pool is None or pool.processes != processes:
+                if pool is not None:
+                    pool.close()
+                logs = self.folder / "logs" / f"{len(self._pools)}"
+                pool = WorkerPool(processes, logs, self.cfg.verify.timeout_s)
+                self._pools.append(pool)
+            return pool
 
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The run with the user's optimizer neither saves nor evaluates."""
@@ -293,8 +373,10 @@ class Runs:
         more = {"launcher": {"name": "local", "max_restarts": 0, "allow_mixed": True}}
         if not own:
             more |= {"optim": _PLAIN, "scheduler": {"_target_": "training.optimizer.Constant"}, "recipe": None}
+        threads = self.cfg.parallel.threads or max(1, usable_cores() // (self._lanes * result.layout.processes))
         return in_layout(
-            self.cfg, result.layout, more, steps=steps or self.steps, eval_every=None if own else 0,
+            with_values(self.cfg, {"parallel.threads": threads}), result.layout, more,
+            steps=steps or self.steps, eval_every=0 if part == "plain" else None,
             eval_batches=min(self.cfg.train.eval_batches or 2, 2), checkpoint_every=None if own else 1,
             keep_checkpoints=self.steps + 1, max_skipped=0, resume=before and str(self.path(before) / "plain"),
             **result.changed,
@@ -313,7 +395,7 @@ class Runs:
         if kind == OWN:
             return _numbers(plain.with_name("own"), "loss")
         if kind in ("weights", "buffers", "optimizer"):
-            tensors = _tensors(plain, self.steps)
+            tensors = tensors_of(plain, self.steps)
             return {name: tensors[name][...] for name in tensors if self._kind(name) == kind}
         return _numbers(plain, kind)
 
@@ -322,7 +404,7 @@ class Runs:
 
     def gradients(self, layout: Compared, step: int, part: str = "plain") -> dict[str, Tensor]:
         """Return the gradients of a step, computed from the momentum before and after it."""
-        before, now = (_tensors(self.path(layout) / part, n) for n in (step - 1, step))
+        before, now = (tensors_of(self.path(layout) / part, n) for n in (step - 1, step))
         found = {}
         for name in now:
             parameter, _, state = name.partition("/")
@@ -344,7 +426,7 @@ def limits_of(
     return {name: max(_SPREADS * size, least) for name, size in sizes.items()} | {"": least}
 
 
-def _tensors(run: Path, step: int) -> Mapping[str, Any]:
+def tensors_of(run: Path, step: int) -> Mapping[str, Any]:
     """Return the tensors of a checkpoint, which are read by ``[...]``; empty if the step was not saved."""
     folder = run / "checkpoints" / step_name(step)
     return CheckpointTensors(Checkpoint(folder)) if folder.exists() else {}
@@ -368,4 +450,6 @@ def _run_jobs(world: World, planned: PlannedRun, jobs: list[tuple[Root, Path]], 
     moved = perturbed(planned.plan.precision, seed) if seed else nullcontext()
     with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext(), moved:
         for cfg, run_dir in jobs:
-            run_on_rank(world, replace(planned, cfg=cfg), run_dir)
+            setup = replace(planned, cfg=cfg).setup(world)
+            setup.data.test = None  # nothing compares its results
+            run(setup, run_dir, world)
