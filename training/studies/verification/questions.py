@@ -114,15 +114,13 @@ def _data(setup: Setup) -> Iterator[str]:
         }
         if all(len({tensor.shape for tensor in tensors}) == 1 for tensors in alone):
             others["read without others"] = [torch.cat(tensors) for tensors in alone]
-        count = len(Batch(*source.read(rows, 0)).input_tensors)
         for how, tensors in others.items():
             for i, (tensor, one) in enumerate(zip(first, tensors, strict=True)):
                 # Without others, a sample of variable length may be narrower.
                 if one.shape == tensor.shape and (size := difference(one, tensor)) > setup.cfg.verify.tolerance:
-                    field = f"input {i}" if i < count else f"target {i - count}"
                     why = f"; it draws from {' and '.join(sorted(drawn))}" if drawn else ""
                     yield (
-                        f"{type(setup.data).__name__}: {field} of a sample of {split} changes when it is {how} (by "
+                        f"{type(setup.data).__name__}: tensor {i} of a sample of {split} changes when it is {how} (by "
                         f"{size:.0e}){why}. Let a sample depend on its index and the epoch alone, and draw from a "
                         "generator that both seed"
                     )
