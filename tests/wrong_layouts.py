@@ -1,7 +1,7 @@
 """Faults of layouts: ways in which programs that divide a training among ranks were wrong, and no error told.
 
-Each is rebuilt in this project's own code by a patch, which acts if there is more than one rank. Those with a source
-have the form of the fault that was reported there; the others are faults of the same kinds.
+Each is rebuilt by a patch of this project, which acts if there is more than one rank. A source is a report of such a
+fault elsewhere; the patch has its effect, not its code. Those without a source are of the same kinds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ TENSOR = Layout("tensor", tp=2, chunks=4)
 SEQUENCE = replace(TENSOR, sequence=True)
 GATHER = Layout("context", cp=2, context="gather", chunks=4)
 DDP = Layout("ddp", dp=2, chunks=2)
-FSDP = Layout("fsdp", dp=2, chunks=2)
 PIPE = Layout("pipelined", pp=2, chunks=4, schedule="1f1b")
 EXPERT = Layout("expert", dp=2, ep=2, chunks=2)
 _SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": WORDS, "block_size": LENGTH}
@@ -106,27 +105,6 @@ def _then(change: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def _nothing(original: Callable, *_: Any) -> None:
-    return None
-
-
-def _doubled_sum(_: Any, sums: Tensor) -> Tensor:
-    return torch.cat([2 * sums[:1], sums[1:]])
-
-
-def _own_mean(original: Callable, self: VocabularyShard, sums: Tensor) -> Tensor:
-    own = 2 * sums[2:]
-    return torch.cat([original(self, sums)[:2], own])
-
-
-def _last_word_lost(original: Callable, self: Any, module: nn.Module, words: slice, tokens: Tensor) -> Tensor:
-    return original(self, module, slice(words.start, words.stop - 1), tokens)
-
-
-def _without_groups(original: Callable, *args: Any, groups: int = 1, **named: Any) -> Any:
-    return original(*args, **named)
-
-
 def _of_rank(rank: int) -> Callable:
     return _then(lambda _, norm: norm * (_rank() == rank))
 
@@ -134,14 +112,6 @@ def _of_rank(rank: int) -> Callable:
 def _counted_by_each(original: Callable, self: Gradients, *of: Any) -> Tensor:
     with patch.object(self, "_counted", {True: [p for some in self._counted.values() for p in some]}):
         return original(self, *of)
-
-
-def _from_zero(_: Callable, self: Any, length: int, device: torch.device) -> Tensor:
-    return torch.arange(length, device=device)
-
-
-def _own_keys_only(_: Callable, self: Any, gradients: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
-    return [*gradients][0]
 
 
 def _scaled(factor: float, of: Callable[[Any], bool] = lambda name: True) -> Callable:
@@ -156,13 +126,8 @@ def _scaled(factor: float, of: Callable[[Any], bool] = lambda name: True) -> Cal
     return changed
 
 
-def _unless(word: str) -> Callable:
-    """Leave the gradients of parameters with a word in their names as they are."""
-
-    def changed(original: Callable, self: Any, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
-        original(self, {p: of for p, of in names.items() if word not in of[0]})
-
-    return changed
+def _without_routers(original: Callable, self: Any, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
+    original(self, {p: of for p, of in names.items() if "mlp.gate" not in of[0]})
 
 
 def _own_targets(self: Strategy, batch: Batch) -> None:
@@ -172,7 +137,7 @@ def _own_targets(self: Strategy, batch: Batch) -> None:
         self._terms = float(self._usual_terms * mine * self.plan.dp / total)
 
 
-def _usual_terms(original: Callable, self: Strategy, *args: Any) -> Any:
+def _with_usual_terms(original: Callable, self: Strategy, *args: Any) -> Any:
     self._terms = self._usual_terms
     return original(self, *args)
 
@@ -182,25 +147,10 @@ def _not_synchronized(original: Callable, self: Any, *args: Any, **named: Any) -
     return original(self, *args, **named)
 
 
-def _not_updated(original: Callable, self: torch.optim.Optimizer, closure: Any = None) -> Any:
-    mine = [p for group in self.param_groups for p in group["params"]] if _rank() == 1 else []
-    kept = [p.detach().clone() for p in mine]
-    original(self, closure)
-    for parameter, old in zip(mine, kept, strict=True):
-        parameter.data.copy_(old)
-
-
 def _rounded_gradients(original: Callable, self: Stage, *args: Any, **named: Any) -> Any:
     for parameter in self.parameters():
         if parameter.grad is not None:
             parameter.grad.copy_(parameter.grad.bfloat16())
-    return original(self, *args, **named)
-
-
-def _only_last(original: Callable, self: Stage, *args: Any, **named: Any) -> Any:
-    for parameter in self.parameters():
-        if parameter.grad is not None and self.training:
-            parameter.grad.zero_()
     return original(self, *args, **named)
 
 
@@ -213,18 +163,10 @@ def _not_copied(original: Callable, self: Gradients) -> None:
         original(self)
 
 
-def _alone(self: AuxiliaryLosses, _: Any) -> None:
-    self._alone = True
-
-
 def _others_recomputed(original: Callable, self: Stage, name: str, layer: Any, where: Any, given: Any, *more: Any):
     if self.training and torch._C._current_graph_task_id() != -1:  # in a backward
         given = given.roll(1, 0)
     return original(self, name, layer, where, given, *more)
-
-
-def _shown_by_first(self: Strategy, sums: Tensor) -> None:
-    self.shown = sums
 
 
 def _first_replicas(self: Strategy, result: Any) -> Any:
@@ -232,10 +174,6 @@ def _first_replicas(self: Strategy, result: Any) -> Any:
     mean = torch.tensor(loss / count)
     dist.broadcast(mean, 0)
     return replace(result, loss=float(mean))
-
-
-def _of_first_replica(_: Any, sums: Tensor) -> Tensor:
-    return sums * (_rank() == 0)
 
 
 @dataclass(frozen=True)
@@ -284,37 +222,40 @@ def _fault(name: str) -> Fault:
 _NOT_SENT = {False: (tensor._identity, tensor._identity), True: tensor._ENTER[True]}
 FAULTS = {fault.name: fault for fault in [
     Fault("label smoothing by the mean of each rank's words", "Megatron-LM 7452 (1), 737", "gpt2", TENSOR,
-          "forward of head", [(VocabularyShard, "sum", _own_mean)]),
+          "forward of head", [(VocabularyShard, "sum",
+                               lambda whole, self, x: torch.cat([whole(self, x.clone())[:2], 2 * x[2:]]))]),
     Fault("whole logits taken for a part: the loss has log 2 too much", "Megatron-LM 7452 (2)", "gpt2", TENSOR,
-          "forward of head", [(VocabularyShard, "sum", _then(_doubled_sum))]),
+          "forward of head", [(VocabularyShard, "sum", _then(lambda _, sums: torch.cat([2 * sums[:1], sums[1:]])))]),
     Fault("the mean over each replica's own number of targets", "Megatron-LM 7452 (3)", "llama", DDP,
-          "gradient of ", [(Strategy, "_placed", _then(_own_targets)), (Strategy, "_agree", _usual_terms)]),
+          "gradient of ", [(Strategy, "_placed", _then(_own_targets)), (Strategy, "_agree", _with_usual_terms)]),
     Fault("a recomputation from other samples", "Megatron-LM 7452 (4)", "recomputed", DDP,
           r"backward of h\.1", [(Stage, "compute_layer", _others_recomputed)]),
     Fault("the norm of one rank's parts", "Megatron-LM 7452 (8), 5916", "llama", TENSOR,
           "gradient norm", [(Gradients, "squared_norm", _of_rank(0))]),
     Fault("the norm counts replicated parameters on each rank", "ROCm TransformerEngine 715", "gpt2", TENSOR,
           "gradient norm", [(Gradients, "squared_norm", _counted_by_each)]),
-    Fault("the norm of the last stage", "NeMo Automodel 576", "llama", PIPE,
+    Fault("the norm of the last stage", "", "llama", PIPE,
           "gradient norm", [(Gradients, "squared_norm", _of_rank(1))]),
     Fault("gradients of norms not summed where the sequence is divided", "Megatron-LM 1446 (TTrace)", "llama", SEQUENCE,
-          "gradient of .*norm", [(TensorParallel, "finish_gradients", _nothing)]),
+          "gradient of .*norm", [(TensorParallel, "finish_gradients", lambda *_: None)]),
     Fault("the router's gradient not summed where the sequence is divided", "", "moe", SEQUENCE,
-          r"gradient of .*mlp\.gate", [(TensorParallel, "finish_gradients", _unless("mlp.gate"))]),
+          r"gradient of .*mlp\.gate", [(TensorParallel, "finish_gradients", _without_routers)]),
     Fault("gradients of other ranks' keys lost", "Megatron-LM 1464 (TTrace)", "llama", GATHER,
-          r"backward of layers\.1", [(ContextAttention, "home", _own_keys_only)]),
+          r"backward of layers\.1", [(ContextAttention, "home", lambda _, self, gradients, dtype: [*gradients][0])]),
     Fault("positions from 0 on each rank", "", "llama", GATHER,
-          r"forward of layers\.0", [(UsesCache, "positions", _from_zero)]),
+          r"forward of layers\.0",
+          [(UsesCache, "positions", lambda _, self, length, device: torch.arange(length, device=device))]),
     Fault("gradients averaged over ranks that share a sequence", "", "llama", GATHER,
           "gradient of ", [(ContextParallel, "finish_gradients", _scaled(0.5))]),
     Fault("the gradient of a region's input not summed", "SkyRL 1886", "llama", TENSOR,
           "backward of head", [(tensor, "_ENTER", _NOT_SENT)]),
-    Fault("partial sums not added up", "", "gpt2", TENSOR,
-          "forward of embedding", [(tensor, "_LEAVE", _NOT_SENT)]),
     Fault("the vocabulary cut one word short", "", "gpt2", TENSOR,
-          "forward of embedding", [(TensorParallel, "_embed", _last_word_lost)]),
+          "forward of embedding",
+          [(TensorParallel, "_embed", lambda embed, self, module, words, tokens:
+            embed(self, module, slice(words.start, words.stop - 1), tokens))]),
     Fault("queries, keys and values cut as one matrix", "bigcode Megatron-LM 35, torchtitan 3807", "gpt2", TENSOR,
-          r"forward of h\.0", [(TensorParallel, "_replace", _without_groups)]),
+          r"forward of h\.0",
+          [(TensorParallel, "_replace", lambda cut, *args, groups=1, **named: cut(*args, **named))]),
     Fault("the same dropout on ranks that share heads", "pytorch 168058", "gpt2", TENSOR,
           r"forward of h\.0", [(TensorParallel, "_part_of", lambda *_: {})]),
     Fault("a tied gradient not summed", "Megatron-LM 1447, NeMo-RL 227", "gpt2", PIPE,
@@ -323,23 +264,21 @@ FAULTS = {fault.name: fault for fault in [
           "gradient of ", [(Replicas, "finish_gradients", _scaled(2.0))]),
     Fault("gradients not averaged", "", "gpt2", DDP,
           "gradient of ", [(DistributedDataParallel, "forward", _not_synchronized)]),
-    Fault("gradients of the last micro-batch alone", "", "gpt2", DDP,
-          "gradient of ", [(Stage, "forward", _only_last)]),
-    Fault("one rank's weights not updated", "", "llama", FSDP,
-          "of step 2|weights", [(torch.optim.SGD, "step", _not_updated)]),
     Fault("gradients added up in bf16", "", "llama", DDP,
           "gradient of ", [(Stage, "forward", _rounded_gradients)]),
     Fault("running statistics of one replica", "", "normed", DDP,
           r"buffers norm\.running", [(RunningStatistics, "__init__", _own_statistics)]),
     Fault("the balance of each replica's own tokens", "", "moe", EXPERT,
-          r"backward of layers\.", [(AuxiliaryLosses, "__init__", _then(_alone))]),
+          r"backward of layers\.",
+          [(AuxiliaryLosses, "__init__", _then(lambda self, _: setattr(self, "_alone", True)))]),
     Fault("gradients of experts divided twice", "", "moe", EXPERT,
           r"gradient of .*experts", [(Replicas, "finish_gradients", _scaled(0.5, lambda name: "experts" in name))]),
     Fault("the loss of the first replica shown", "torchtitan 3280, transformers 39674", "llama", DDP,
           "in (the )?loss",
-          [(Strategy, "take_sums", _then(_shown_by_first)), (Strategy, "_agree", _then(_first_replicas))]),
+          [(Strategy, "take_sums", _then(lambda self, sums: setattr(self, "shown", sums))),
+           (Strategy, "_agree", _then(_first_replicas))]),
     Fault("an evaluation of the first replica's samples", "", "gpt2", DDP,
-          "evaluation val_", [(Strategy, "eval_step", _then(_of_first_replica))]),
+          "evaluation val_", [(Strategy, "eval_step", _then(lambda _, sums: sums * (_rank() == 0)))]),
 ]}  # fmt: skip
 
 
