@@ -53,12 +53,12 @@ def measure(chosen: Namespace) -> Iterator[Table]:
             result = ended(program)
             found[result.kind, sentence(result.words) if result.kind == "refused" else ""] += 1
             worst = max(worst, result.difference if program.precision == "fp64" and result.kind == "equal" else 0.0)
-            if result.kind == "bad":
-                program = shrunk(program, lambda one: ended(one).kind == "bad")
+            if result.kind in ("bad", "crash"):
+                program = shrunk(program, lambda one, kind=result.kind: ended(one).kind == kind)
                 print(f"program {number} of seed {seed}: {result.words}\n    {program}", file=sys.stderr, flush=True)
     rows = [{"ended": kind, "said": said, "programs": n} for (kind, said), n in sorted(found.items())]
     yield Table("plain", rows, {"seed": seed, "largest difference in fp64": worst})
-    if any(kind == "bad" for kind, _ in found):
+    if any(kind in ("bad", "crash") for kind, _ in found):
         raise SystemExit(1)
 
 

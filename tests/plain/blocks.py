@@ -96,7 +96,7 @@ BLOCKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "frozen norm": ("r", lambda: Own(lambda m, x: m.a(x), a=norm().requires_grad_(False).eval())),
     "unused": ("rs", lambda: Own(lambda m, x: m.a(x), a=linear(), b=linear())),
     "unused norm": ("r", lambda: Own(lambda m, x: m.a(x), a=linear(), b=nn.BatchNorm1d(WIDTH))),
-    "rarely": ("rs", lambda: Own(lambda m, x: x + m.a(x) if bool((x[0] > 1.0).any()) else x, a=linear())),
+    "rarely": ("rs", lambda: Own(lambda m, x: x + m.a(x) * (x > 2) if bool((x > 2).any()) else x, a=linear())),
     "either": ("rs", lambda: Own(lambda m, x: torch.where(x > 0, m.a(x), m.b(x)), a=linear(), b=linear())),
     "detached": ("rs", lambda: Own(lambda m, x: m.a(x) * m.b(x.detach()).sigmoid(), a=linear(), b=linear())),
     "no_grad": ("rs", lambda: Own(lambda m, x: m.a(x) + torch.no_grad()(m.b)(x), a=linear(), b=linear())),

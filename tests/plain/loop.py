@@ -22,8 +22,9 @@ from data.tensors import TensorData
 from models.losses import Several
 from training import train
 
-# Relative. In fp64, the rounding of the first steps grows in later ones; in bf16, every operation rounds by 4e-3.
-NEAR = {"fp64": 1e-9, "fp32": 2e-3, "bf16": 5e-2}
+# Relative. In fp64, the rounding of the first steps grows in later ones; in bf16, every operation rounds by 4e-3, which
+# changes the sign of some terms of nn.L1Loss.
+NEAR = {"fp64": 1e-9, "fp32": 2e-3, "bf16": 0.1}
 
 
 class Found(NamedTuple):
@@ -34,7 +35,7 @@ class Found(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """kind: equal, refused, torch refuses, diverges or bad; what is said; the largest relative difference."""
+    """kind: equal, refused, torch refuses, diverges, crash or bad; what is said; the largest relative difference."""
 
     kind: str
     words: str = ""
@@ -244,7 +245,7 @@ def outcome(program: Program, folder: Path) -> Outcome:
     except UserError as error:
         return Outcome("refused", str(error))
     except Exception as error:
-        return Outcome("bad", f"{type(error).__name__}: {error}")
+        return Outcome("crash", f"{type(error).__name__}: {error}")
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(folder, ignore_errors=True)

@@ -238,6 +238,6 @@ def simpler(program: Program) -> Iterator[Program]:
         value = getattr(program, field.name)
         if value != field.default:
             yield replace(program, **{field.name: field.default})
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and (value[1:] or field.name != "targets"):
             for i in range(len(value)):
                 yield replace(program, **{field.name: value[:i] + value[i + 1 :]})

@@ -63,4 +63,4 @@ def test_programs_are_drawn_alike_and_of_every_kind():
 def test_random_programs_are_the_training_of_the_loop(tmp_path, number):
     program = drawn(SEED, number)
     found = outcome(program, tmp_path / "run")
-    assert found.kind != "bad", f"{found.words}\n{program}"
+    assert found.kind not in ("bad", "crash"), f"{found.words}\n{program}"
