@@ -21,7 +21,7 @@ def partition_layers(
     if stages > len(names):
         raise PlanError(
             f"{stages} stages (parallel.pp x stages_per_rank) but only {len(names)} layers: {', '.join(names)}; "
-            f"their product may be at most {len(names)}"
+            f"set parallel.pp={len(names)} or less; with stages_per_rank, their product is at most {len(names)}"
         )
     if balance in ("uniform", "time"):  # times are not measured yet
         counts = even_split(len(names), stages)

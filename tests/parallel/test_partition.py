@@ -27,7 +27,9 @@ def test_layers_are_dealt_in_order_each_once(balance, stages, counts):
 
 
 def test_more_stages_than_layers_are_refused_with_the_most_that_are_possible():
-    with pytest.raises(PlanError, match=r"8 stages \(parallel.pp x stages_per_rank\) .* may be at most 7"):
+    with pytest.raises(
+        PlanError, match=r"8 stages \(parallel.pp x stages_per_rank\) .* parallel.pp=7 or less; .* product is at most 7"
+    ):
         partition_layers(list(COSTS), 8, "uniform", list(COSTS.values()))
 
 

@@ -22,7 +22,8 @@ def test_a_padding_token_that_the_data_does_not_have_is_left_out(tmp_path, monke
     monkeypatch.setattr(write, "tokenizer", lambda data, chain: {})
     for pad, written in ((20, None), (9, 9)):
         config = {"vocab_size": 10, "pad_token_id": pad}
-        chain = SimpleNamespace(hugging_face=SimpleNamespace(export=lambda state, words, c=config: (state, dict(c))))
+        export = lambda state, words, c=config: (state, dict(c))  # noqa: E731
+        chain = SimpleNamespace(hugging_face=SimpleNamespace(export=export, optional=""))
         strategy = SimpleNamespace(chain=chain, state_dict=lambda: {"w": torch.zeros(1)})
         write.write_weights(tmp_path, SimpleNamespace(vocab_size=10, vocabulary=None), strategy)
         assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == written

@@ -51,7 +51,12 @@ def certificate(tmp_path_factory):
     about = {**ABOUT, "model": "toy", "parameters": 1234, "data": "numbers", "date": "2026-01-01", "seed": 1}
     about |= {"command": "python train.py mode=verify", "configuration": configuration}
     run = {"differences": dict.fromkeys(COMPARED, (1e-16, "step 1")), "seconds": 1.2}
-    wrong = {**run, "differences": dict.fromkeys(COMPARED, (1e-2, "step 2")), "reason": "first differs at " + 90 * "x"}
+    wrong = {
+        **run,
+        "differences": dict.fromkeys(COMPARED, (1e-2, "step 2")),
+        "ratios": dict.fromkeys(COMPARED, 3.0),
+        "reason": "first differs at " + 90 * "x",
+    }
     report = Report(
         about,
         limits=dict.fromkeys(COMPARED, 1e-5),
