@@ -39,8 +39,8 @@ from training.studies.verification.probes import Finding, difference, generators
 _ROWS, _EVALUATED = 4, 8
 _HALF = 0.05  # numbers of bf16 and fp16 are equal up to this difference
 _CHANGES = {
-    "again": "two runs of the same two steps give other weights: let the optimizer, the callbacks and the loss draw "
-    "random numbers from torch's generator only",
+    "again": "two runs of the same two steps give other weights: let layers (for their first weights, too), the "
+    "optimizer, the callbacks and the loss draw random numbers from torch's generator only",
     "resumed": "the step after a resume gives other weights: let checkpoints have all that the optimizer, callbacks "
     "and layers keep between steps",
 }
