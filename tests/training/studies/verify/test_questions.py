@@ -2,6 +2,7 @@
 
 import pytest
 from brought import BROUGHT
+from slow_cases import with_slow
 
 from launchers import World
 from models.given import set_given
@@ -11,10 +12,13 @@ from training.run.prepare import prepare
 from training.studies.verification import questions
 
 WORDS = ("logger=none", "train.global_batch_size=8", "train.precision=fp64", "device=cpu", "parallel=single")
+CASES = {brought.name: brought for brought in BROUGHT}
+QUICK = {"right ones", "an attribute", "a callback", "a mean of means", "an export", "reads counted"}
 
 
-@pytest.mark.parametrize("brought", BROUGHT, ids=lambda brought: brought.name)
-def test_what_is_broken_is_named_by_its_question(brought, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("name", with_slow(CASES, {*CASES} - QUICK))
+def test_what_is_broken_is_named_by_its_question(name, tmp_path, monkeypatch, capfd):
+    brought = CASES[name]
     monkeypatch.setattr(questions, "call_in_workers", lambda asked, args, *_: [asked(World.alone(), *args)])
     objects = {"model": brought.chain(), "data": brought.data()}
     set_given(objects)
