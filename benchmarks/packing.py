@@ -3,8 +3,8 @@
     GSM8K=FOLDER python -m benchmarks packing [--rounds 5] [--quick]
 
 FOLDER has GSM8K's train.jsonl. The tiny Llama trains in fp32 on questions and answers, in rows of 1,024 tokens, on two
-threads. The contenders take turns. A step has about as many documents for each of them, in micro-batches of 8 rows;
-those of trl have one row, because on a CPU its attention computes all pairs of tokens of a micro-batch.
+threads. The contenders take turns. A step has about as many documents for each of them, and a micro-batch about as many
+positions: one row, or 8 of similar length.
 
 counted tokens/s    targets that count in the loss, by the seconds of forward, backward, clipping and update
 """
@@ -30,8 +30,8 @@ from common.packages import load_transformers
 from data.dataset import PADDING_TARGET, Batch
 from data.loader import TrainBatches
 
-PACKED, TRL = "data.packing=true", "trl, packing=True"
-ROWS, DOCUMENTS, THREADS = 8, 40, 2
+SIMILAR_LENGTH, PACKED, TRL = "data.bucket_by_length=true", "data.packing=true", "trl, packing=True"
+ROWS, DOCUMENTS, SIMILAR, THREADS = 8, 40, 8, 2
 COMMON = [
     "model=llama", "model.size=tiny", "data=jsonl", "data.field=[question,answer]", "train.precision=fp32",
     "parallel=single", "logger=none", "device=cpu", "data.seq_len=1024",
@@ -44,11 +44,11 @@ TINY = [
     "model.kv_heads=1",
     "model.mlp_width=32",
 ]
-APART = [f"train.global_batch_size={DOCUMENTS}", f"parallel.chunks={DOCUMENTS // ROWS}"]
+SIZE, CHUNKS = "train.global_batch_size={}", "parallel.chunks={}"
 RUNS = {
-    "padded": APART,
-    "data.bucket_by_length=true": [*APART, "data.bucket_by_length=true"],
-    PACKED: ["data.packing=true", f"train.global_batch_size={ROWS}"],
+    "padded": [SIZE.format(DOCUMENTS), CHUNKS.format(DOCUMENTS)],
+    SIMILAR_LENGTH: [SIZE.format(DOCUMENTS), CHUNKS.format(DOCUMENTS // SIMILAR), SIMILAR_LENGTH],
+    PACKED: [SIZE.format(ROWS), CHUNKS.format(ROWS), PACKED],
 }
 
 
