@@ -275,8 +275,9 @@ class Runs:
             return result
         self._judge(result, run.result)
         if not result.holds and result.name in self._reused:  # not because of what earlier layouts have left
-            for pool in self._free:
-                pool.close()
+            with self._lock:  # so that no other layout takes one of them meanwhile
+                for pool in self._free:
+                    pool.close()
             self._judge(result, partial(self._run, result, before))
         if result.perturbed:
             self.perturbed.append(result)
