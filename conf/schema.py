@@ -134,7 +134,7 @@ class Verify(Section):
     """Settings of mode=verify."""
 
     processes: int | None = None  # the largest number of processes of a layout; null: 4, or the number of GPUs
-    steps: int = 5  # optimizer steps of each run
+    steps: int = 2  # optimizer steps of each run
     tolerance: float = 1e-5  # tensors are equal up to this difference, relative to the largest absolute value
     timeout_s: float = 60.0  # seconds that a rank waits for another before its layout is ended
 

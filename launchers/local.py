@@ -10,16 +10,17 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from common.errors import LaunchError
+from common.files import write_atomically
 from common.machine import changed_environment
 from launchers.failure import Death, WorkerFailed, read_report, remove_empty_log, root_cause
 from launchers.heartbeat import GIVE_UP_LATE_S, describe_stall, read_notes
@@ -28,13 +29,11 @@ from launchers.stopping import SIGNALS, Interrupted, Stopped, StopSignals
 from launchers.worker import Console, Job, redirect_output, work
 from launchers.world import World
 
-_POLL_S, _IDLE_S = 0.1, 0.05
+_POLL_S = 0.05
 _PRELOAD = ("torch", "torch.distributed")
 _END_S = 5.0
 # All ranks of a run that was asked to stop end within moments of each other.
 _LEAVE_S = 10.0
-# Threads that start processes would change the environment and __main__ of each other, and ask twice how one has ended.
-_one_thread = threading.RLock()
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
@@ -49,7 +48,7 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     try:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         # SAFEPATH: the working directory does not come first. It may have a package "training", too.
-        with _one_thread, changed_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}), _without_main():
+        with changed_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}), _without_main():
             multiprocessing.set_forkserver_preload([*preload, *_PRELOAD])
             forkserver.ensure_running()
     except OSError as error:
@@ -161,7 +160,7 @@ class WorkerPool:
         self.processes, self.calls = processes, 0
         self._log_dir, self._timeout_s = log_dir, timeout_s
         self._workers: _Workers | None = None
-        self._open, self._lock = ExitStack(), threading.RLock()
+        self._open = ExitStack()
 
     def call(self, function: Callable, args: tuple) -> list[Any]:
         """Call ``function(world, *args)`` on each rank; return its results.
@@ -175,27 +174,26 @@ class WorkerPool:
         """
         with StopSignals() as stop:
             try:
-                with self._lock:
-                    workers = self._workers = self._workers or self._started(stop, function)
+                workers = self._workers = self._workers or self._started(stop, function)
                 workers.stop = stop
                 self.calls += 1
-                call = os.path.join(self._folder, f"call_{self.calls}")
-                results = [f"{call}_{rank}" for rank in range(self.processes)]
-                _write(call, (function, args))
-                failure, _ = workers.watch(lambda: all(map(os.path.exists, results)))
+                call = Path(self._folder, f"call_{self.calls}")
+                results = [call.with_suffix(f".{rank}") for rank in range(self.processes)]
+                write_atomically(call, pickle.dumps((function, args)))
+                failure, _ = workers.watch(lambda: all(result.exists() for result in results))
                 stop.check()
                 if failure is not None:
                     raise failure
-                return [_read(result) for result in results]
+                call.unlink()  # it may have a whole data set
+                return [pickle.loads(result.read_bytes()) for result in results]
             except BaseException:
                 self.close()
                 raise
 
     def close(self) -> None:
-        """End the processes. Another thread may do this during a call, which then fails."""
-        with self._lock:
-            self._workers, self.calls = None, 0
-            self._open.close()
+        """End the processes. The next call starts new ones."""
+        self._workers, self.calls = None, 0
+        self._open.close()
 
     def _started(self, stop: StopSignals, function: Callable) -> _Workers:
         start_fork_server([function.__module__])
@@ -205,8 +203,7 @@ class WorkerPool:
         logs = os.path.join(self._folder, "logs") if self._log_dir is None else os.path.abspath(self._log_dir)
         for rank in range(self.processes):
             self._open.callback(remove_empty_log, logs, rank)
-        with _one_thread:
-            job = Job(self.processes, self._folder, logs, 0, False, dict(os.environ))
+        job = Job(self.processes, self._folder, logs, 0, False, dict(os.environ))
         workers = _Workers(job, _serve, (self._folder, logs), stop, self._timeout_s)
         self._open.callback(workers.end)
         workers.start()
@@ -218,24 +215,13 @@ def _serve(world: World, folder: str, logs: str) -> None:
     if world.rank == 0:
         redirect_output(logs, 0)
     for number in itertools.count(1):
-        call = os.path.join(folder, f"call_{number}")
-        while not os.path.exists(call):
-            time.sleep(_IDLE_S)
-        function, args = _read(call)
-        _write(f"{call}_{world.rank}", function(world, *args))
+        call = Path(folder, f"call_{number}")
+        while not call.exists():
+            time.sleep(_POLL_S)
+        function, args = pickle.loads(call.read_bytes())
+        write_atomically(call.with_suffix(f".{world.rank}"), pickle.dumps(function(world, *args)))
         del function, args
         gc.collect()  # models have cycles
-
-
-def _write(path: str, value: Any) -> None:
-    with open(f"{path}.tmp", "wb") as file:
-        pickle.dump(value, file)
-    os.replace(f"{path}.tmp", path)
-
-
-def _read(path: str) -> Any:
-    with open(path, "rb") as file:
-        return pickle.load(file)
 
 
 class _Workers:
@@ -263,7 +249,7 @@ class _Workers:
         while not (deaths := self._failed()):
             if len(self._ended) == self._job.processes or (finished is not None and finished()):
                 return None, False
-            self._poll(_POLL_S if finished is None else _IDLE_S)
+            self._poll()
             if self.stop.wanted and not self._asked_to_stop:
                 self._asked_to_stop = True
                 for process in self._processes:
@@ -300,7 +286,7 @@ class _Workers:
     def start(self) -> None:
         """Fork the workers, as soon as the fork server has imported its modules."""
         try:
-            with _one_thread, _without_main():
+            with _without_main():
                 for process in self._processes:
                     process.start()
         except (EOFError, OSError) as error:  # the server has ended, and its error is on the console
@@ -327,13 +313,11 @@ class _Workers:
     def _failed(self) -> list[Death]:
         return [death for death in self._ended.values() if not death.finished]
 
-    def _poll(self, pause_s: float = _POLL_S) -> None:
+    def _poll(self) -> None:
         self.stop.check()
-        wait([process.sentinel for rank, process in enumerate(self._processes) if rank not in self._ended], pause_s)
-        with _one_thread:
-            codes = [process.exitcode for process in self._processes]
-        for rank, code in enumerate(codes):
-            if rank not in self._ended and code is not None:
+        wait([process.sentinel for rank, process in enumerate(self._processes) if rank not in self._ended], _POLL_S)
+        for rank, process in enumerate(self._processes):
+            if rank not in self._ended and (code := process.exitcode) is not None:
                 report = read_report(self._job.report_path(rank))
                 self._ended[rank] = Death(rank, code, report or {}, finished=report == {})
 

@@ -121,7 +121,13 @@ class PlannedRun:
         return build_setup(self.cfg, self.plan, world)
 
 
-def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: Hardware | None = None) -> Setup:
+def prepare(
+    cfg: Root,
+    world_size: int | None = None,
+    nodes: int = 1,
+    hardware: Hardware | None = None,
+    like: Setup | None = None,
+) -> Setup:
     """Build the chain and the plan, prepare the data, and check each as soon as it is built.
 
     Args:
@@ -129,16 +135,21 @@ def prepare(cfg: Root, world_size: int | None = None, nodes: int = 1, hardware: 
         world_size: The number of processes if they have been started already (torchrun), otherwise None.
         nodes: The number of machines.
         hardware: The hardware of the machine that will execute the run and measure times; None for this machine.
+        like: A run of the same model and data, whose objects are used again, and whose examination if its micro-batches
+            have as many samples.
 
     Raises:
         UserError: The configuration cannot run. The message states the numbers and a fix.
     """
-    cfg, chain, data = checked_model_and_data(cfg)
+    cfg, chain, data = checked_model_and_data(cfg) if like is None else (cfg, like.chain, like.data)
     setup = Setup(cfg, chain, data, plan_of(cfg, chain, world_size, nodes, hardware), nodes)
     for check in (check_parameters, check_optimizer_layout, check_gpu_memory, check_compile):
         check(setup)
-    note(0, "preparing the data")
-    data.prepare()
+    if like is None:
+        note(0, "preparing the data")
+        data.prepare()
+    elif like.plan.microbatch_size == setup.plan.microbatch_size:
+        setup.examination = like.examination
     note(0, "checking the run")
     for check in (
         check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_pairs,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -21,8 +18,6 @@ import torch
 from torch import Tensor
 
 from common.errors import ModelError, PlanError, UserError
-from common.machine import usable_cores
-from conf.instantiate import with_values
 from conf.schema import Root
 from launchers import WorkerPool, World
 from models.chain import Chain
@@ -187,64 +182,33 @@ class Runs:
         perturbed: The comparisons of runs of the reference layout whose results were moved by rounding.
     """
 
-    def __init__(self, cfg: Root, folder: Path, chain: Chain, microbatches: int, lanes: int = 1) -> None:
-        """Set up the comparisons. No layout is run. At most ``lanes`` layouts will run at once."""
+    def __init__(self, cfg: Root, folder: Path, chain: Chain, microbatches: int) -> None:
+        """Set up the comparisons. No layout is run."""
         self.cfg, self.folder, self.chain, self.microbatches = cfg, folder, chain, microbatches
         self.limits = {**dict.fromkeys(COMPARED, cfg.verify.tolerance), OWN: math.inf}
         self.steps, self.samples = cfg.verify.steps, cfg.train.global_batch_size // microbatches
         self.first = self._before = Compared("")
         self.perturbed: list[Compared] = []
         self._limits: dict[str, Mapping[Any, float]] = {}  # by kind and name
+        self._setup: Setup | None = None  # of the first layout; examined once
         self._plans: dict[str, Plan] = {}  # by the layout's name
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
-        self._lanes, self._lock = lanes, threading.Lock()
-        self._pools: list[WorkerPool] = []
-        self._free: list[WorkerPool] = []
-        self._reused: set[str] = set()  # layouts that ran in processes of earlier layouts
-        self._kept: list[Compared] = []  # layouts whose checkpoints are not removed yet
-
-    def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None, perturbed: int = 0) -> Compared:
-        """Compare one layout; see ``compare_all``."""
-        (result,) = self.compare_all([(layout, changed or {}, perturbed)])
-        return result
-
-    def compare_all(self, planned: Iterable[tuple[Layout, Mapping[str, Any], int]]) -> Iterator[Compared]:
-        """Yield the comparison of each layout, with the keys of ``train`` that differ from the run, in this order.
-
-        If the number of a perturbed run is given, all results are moved by rounding, and the limits are raised to what
-        the comparison shows. Each layout trains, and one more step from the checkpoint of a layout that holds. After
-        the reference, several layouts may run at once.
-        """
-        waiting, begun = deque(planned), deque()
-        # Closed before the threads, so that these end, and again for what they have started meanwhile.
-        with closing(self), ThreadPoolExecutor(self._lanes) as threads, closing(self):
-            while waiting or begun:
-                running = [run for _, run, _ in begun if not run.done()]
-                alone = not self._before.name or (begun and begun[-1][0].perturbed)  # others need these results
-                most = 1 if alone else 2 * self._lanes
-                if begun and begun[0][1].done():
-                    yield self._judged(*begun.popleft())
-                    used = [self.first, self._before, *self.perturbed, *(before for _, _, before in begun)]
-                    for old in [one for one in self._kept if one not in used]:
-                        shutil.rmtree(self.path(old), ignore_errors=True)
-                        self._kept.remove(old)
-                elif waiting and len(running) < self._lanes and len(begun) < most:
-                    begun.append(self._begin(threads, *waiting.popleft()))
-                else:
-                    wait(running, return_when=FIRST_COMPLETED)
+        self._pool, self._reused = self._processes(1), False
 
     def close(self) -> None:
         """End all processes."""
-        for pool in self._pools:
-            pool.close()
+        self._pool.close()
 
-    def _begin(
-        self, threads: Executor, layout: Layout, changed: Mapping[str, Any], perturbed: int
-    ) -> tuple[Compared, Future, Compared]:
-        """Begin the runs of a layout. Return its comparison, the runs, and the layout that they continue."""
-        optimizer = self.cfg.optim._target_.rpartition(".")[2]
+    def compare(self, layout: Layout, changed: Mapping[str, Any] | None = None, perturbed: int = 0) -> Compared:
+        """Train a layout, and one more step from the checkpoint of a layout that holds. Compare the results.
+
+        Processes stay for the next layout, if it has as many. ``changed`` has the keys of ``train`` that differ from
+        the run. If the number of a perturbed run is given, all results are moved by rounding, and the limits are raised
+        to what the comparison shows.
+        """
+        began, optimizer = time.monotonic(), self.cfg.optim._target_.rpartition(".")[2]
         name = typed_name(layout, changed) + f", moved by rounding, {perturbed} of {PERTURBED}" * bool(perturbed)
-        changed = {"compile": False, "activation_checkpointing": False} if perturbed else dict(changed)
+        changed = {"compile": False, "activation_checkpointing": False} if perturbed else dict(changed or {})
         result = Compared(name, layout, changed, perturbed, optimizer)
         try:
             if layout.dp > 1 and self.microbatches > 1 and layout.dp * layout.chunks != self.microbatches:
@@ -252,45 +216,32 @@ class Runs:
             if layout.processes > (most := self.cfg.verify.processes or 1):
                 result.needs = layout.processes
                 raise UserError(f"needs {result.needs} processes, and verify.processes={most}")
-            self._plans[result.name] = prepare(self._job(result, "plain")).plan
+            setup = prepare(self._job(result, "plain"), like=self._setup)
+            self._setup, self._plans[result.name] = self._setup or setup, setup.plan
         except UserError as error:
             result.reason = str(error)
-            return result, threads.submit(int), self._before
+            return result
         self.first = self.first if self.first.name else result
         before = self._before if self._before.name else result
-        return result, threads.submit(self._run, result, before), before
-
-    def _run(self, result: Compared, before: Compared) -> None:
-        jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
-        jobs = [job for job in jobs if not result.perturbed or job[0] != "own"]
-        began = time.monotonic()
-        try:
-            self.launch(result, self.path(result), jobs)
-        finally:
-            result.seconds += time.monotonic() - began
-
-    def _judged(self, result: Compared, run: Future, before: Compared) -> Compared:
-        """Compare the results of the runs of a layout."""
-        if result.reason:
-            return result
-        self._judge(result, run.result)
-        if not result.holds and result.name in self._reused:  # not because of what earlier layouts have left
-            with self._lock:  # so that no other layout takes one of them meanwhile
-                for pool in self._free:
-                    pool.close()
-            self._judge(result, partial(self._run, result, before))
+        self._judge(result, before)
+        if not result.holds and self._reused:  # in new processes: earlier layouts may have left something
+            self.close()
+            self._judge(result, before)
         if result.perturbed:
             self.perturbed.append(result)
             self._limits.clear()
         if result.holds and (result.perturbed or not result.changed):  # later layouts start from right checkpoints
-            self._kept.append(result)
+            if before not in (self.first, result, *self.perturbed):
+                shutil.rmtree(self.path(before), ignore_errors=True)
             self._before = result
+        result.seconds = time.monotonic() - began
         return result
 
-    def _judge(self, result: Compared, runs: Callable[[], object]) -> None:
+    def _judge(self, result: Compared, before: Compared) -> None:
+        jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
         result.reason = ""
         try:
-            runs()
+            self.launch(result, self.path(result), [job for job in jobs if not result.perturbed or job[0] != "own"])
             result.losses = [float(loss) for loss in self.results(result, OWN).values()]
             for kind in COMPARED:
                 if found := self.largest(kind, partial(self.results, kind=kind), result):
@@ -347,25 +298,14 @@ class Runs:
             (folder / part).mkdir(parents=True)
             runs.append((self._job(result, part, before, steps), folder / part))
         arguments = PlannedRun(self.cfg, self._plans[result.name]), runs, record, result.perturbed
-        pool = self._pool(result.layout.processes)
-        self._reused |= {result.name} if pool.calls else set()
-        try:
-            pool.call(_run_jobs, arguments)
-        finally:
-            self._free.append(pool)
+        if self._pool.processes != result.layout.processes:
+            self.close()
+            self._pool = self._processes(result.layout.processes)
+        self._reused = self._pool.calls > 0
+        self._pool.call(_run_jobs, arguments)
 
-    def _pool(self, processes: int) -> WorkerPool:
-        """Return free processes of an earlier layout, or end free ones of another number and return new ones."""
-        with self._lock:
-            self._free.sort(key=lambda pool: pool.processes == processes)
-            pool = self._free.pop() if self._free else None
-            if pool is None or pool.processes != processes:
-                if pool is not None:
-                    pool.close()
-                logs = self.folder / "logs" / f"{len(self._pools)}"
-                pool = WorkerPool(processes, logs, self.cfg.verify.timeout_s)
-                self._pools.append(pool)
-            return pool
+    def _processes(self, count: int) -> WorkerPool:
+        return WorkerPool(count, self.folder / "logs", self.cfg.verify.timeout_s)
 
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The run with the user's optimizer neither saves nor evaluates."""
@@ -374,10 +314,8 @@ class Runs:
         more = {"launcher": {"name": "local", "max_restarts": 0, "allow_mixed": True}}
         if not own:
             more |= {"optim": _PLAIN, "scheduler": {"_target_": "training.optimizer.Constant"}, "recipe": None}
-        threads = self.cfg.parallel.threads or max(1, usable_cores() // (self._lanes * result.layout.processes))
         return in_layout(
-            with_values(self.cfg, {"parallel.threads": threads}), result.layout, more,
-            steps=steps or self.steps, eval_every=0 if part == "plain" else None,
+            self.cfg, result.layout, more, steps=steps or self.steps, eval_every=0 if part == "plain" else None,
             eval_batches=min(self.cfg.train.eval_batches or 2, 2), checkpoint_every=None if own else 1,
             keep_checkpoints=self.steps + 1, max_skipped=0, resume=before and str(self.path(before) / "plain"),
             **result.changed,
@@ -396,8 +334,7 @@ class Runs:
         if kind == OWN:
             return _numbers(plain.with_name("own"), "loss")
         if kind in ("weights", "buffers", "optimizer"):
-            tensors = tensors_of(plain, self.steps)
-            return {name: tensors[name][...] for name in tensors if self._kind(name) == kind}
+            return tensors_of(plain, self.steps, lambda name: self._kind(name) == kind)
         return _numbers(plain, kind)
 
     def _kind(self, name: str) -> str:
@@ -405,13 +342,9 @@ class Runs:
 
     def gradients(self, layout: Compared, step: int, part: str = "plain") -> dict[str, Tensor]:
         """Return the gradients of a step, computed from the momentum before and after it."""
-        before, now = (tensors_of(self.path(layout) / part, n) for n in (step - 1, step))
-        found = {}
-        for name in now:
-            parameter, _, state = name.partition("/")
-            if state == "momentum_buffer":
-                found[parameter] = now[name][...] - (MOMENTUM * before[name][...] if name in before else 0.0)
-        return found
+        part_dir, momentum = self.path(layout) / part, "/momentum_buffer"
+        before, now = (tensors_of(part_dir, n, lambda name: name.endswith(momentum)) for n in (step - 1, step))
+        return {name.removesuffix(momentum): now[name] - MOMENTUM * before.get(name, 0.0) for name in now}
 
 
 def limits_of(
@@ -427,10 +360,11 @@ def limits_of(
     return {name: max(_SPREADS * size, least) for name, size in sizes.items()} | {"": least}
 
 
-def tensors_of(run: Path, step: int) -> Mapping[str, Any]:
-    """Return the tensors of a checkpoint, which are read by ``[...]``; empty if the step was not saved."""
+def tensors_of(run: Path, step: int, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """Return the wanted tensors of a checkpoint; none if the step was not saved."""
     folder = run / "checkpoints" / step_name(step)
-    return CheckpointTensors(Checkpoint(folder)) if folder.exists() else {}
+    stored = CheckpointTensors(Checkpoint(folder)) if folder.exists() else {}
+    return {name: stored[name][...] for name in stored if wanted(name)}
 
 
 def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:

@@ -111,7 +111,7 @@ class Layer:
         stage.zero_grad()
         stage.begin(self.training, step=int(self.training))
         inputs = self.rows(rows)
-        with generators(state, self.drawn):
+        with _generators(state, self.drawn):
             with torch.set_grad_enabled(self.training):
                 outputs = as_tuple(stage(*inputs, samples=where))
             if parts := [_weighed(t, count) for t in outputs if t.requires_grad and backward]:
@@ -162,7 +162,7 @@ def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
 
 
 @contextmanager
-def generators(state: int, drawn: set[str]) -> Iterator[None]:
+def _generators(state: int, drawn: set[str]) -> Iterator[None]:
     """Seed Python's and numpy's generators, add the used ones to ``drawn``, and restore them when the block ends."""
     kept = random.getstate(), np.random.get_state()
     random.seed(state)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from common.errors import UserError
+from common.files import jsonable
 from conf.instantiate import to_dict, with_values
 from conf.schema import Root
 from data.dataset import Batch, InMemory, Source
@@ -34,9 +33,9 @@ from training.run.restore import restore
 from training.run.setup import Setup
 from training.run.split_metrics import SplitMetrics, entries
 from training.studies.verification.layouts import in_layout, tensors_of
-from training.studies.verification.probes import Finding, difference, generators, largest_difference
+from training.studies.verification.probes import Finding, largest_difference
 
-_ROWS, _EVALUATED = 4, 8
+_BATCH, _EVALUATED = 4, 7
 _HALF = 0.05  # numbers of bf16 and fp16 are equal up to this difference
 _CHANGES = {
     "again": "two runs of the same two steps give other weights: let layers (for their first weights, too), the "
@@ -64,7 +63,8 @@ def ask(cfg: Root, setup: Setup, folder: Path, sound: Callable[[], bool]) -> Ite
         folder: A folder for the files of the runs.
         sound: Returns whether nothing was found so far. Otherwise only the data is asked.
     """
-    yield from _findings({"data": [*_data(setup)][:1]}, "data")
+    found: Answers = {"data": [*_data(setup)][:1]}
+    yield from _findings(found)
     if not sound():
         return
     kept = {"callbacks": to_dict(cfg)["callbacks"], "scheduler": to_dict(cfg)["scheduler"]}
@@ -72,58 +72,53 @@ def ask(cfg: Root, setup: Setup, folder: Path, sound: Callable[[], bool]) -> Ite
     count = 1 if setup.examination.which("gathers") else math.gcd(4, cfg.train.global_batch_size)
     whole = in_layout(cfg, Layout(chunks=count, order=cfg.parallel.order), kept, steps=2, **often)
     resumed = with_values(whole, {"train.resume": str(folder / "whole/checkpoints/step-00000001")})
+    tolerance = cfg.verify.tolerance if cfg.train.precision in ("fp64", "fp32") else _HALF
     try:
         planned = PlannedRun(whole, prepare(whole).plan)
-        tolerance = cfg.verify.tolerance if cfg.train.precision in ("fp64", "fp32") else _HALF
         (found,) = call_in_workers(_answers, (planned, resumed, folder, tolerance), 1, folder / "logs")
     except UserError as error:
         found = {"resume": [f"two steps, or one after a resume, cannot be trained: {error}"]}
-    yield from _findings(found, "resume", "evaluation", "export")
+    yield from _findings(found)
 
 
-def _findings(found: Answers, *names: str) -> Iterator[Finding]:
-    for name in names:
-        yield from [Finding(name, text=text) for text in found.get(name, ())] or [Finding(name, holds=True)]
+def _findings(found: Answers) -> Iterator[Finding]:
+    for name, texts in found.items():
+        yield from [Finding(name, text=text) for text in texts] or [Finding(name, holds=True)]
 
 
 def _data(setup: Setup) -> Iterator[str]:
-    """Read samples again, in another order, one by one, and as another process does."""
+    """Read samples again, one by one in another order, and as another process does."""
     sources = {split: getattr(setup.data, split) for split in ("train", "valid", "test")}
-    again, drawn = model_and_data(setup.cfg)[2], set()
+    again = model_and_data(setup.cfg)[2]  # a program's data set may be the same object
     again.prepare()
-
-    def read(source: Source, rows: np.ndarray, state: int) -> tuple[Tensor, ...]:
-        with generators(state, drawn), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(state)
-            began = torch.get_rng_state()
-            tensors = Batch(*source.read(rows, 0)).tensors
-            drawn.update(["torch's generator"] * (not torch.equal(began, torch.get_rng_state())))
-        return tensors
-
     for split, source in sources.items():
         if source is None:
             continue
-        rows = np.unique(np.linspace(0, len(source) - 1, _ROWS).astype(np.int64))
-        first, back = read(source, rows, 0), rows[::-1].copy()
+        rows = np.unique(np.linspace(0, len(source) - 1, _BATCH).astype(np.int64))
+        back = rows[::-1].copy()
+        first = _samples(source, [rows])
         source.read(back, 1)  # another epoch
-        alone = [*zip(*(read(source, rows[i : i + 1], 4) for i in range(len(rows))), strict=True)]
-        others = {
-            "read a second time": read(source, rows, 1),
-            "read after others": [tensor.flip(0) for tensor in read(source, back, 2)],
-            "read by another process": [tensor.flip(0) for tensor in read(getattr(again, split), back, 3)],
+        ways = {
+            "a second time": _samples(source, [rows]),
+            "by another process": _samples(getattr(again, split), [back]),
+            "without others": _samples(source, back[:, None]),
         }
-        if all(len({tensor.shape for tensor in tensors}) == 1 for tensors in alone):
-            others["read without others"] = [torch.cat(tensors) for tensors in alone]
-        for how, tensors in others.items():
-            for i, (tensor, one) in enumerate(zip(first, tensors, strict=True)):
-                # Without others, a sample of variable length may be narrower.
-                if one.shape == tensor.shape and (size := difference(one, tensor)) > setup.cfg.verify.tolerance:
-                    why = f"; it draws from {' and '.join(sorted(drawn))}" if drawn else ""
-                    yield (
-                        f"{type(setup.data).__name__}: tensor {i} of a sample of {split} changes when it is {how} (by "
-                        f"{size:.0e}){why}. Let a sample depend on its index and the epoch alone, and draw from a "
-                        "generator that both seed"
-                    )
+        for how, samples in ways.items():
+            # Without others, a sample of variable length may be narrower.
+            alike = {key: one for key, one in samples.items() if one.shape == first[key].shape}
+            size, where = largest_difference(alike, {key: first[key] for key in alike})
+            if size > setup.cfg.verify.tolerance:
+                yield (
+                    f"{type(setup.data).__name__}: tensor {where[1]} of a sample of {split} changes when it is read "
+                    f"{how} (by {size:.0e}). Let a sample depend on its index and the epoch alone, and draw random "
+                    "numbers from a generator that both seed"
+                )
+
+
+def _samples(source: Source, batches: Iterable[np.ndarray]) -> dict[tuple[int, int], Tensor]:
+    """Read samples. Return their tensors by the sample and the tensor's number."""
+    read = ((rows, Batch(*source.read(rows, 0)).tensors) for rows in batches)
+    return {(row, i): t[n] for rows, tensors in read for i, t in enumerate(tensors) for n, row in enumerate(rows)}
 
 
 def _answers(world: World, planned: PlannedRun, resumed: Root, folder: Path, tolerance: float) -> Answers:
@@ -131,97 +126,82 @@ def _answers(world: World, planned: PlannedRun, resumed: Root, folder: Path, tol
     jobs = {"whole": planned.cfg, "again": planned.cfg, "resumed": resumed}
     whole, again, after = (_trained(replace(planned, cfg=cfg), world, folder / name) for name, cfg in jobs.items())
     texts = [
-        f"{who}: its attribute {key} begins anew after a resume, because checkpoints do not have it; "
-        + _WAYS_OUT[re.split("[:. ]", who)[0]]
-        for who, values in whole.items()
+        f"{who}: its attribute {key} begins anew after a resume, because checkpoints do not have it; {_WAYS_OUT[kind]}"
+        for (kind, who), values in whole.items()
         for key, value in values.items()
-        if again[who].get(key) == value != after[who].get(key)
+        if again[kind, who].get(key) == value != after[kind, who].get(key)
     ]
+    weights = tensors_of(folder / "whole", 2)
     for name, text in _CHANGES.items():
-        tensors = ({key: of[key][...] for key in of} for of in (tensors_of(folder / run, 2) for run in (name, "whole")))
-        size, where = largest_difference(*tensors)
+        size, where = largest_difference(tensors_of(folder / name, 2), weights)
         texts += [f"{text} (by {size:.0e}: {where})"] if size > tolerance and not texts else []
     return {"resume": texts, **_evaluations(planned, folder, tolerance)}
 
 
-def _trained(planned: PlannedRun, world: World, run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Run two steps. Return the attributes of the user's objects at the end, by object."""
-    seen: list[tuple[str, Any]] = []
+def _trained(planned: PlannedRun, world: World, run_dir: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Run two steps. Return the attributes of the user's objects at the end, by kind and name of the object."""
+    seen: list[tuple[str, str, Any]] = []
     setup = planned.setup(world)
     setup.data.test, loss = None, setup.chain.loss
 
     def see(loop: Loop) -> None:
-        seen.extend(("optim", one) for one in loop.optimizer.made)
-        seen.extend((f"callbacks.{name}", one) for name, one in loop.callbacks.all.items())
-        seen.extend((f"layer {name}", m) for stage in loop.strategy.stages for name, m in stage.layers.named_modules())
-        seen.extend(("loss", one) for one in (loss, *vars(loss).values()))
+        layers = (pair for stage in loop.strategy.stages for pair in stage.layers.named_modules())
+        seen.extend(("optim", "optim", one) for one in loop.optimizer.made)
+        seen.extend(("callbacks", f"callbacks.{name}", one) for name, one in loop.callbacks.all.items())
+        seen.extend(("layer", f"layer {name}", module) for name, module in layers)
+        seen.extend(("loss", "loss", one) for one in (loss, *vars(loss).values()))
 
     run_dir.mkdir(parents=True)
     run(setup, run_dir, world, see)
     return {
-        f"{who}: {type(one).__name__}": {key: _plain(of) for key, of in vars(one).items() if key not in _COVERED}
-        for who, one in seen
+        (kind, f"{name}: {type(one).__name__}"): {k: _plain(of) for k, of in vars(one).items() if k not in _COVERED}
+        for kind, name, one in seen
         if hasattr(one, "__dict__")
     }
 
 
-def _plain(value: Any) -> Any:
-    """Return the numbers, texts and containers in a value, to compare them; None for other objects."""
-    if isinstance(value, torch.Generator):
-        value = value.get_state()
-    if isinstance(value, (Tensor, np.ndarray)):
-        return torch.as_tensor(value).detach().cpu().double().numpy().tobytes()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, deque)):  # a callback's tuples become lists in a checkpoint
-        return [*map(_plain, value)]
-    if isinstance(value, (int, float)):
-        return repr(float(value))
-    return value if isinstance(value, (str, bytes, set)) else None
+def _plain(value: Any) -> str:
+    """Return the numbers and texts in a value, to compare them, without the addresses of objects."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(jsonable(value)))
 
 
 def _evaluations(planned: PlannedRun, folder: Path, tolerance: float) -> Answers:
-    """Evaluate the trained weights in batches of several sizes, and after an export."""
-    cfg = with_values(planned.cfg, {"checkpoint": str(folder / "whole")})
-    data = model_and_data(cfg)[2]
+    """Evaluate the trained weights in batches of two sizes, and after an export."""
+    cfg, found = with_values(planned.cfg, {"checkpoint": str(folder / "whole")}), {"evaluation": [], "export": []}
+    data, strategy, _ = restore(cfg, planned.plan.device_type)
     data.prepare()
-    rows = np.arange(min(_EVALUATED - 1, len(data.valid or data.train)))
-    source = InMemory(*(data.valid or data.train).read(rows, 0)[:2])
+    split, chain = data.valid or data.train, strategy.chain
+    source = InMemory(*split.read(np.arange(min(_EVALUATED, len(split))), 0)[:2])
 
-    def evaluated(size: int, exported: Path | None = None) -> dict[str, Any]:
-        strategy = restore(cfg, planned.plan.device_type, size).strategy
-        if exported is not None:
-            for parameter in strategy.parameters():
-                parameter.data.zero_()
-            start(with_values(cfg, {"model.init_from": str(exported)}).model, strategy.chain, strategy)
-        metrics = SplitMetrics(cfg.metrics, strategy.chain.loss) if cfg.metrics and exported is None else None
-        found = evaluate(strategy, source, None, metrics)
-        return found | (metrics.results(strategy.mesh, folder, "val") if metrics else {})
+    def evaluated(size: int, wanted: Any = cfg.metrics) -> dict[str, float]:
+        strategy.plan = replace(strategy.plan, global_batch_size=size)
+        metrics = SplitMetrics(wanted, chain.loss) if wanted else None
+        results = evaluate(strategy, source, None, metrics)
+        return results | (metrics.results(strategy.mesh, folder, "val") if metrics else {})
 
-    def differs(one: float, other: float) -> bool:
-        return not math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+    def changed(values: Mapping[str, float]) -> list[tuple[str, float]]:
+        near = {"rel_tol": tolerance, "abs_tol": tolerance}
+        return [(name, value) for name, value in values.items() if not math.isclose(value, first[name], **near)][:1]
 
-    found: Answers = {"evaluation": [], "export": []}
-    strategy = restore(cfg, "cpu").strategy
-    first = evaluated(len(source))  # other batches are filled up with samples that do not count
-    facts = examine(strategy.chain, Batch(*source.read(np.arange(1), 0)), training=False)
+    first = evaluated(len(source))
+    facts = examine(chain, Batch(*source.read(np.arange(1), 0)), training=False)
     by_rule = facts.which("draws") or facts.which("gathers")  # numbers depend on the micro-batch
-    for size in () if by_rule else (_EVALUATED, _EVALUATED // 2):
-        changed = {name: value for name, value in evaluated(size).items() if differs(value, first[name])}
-        for name, value in [*changed.items()][: not found["evaluation"]]:
-            metric = next((f"metrics: {e.target}" for e in entries(cfg.metrics) if f"val_{e.name}" in name), "")
-            way_out = "keep sums in update(), and divide in compute()" if metric else "return sums over samples"
-            found["evaluation"] = [
-                f"{metric or 'the loss'}: {name.removeprefix('val_')} of {len(source)} samples is {value:.6g} in "
-                f"batches of {size}, and {first[name]:.6g} in one of {len(source)}; {way_out}"
-            ]
-    if not strategy.chain.unsaved:
+    for name, value in () if by_rule else changed(evaluated(_BATCH)):  # the last batch is filled up
+        metric = next((f"metrics: {e.target}" for e in entries(cfg.metrics) if f"val_{e.name}" in name), "")
+        way_out = "keep sums in update(), and divide in compute()" if metric else "return sums over samples"
+        found["evaluation"] = [
+            f"{metric or 'the loss'}: {name.removeprefix('val_')} of {len(source)} samples is {value:.6g} in batches "
+            f"of {_BATCH}, and {first[name]:.6g} in one of {len(source)}; {way_out}"
+        ]
+    if not chain.unsaved:
         (exported := folder / "exported").mkdir()
         write_weights(exported, data, strategy, cfg.model.init_from)
+        for parameter in strategy.parameters():
+            parameter.data.zero_()
+        start(with_values(cfg, {"model.init_from": str(exported)}).model, chain, strategy)
         found["export"] = [
             f"{name} is {value:.6g} with exported weights, and {first[name]:.6g} with those of the checkpoint; map "
             "every tensor in Chain.hugging_face"
-            for name, value in evaluated(len(source), exported).items()
-            if differs(value, first[name])
-        ][:1]
+            for name, value in changed(evaluated(len(source), None))
+        ]
     return found

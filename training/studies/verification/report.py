@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -21,7 +21,7 @@ import torch
 
 from common.errors import TrainingError, UserError
 from common.files import jsonable, write_atomically
-from common.machine import available_memory, changed_environment, styled, usable_cores
+from common.machine import changed_environment, styled
 from conf import COMMAND
 from conf.instantiate import environment, to_config, to_dict, with_values
 from conf.masking import mask_secrets
@@ -170,10 +170,9 @@ def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:
             note(finding)
         since = time.monotonic()
         print(f"  probes: {since - began:.0f} s")
-        with closing(_layouts(report, cfg, setup, run_dir / "layouts", typed, own)) as found:
-            for layout in found:
-                report.layouts.append(layout)
-                note(layout, f"{progress(len(report.layouts), report.planned or 0, since)}  ")
+        for layout in _layouts(report, cfg, setup, run_dir / "layouts", typed, own):
+            report.layouts.append(layout)
+            note(layout, f"{progress(len(report.layouts), report.planned or 0, since)}  ")
         report.complete = True
     except KeyboardInterrupt as stopped:
         signum = getattr(stopped, "signum", signal.SIGINT)
@@ -215,7 +214,7 @@ def _single(cfg: Root, chunks: int) -> Layout:
 
 def _layouts(
     report: Report, cfg: Root, setup: Setup, folder: Path, typed: Collection[str], own: int
-) -> Generator[Compared]:
+) -> Iterator[Compared]:
     """Yield the comparison of one process, and then of the typed layout or of all layouts, as soon as each ends."""
     batch, half_precision = cfg.train.global_batch_size, cfg.train.precision in ("bf16", "bf16_residual", "fp16")
     named = cfg.parallel.name != "auto" and (cfg.parallel.axes or cfg.parallel.name != "single")
@@ -231,8 +230,7 @@ def _layouts(
         cfg = with_values(cfg, {"verify.processes": plan.processes})
     else:
         count = 1 if gathers else next(n for n in (4, 2, 1) if batch % n == 0)
-        some = layouts(cfg.verify.processes or 1, count, cfg.parallel.order, variants(setup))
-        wanted = sorted(some, key=lambda layout: layout.processes)  # which stay for the next layout
+        wanted = [*layouts(cfg.verify.processes or 1, count, cfg.parallel.order, variants(setup))]
     one, again = _single(cfg, count), not cfg.train.activation_checkpointing
     # Each layout, with the keys of ``train`` that differ from the run, and the number of a perturbed run.
     planned: list[tuple[Layout, dict[str, Any], int]] = [(one, {}, 0)]
@@ -243,33 +241,24 @@ def _layouts(
         chunks += [1, *([batch // own] if own and batch % own == 0 else [])]  # all at once; the run's
         planned += [(_single(cfg, n), {}, 0) for n in dict.fromkeys(chunks) if n != count]
     planned += [] if chosen and again else [(one, {"activation_checkpointing": again}, 0)]
-    planned += [(layout, {}, 0) for layout in sorted(wanted, key=lambda layout: layout.ranks_per_stage > 1)]
+    planned += [(layout, {}, 0) for layout in sorted(wanted, key=lambda layout: layout.processes)]  # which stay
     report.planned = len(planned)
-    runs = Runs(cfg, folder, setup.chain, count, _lanes(cfg, setup))
-    report.limits = runs.limits
-    for result in runs.compare_all(planned):
-        layout, changed = result.layout, result.changed
-        if layout.strategy == "single" and not changed:
-            if result.holds is False:
-                result.reason = result.reason or "micro-batches of another size change what is learned"
-        elif result.holds is False and result.differences:
-            try:
-                wrong = [finding for finding in report.probes if not finding.holds]
-                result.reason = first_difference(runs, result, wrong)
-            except (UserError, OSError) as error:
-                result.reason = f"the first difference was not found: {error}"
-        yield result
-        if not runs.first.holds:
-            return
-
-
-def _lanes(cfg: Root, setup: Setup) -> int:
-    """Return the number of layouts that run at once: on a CPU, two or more, as cores and memory allow."""
-    if setup.plan.device_type != "cpu":
-        return 1
-    cores, processes = usable_cores(), cfg.verify.processes or 1
-    each = 32 * setup.plan.parameters * processes  # weights, gradients, momentum and a copy to save, in fp64
-    return max(1, min(cores, max(2, cores // processes), int(available_memory() / each)))
+    with closing(Runs(cfg, folder, setup.chain, count)) as runs:
+        report.limits = runs.limits
+        for one in planned:
+            result = runs.compare(*one)
+            if result.layout.strategy == "single" and not result.changed:
+                if result.holds is False:
+                    result.reason = result.reason or "micro-batches of another size change what is learned"
+            elif result.holds is False and result.differences:
+                try:
+                    wrong = [finding for finding in report.probes if not finding.holds]
+                    result.reason = first_difference(runs, result, wrong)
+                except (UserError, OSError) as error:
+                    result.reason = f"the first difference was not found: {error}"
+            yield result
+            if not runs.first.holds:
+                return
 
 
 def _about(cfg: Root, setup: Setup) -> dict[str, Any]:

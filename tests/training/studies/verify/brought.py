@@ -248,8 +248,8 @@ BROUGHT = [
     Brought("a mean", "evaluation", "the loss: loss of 7 samples", partial(sound, loss=MeanOfSome())),
     Brought("an export", "export", "with exported weights", halved, tokens),
     Brought("reads counted", "data", "of a sample of valid changes when it is read a", data=partial(Data, ByReads)),
-    Brought("torch's numbers", "data", "it draws from torch's generator", data=partial(Data, TorchNoise)),
-    Brought("numpy's numbers", "data", "it draws from numpy's generator", data=partial(Data, NumpyNoise)),
+    Brought("torch's numbers", "data", "when it is read a second", data=partial(Data, TorchNoise)),
+    Brought("numpy's numbers", "data", "when it is read a second", data=partial(Data, NumpyNoise)),
     Brought("normalized", "data", "read without others", data=partial(Data, Normalized)),
     Brought("drawn by each process", "data", "read by another process", data=partial(Data, Drawn)),
 ]  # fmt: skip

@@ -261,8 +261,7 @@ def test_a_layout_goes_on_from_the_last_right_one(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "results", lambda result, kind: {"loss": torch.tensor(1.0 + (result.name == "wrong"))})
     names = iter(("one", "right", "wrong", "next"))
     monkeypatch.setattr(verified, "typed_name", lambda layout, changed: next(names))
-    planned = (_single(cfg, 2), *[Layout("ddp", dp=2, pp=1, chunks=1)] * 3)
-    found = [*runs.compare_all([(layout, {}, 0) for layout in planned])]
+    found = [runs.compare(layout) for layout in (_single(cfg, 2), *[Layout("ddp", dp=2, pp=1, chunks=1)] * 3)]
     assert [one.holds for one in found] == [True, True, False, True]
     assert begun == ["one", "one", "right", "right"]
 
