@@ -20,6 +20,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,8 @@ def verified(kind: str, quick: bool = False) -> dict:
         words = [*words_of(folder, kind, TINY), "data.seq_len=16", "train.precision=fp64"]
         cfg = composed(["mode=verify", *words, "verify.processes=4", "verify.steps=2"])
         try:
-            runs = Runs(cfg, folder / "layouts", prepare(cfg).chain, MICROBATCHES)
-            results = [runs.compare(layout) for layout in (Layout(chunks=MICROBATCHES), *layouts)][1:]
+            with closing(Runs(cfg, folder / "layouts", prepare(cfg).chain, MICROBATCHES)) as runs:
+                results = [runs.compare(layout) for layout in (Layout(chunks=MICROBATCHES), *layouts)][1:]
         except UserError as error:
             return _row(kind, len(layouts), [], [_sentence(str(error))])
     reasons: dict[str, list[str]] = {}

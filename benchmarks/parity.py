@@ -16,6 +16,7 @@ import json
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from benchmarks.architectures import TINY, words_of
@@ -101,13 +102,13 @@ def measure(chosen: Namespace) -> Iterator[Table]:
 def shared_rows(model: str, wanted: Sequence[Layout]) -> Iterator[dict]:
     """Compare layouts of a small model with one process, and yield a row for each that is possible."""
     start_fork_server(["training.command.preload", "benchmarks.preload"])
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         words = words_of(Path(place), "qwen3_moe", TINY)
         words = [*SMALL[model], *words[2:]] if SMALL[model] else words
         words += ["data.seq_len=16", "train.precision=fp64", "train.grad_clip=0.5", f"verify.processes={PROCESSES}"]
         cfg = composed(["mode=verify", *words, "verify.steps=3"])
         setup = prepare(cfg)
-        runs = Runs(cfg, Path(place, "layouts"), setup.chain, MICROBATCHES)
+        runs = stack.enter_context(closing(Runs(cfg, Path(place, "layouts"), setup.chain, MICROBATCHES)))
         for layout in (Layout(chunks=MICROBATCHES), *wanted):
             result = runs.compare(layout)
             if result.holds is not None:
