@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from training.reporting.metrics import METRICS, flat, read_records
 
 ID_FILE = "mlflow_id.txt"
 _LONGEST_VALUE = 500  # in characters, of the parameters that every server accepts
-_A_CALL = 1000  # the most numbers that every server accepts at once
-_COMPARED = ("train/loss", "train/lr", "val/loss")  # times are never equal
 
 log = logging.getLogger("training")
 
@@ -25,9 +22,9 @@ log = logging.getLogger("training")
 class MlflowRun:
     """One MLflow run. A resumed training continues the same MLflow run, and adds the records that this run lacks.
 
-    MLflow cannot remove points. If steps are trained again with the same results, as after a crash, their first points
-    are kept. If the results are others (a changed learning rate), another MLflow run with the records of metrics.jsonl
-    takes the place of the first one, which is marked as deleted.
+    MLflow cannot remove points. If the run has points of steps that are trained again, as after a crash or a return to
+    an earlier checkpoint, a new MLflow run with the records of metrics.jsonl takes its place, and it is marked as
+    deleted.
     """
 
     requires = "mlflow-skinny"
@@ -49,52 +46,38 @@ class MlflowRun:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (self._run_dir / "mlruns").as_uri()
         self._client = mlflow.MlflowClient(uri)
-        self._started = experiment, run_name, flat(mask_secrets(run_config))
         self._last: dict[str, int] = {}  # the last step of each metric
-        self._again: dict[tuple[str, int], float] = {}  # the points after the step that the training continues from
-        records = read_records(self._run_dir / METRICS)
-        if (known := self._run_dir / ID_FILE).exists():
-            self._id = known.read_text().strip()
-            done = records[-1]["step"] if records else 0
-            for name in self._client.get_run(self._id).data.metrics:
-                points = self._client.get_metric_history(self._id, name)
-                self._last[name] = max(point.step for point in points)
-                self._again |= {(name, point.step): point.value for point in points if point.step > done}
+        records, known = read_records(self._run_dir / METRICS), self._run_dir / ID_FILE
+        earlier = known.read_text().strip() if known.exists() else None
+        for name in self._client.get_run(earlier).data.metrics if earlier is not None else ():
+            self._last[name] = max(point.step for point in self._client.get_metric_history(earlier, name))
+        continues = max(self._last.values(), default=0) <= (records[-1]["step"] if records else 0)
+        if earlier is not None and continues:
+            self._id = earlier
             self._client.update_run(self._id, status="RUNNING")
         else:
-            self._begin()
+            self._last.clear()
+            found = self._client.get_experiment_by_name(experiment)
+            number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+            self._id = self._client.create_run(number, run_name=run_name).info.run_id
+            known.write_text(self._id + "\n")
+            for key, value in flat(mask_secrets(run_config)).items():
+                self._client.log_param(self._id, key, str(value)[:_LONGEST_VALUE])
         self._add(_points(records))
+        if earlier not in (None, self._id):
+            self._client.delete_run(earlier)
+            log.warning("MLflow's run %s has steps that are trained again, and MLflow cannot remove them. The run %s "
+                        "takes its place, and the old one is marked as deleted", earlier, self._id)  # fmt: skip
 
     def log(self, record: dict, step: int) -> None:
         """Add the numbers of a record."""
-        points = list(_points([record]))
-        pairs = [(x, self._again.get((name, step), x)) for name, x, _ in points if name in _COMPARED]
-        if any(str(new) != str(old) and not isclose(new, old, rel_tol=1e-3) for new, old in pairs):
-            self._replace(step)
-        self._add(points)
+        self._add(_points([record]))
 
     def finish(self, summary: dict | None = None, exit_code: int = 0) -> None:
         """Add the summary and mark the run as finished or failed."""
         numbers = {name: x for name, x in (summary or {}).items() if isinstance(x, int | float) and type(x) is not bool}
         self._add((f"summary/{name}", float(x), int(numbers["steps"])) for name, x in numbers.items())
         self._client.set_terminated(self._id, "FINISHED" if exit_code == 0 else "FAILED")
-
-    def _begin(self) -> None:
-        experiment, name, parameters = self._started
-        found = self._client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
-        self._id = self._client.create_run(number, run_name=name).info.run_id
-        (self._run_dir / ID_FILE).write_text(self._id + "\n")
-        for key, value in parameters.items():
-            self._client.log_param(self._id, key, str(value)[:_LONGEST_VALUE])
-
-    def _replace(self, step: int) -> None:
-        old, self._last, self._again = self._id, {}, {}
-        self._begin()
-        self._add(_points(read_records(self._run_dir / METRICS)))
-        self._client.delete_run(old)
-        log.warning("MLflow's run %s has other results from step %d on, which MLflow cannot remove. The run %s takes "
-                    "its place, and the old one is marked as deleted", old, step, self._id)  # fmt: skip
 
     def _add(self, points: Iterable[tuple[str, float, int]]) -> None:
         """Add the points that the run lacks; of each metric, steps ascend."""
@@ -105,8 +88,7 @@ class MlflowRun:
             if step > self._last.get(name, -1):
                 added.append(Metric(name, value, now, step))
                 self._last[name] = step
-        for start in range(0, len(added), _A_CALL):
-            self._client.log_batch(self._id, added[start : start + _A_CALL])
+        self._client.log_batch(self._id, added)
 
 
 def _points(records: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float, int]]:
