@@ -25,7 +25,7 @@ from models.auxiliary import Collected, collecting
 from models.causal_lm_balance import Balance
 from models.causal_lm_config import Published, read_config, sizes_of
 from models.causal_lm_layers import Forward, first_of, hidden_of, refused
-from models.chain import Chain, LayerSpec, shared_parameters, without_weights
+from models.chain import Chain, LayerSpec, aliases, without_weights
 from models.cut import Columns, CutOf, Experts, GatherInput, Refused, Rows, Vocabulary, own_computation
 from models.losses import TokenCrossEntropy
 from models.sequence import computing_documents, computing_part
@@ -74,7 +74,7 @@ class Decoder(Forward):
     @property
     def tied(self) -> dict[str, str]:
         """{alias: canonical} chain names of the parameters that the model ties."""
-        shared = shared_parameters(self.model)
+        shared = aliases(self.model.named_parameters(remove_duplicate=False))
         return {self.chain_name(name): self.chain_name(owner) for name, owner in shared.items()}
 
     @property

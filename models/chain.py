@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -107,20 +107,10 @@ class Layers(nn.Module):
                 setattr(self.get_submodule(module), attribute, parameters[original])
 
 
-def shared_parameters(module: nn.Module, prefix: str = "") -> dict[str, str]:
-    """Return {alias: first name} of the parameters that a module has under several names."""
-    first: dict[nn.Parameter, str] = {}
-    named = module.named_parameters(prefix, remove_duplicate=False)
-    return {name: first[parameter] for name, parameter in named if first.setdefault(parameter, name) != name}
-
-
-def shared_buffers(net: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers that several children of a module share."""
-    places: dict[int, list[str]] = {}
-    for name, buffer in net.named_buffers(remove_duplicate=False):
-        places.setdefault(id(buffer), []).append(name)
-    several = (names for names in places.values() if len({name.partition(".")[0] for name in names}) > 1)
-    return frozenset(name for names in several for name in names)
+def aliases(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return {alias: first name} of the tensors, parameters or buffers, that have several names."""
+    first: dict[Tensor, str] = {}
+    return {name: first[tensor] for name, tensor in named if first.setdefault(tensor, name) != name}
 
 
 def check_sizes(dropout: float = 0.0, **sizes: int) -> None:
@@ -353,7 +343,7 @@ class Chain:
         base: The chain whose layers are frozen and have adapters in this chain (``models.lora``).
         cut: The cuts of layers among ranks, by patterns of module names (``models.cut``); empty if the layers cannot be
             cut.
-        copied: The names of buffers that are one buffer in the given module, and of which each layer has a copy.
+        copied: {alias: first name} of the buffers that layers share in the given module. Each layer has a copy.
         prove: A function that raises ModelError if the layers do not compute the same as the model from which they were
             made. Called once before a run. None if there is no such model.
         prove_parts: A function that raises ModelError if the layers do not compute the same for parts of sequences
@@ -373,7 +363,7 @@ class Chain:
     fingerprint: str = ""
     base: Chain | None = None
     cut: Mapping[str, CutOf] = field(default_factory=dict)
-    copied: frozenset[str] = frozenset()
+    copied: Mapping[str, str] = field(default_factory=dict)
     prove: Callable[[], None] | None = None
     prove_parts: Callable[..., None] | None = None
 

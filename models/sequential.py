@@ -14,16 +14,7 @@ from torch import Tensor, nn
 
 from common.errors import ModelError
 from models.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, become
-from models.chain import (
-    Chain,
-    LayerSpec,
-    check_parameters,
-    dtype_of,
-    keep_tensors,
-    shared_buffers,
-    shared_parameters,
-    without_weights,
-)
+from models.chain import Chain, LayerSpec, aliases, check_parameters, dtype_of, keep_tensors, without_weights
 from models.losses import loss_of
 
 # torch's layers update their running statistics at every micro-batch, and each replica updates them differently.
@@ -80,8 +71,8 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
     return Chain(
         layers=[LayerSpec(name, partial(without_weights, source.get_submodule(name), dtype), True) for name in names],
         loss=loss,
-        tied=shared_parameters(source),
-        copied=shared_buffers(source),
+        tied=aliases(source.named_parameters(remove_duplicate=False)),
+        copied=aliases((f"{n}.{key}", b) for n in names for key, b in source.get_submodule(n).named_buffers()),
         initialise=partial(_copy_weights, source),
         fingerprint=_fingerprint(source),
         **fields,

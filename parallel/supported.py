@@ -74,7 +74,7 @@ def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: boo
                 "sequence between the first layer and the last one; leave parallel.sequence out"
             )
         _check_layer(facts, layout, recompute, trains)
-        if trains and f"{facts.name}.{facts.changes}" in chain.copied:
+        if trains and f"{facts.name}.{facts.changes}" in {*chain.copied, *chain.copied.values()}:
             raise ModelError(
                 f"layer {facts.name!r} ({facts.kind}): it changes its {facts.changes!r} in every training forward, and "
                 "another layer has the same tensor, of which each layer would have a copy: give each layer a tensor of "

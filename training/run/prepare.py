@@ -30,7 +30,7 @@ from data.jsonl import RowData
 from data.mixture import Mixture, in_part
 from launchers import World, call_in_workers
 from launchers.heartbeat import note
-from models.chain import ONE_LAYER, Chain, shared_parameters
+from models.chain import ONE_LAYER, Chain, aliases
 from models.given import pack_given, unpack_given
 from models.lora import adapt
 from models.losses import TokenCrossEntropy
@@ -354,7 +354,7 @@ def build_chain(model: Any, vocab_size: int | None = None) -> Chain:
             raise TrainingError(f"model={model.name} ties {alias} to {owner}, which is tied itself; tie both to {last}")
     inside = {}  # parameters that are tied within one layer
     for name, layer in skeleton.items():
-        for alias, owner in shared_parameters(layer, name).items():
+        for alias, owner in aliases(layer.named_parameters(name, remove_duplicate=False)).items():
             if not {alias, owner} & tied:
                 inside[alias] = owner
             elif chain.canonical(alias) != chain.canonical(owner):
