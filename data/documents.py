@@ -110,7 +110,7 @@ def files_of(root: Path, what: str, suffix: str = "", packed: Sequence[str] = ()
         problem = "holds no such file" if root.is_dir() else "is empty" if root.exists() else "does not exist"
         if root.is_dir() and (others := sorted({path.suffix for path in find_files(root) if path.suffix})):
             saved = ' (written by save_to_disk of datasets; load_from_disk(OLD).to_parquet("rows.parquet") converts it)'
-            problem += f", but {', '.join(others[:9])}{saved if '.arrow' in others else ''}"
+            problem += f", but {', '.join(others[:9])}" + saved * (".arrow" in others)
         raise DataError(f"data.root={root} {problem}; give a file of {what}, or a folder of {suffix or 'such'} files")
     by_content: dict[Path, list[Path]] = {}
     for path in files:

@@ -202,9 +202,8 @@ def split_files(
     """Return the files of "train" and, by the words in their paths, of "valid" and "test"."""
     if (root / "_delta_log").is_dir() or any(root.glob("metadata/*.metadata.json")):
         raise DataError(
-            f"data.root={root} is a table of Delta Lake or Iceberg, whose folder also has rows that were deleted or "
-            "replaced. Write its present rows to a Parquet file, for instance by polars: "
-            'scan_delta(OLD).sink_parquet("rows.parquet") or scan_iceberg(OLD), and give that file'
+            f"data.root={root} is a table of Delta Lake or Iceberg, whose folder also has deleted rows. Write the "
+            'others to a file, such as by polars: scan_delta(OLD), or scan_iceberg(OLD), .sink_parquet("rows.parquet")'
         )
     files = files_of(root, title, suffix, packed)
     if not root.is_dir():

@@ -168,9 +168,8 @@ def read_header(path: Path, format: str = "auto", dtype: str | None = None) -> M
     elif stored is None:
         raise DataError(
             f"{path} does not start with llm.c's header (the numbers 20240520 and 1 for GPT-2's tokens, or 20240801 "
-            f"and 7 for Llama 3's, not {magic} and {version}). If it has tokens without a header, as nanoGPT and "
-            "Megatron-LM (beside an .idx file) write them, set data.format=nanogpt, and data.dtype=uint32 if they have "
-            "32 bits"
+            f"and 7 for Llama 3's, not {magic} and {version}). For tokens without a header, as of nanoGPT, or of "
+            "Megatron-LM beside an .idx file, set data.format=nanogpt, and data.dtype=uint32 if they have 32 bits"
         )
     if dtype is not None and np.dtype(dtype) != np.dtype(stored):
         raise DataError(f"{path} has tokens of {np.dtype(stored)}, not of data.dtype={dtype}. Leave out data.dtype")
