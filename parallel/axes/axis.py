@@ -155,6 +155,7 @@ class Axis:
     def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
         """Describe the ranks along the axis ``name`` of a connected mesh."""
         self.ranks, self.plan, self.chain, self.mesh = mesh.axis(name), plan, chain, mesh
+        self.splits: dict[str, Split] = {}  # of the parameters of which ``prepare`` keeps a part, by canonical name
 
     def part_of_batch(self, batch: Batch) -> Batch:
         """Return this rank's part of the batch of its replica, or of one of its micro-batches."""
@@ -198,7 +199,7 @@ class Axis:
 
         The tensor is a parameter, its gradient or its optimizer state. ``name`` is the parameter's canonical name.
         """
-        return None
+        return self.splits.get(name)
 
     def before_backward(self, stages: Iterable[nn.Module], last: bool) -> None:
         """Prepare the backward of a micro-batch, except in a pipeline. ``last`` tells whether it ends the step."""

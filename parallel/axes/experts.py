@@ -37,10 +37,9 @@ from parallel.axes.axis import AxisOfStage, Collective
 from parallel.axes.exchange import AllToAll
 from parallel.examination import Examination
 from parallel.layout import Layout
-from parallel.mesh import EXPERTS, REPLICAS, SHARDS, Mesh
+from parallel.mesh import EXPERTS, REPLICAS, SHARDS
 from parallel.mixing import is_near, with_noise
 from parallel.placement import Split
-from parallel.plan import Plan
 from parallel.strategies import StrategyInfo, names_where
 
 _TOKENS = 16  # that try a module of experts
@@ -48,11 +47,7 @@ _KNOWN = "models.moe.", "transformers."  # modules whose experts are not tried, 
 
 
 class ExpertParallel(AxisOfStage):
-    """Divides the experts of ``Chain.cut`` among replicas.
-
-    Attributes:
-        splits: The division of each parameter of experts, by the parameter's canonical name.
-    """
+    """Divides the experts of ``Chain.cut`` among replicas."""
 
     mesh_axes = (EXPERTS,)
     degree, divides = "ep", "experts"
@@ -130,11 +125,6 @@ class ExpertParallel(AxisOfStage):
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
-    def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
-        """See ``Axis``."""
-        super().__init__(name, plan, chain, mesh)
-        self.splits: dict[str, Split] = {}
-
     def prepare(self, name: str, layer: nn.Module, tied_in_stage: Sequence[str]) -> None:
         """See ``Axis.prepare``."""
         for path, module in experts_of(self.chain.cut, layer, name).items():
@@ -155,10 +145,6 @@ class ExpertParallel(AxisOfStage):
         """See ``Axis.averaged_over``."""
         sharded = self.mesh.axis(SHARDS).size > 1  # FSDP sums their gradients
         return None if name not in self.splits or sharded else [axis for axis in REPLICAS if axis != EXPERTS]
-
-    def split(self, name: str, tensor: Tensor) -> Split | None:
-        """See ``Axis.split``."""
-        return self.splits.get(name)
 
     def _compute(self, module: nn.Module, forward: Callable, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute experts of all ranks: x [n, c], chosen [n, k], weights [n, k] -> [n, c]."""

@@ -15,7 +15,7 @@ Known pitfalls of tensor parallelism, and how this module handles them:
   ranks. This concerns norms and biases between regions if the sequence is split, and uncut parameters inside a region
   (a norm of heads, a LoRA factor). Their names are in ``TensorParallel.needs_sum``. ``finish_gradients`` sums their
   gradients, once, before the gradient norm is computed.
-* Parameters stay plain tensors, so optimizers, FSDP2 and LoRA need no changes. ``TensorParallel.splits`` has the
+* Parameters stay plain tensors, so optimizers, FSDP2 and LoRA need no changes. ``Axis.splits`` has the
   division of each parameter by its name.
 * Queries, keys and values enter their region with one tensor. It is gathered once, and its gradient is added up once.
 * If ``tp`` is larger than the number of key heads, each rank computes all key heads and uses one.
@@ -56,7 +56,6 @@ class TensorParallel(AxisOfStage):
     """Splits every layer among the ranks along ``tensor``.
 
     Attributes:
-        splits: The division of each parameter among these ranks, by the parameter's canonical name.
         needs_sum: The names of replicated parameters with partial gradients, which must be summed over the ranks. The
             names of parameters inside a region are known after the first forward.
     """
@@ -170,7 +169,6 @@ class TensorParallel(AxisOfStage):
     def __init__(self, name: str, plan: Plan, chain: Chain, mesh: Mesh) -> None:
         """See ``Axis``."""
         super().__init__(name, plan, chain, mesh)
-        self.splits: dict[str, Split] = {}
         self.needs_sum: set[str] = set()
         # The input of the current region, and the tensor with which its first products compute in place of the input.
         self._region_input: Tensor | None = None
@@ -179,10 +177,6 @@ class TensorParallel(AxisOfStage):
         # region.
         self._input_needs_grad = True
         self._input_from_region: dict[nn.Module, bool] = {}
-
-    def split(self, name: str, tensor: Tensor) -> Split | None:
-        """See ``Axis.split``."""
-        return self.splits.get(name)
 
     def finish_gradients(self, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
         """Sum partial gradients. Raises PlanError if a gradient is partial under only some of the parameter's names."""
