@@ -483,9 +483,6 @@ def build_strategy(
     The arguments are those of ``Strategy``. ``local_rank`` is this rank's number on its machine, which selects its
     device.
     """
-    if plan.devices:
-        devices = [torch.device(d) for d in plan.devices]
-    else:
-        devices = [local_device(plan.device_type, local_rank)]
+    devices = [*map(torch.device, plan.devices)] or [local_device(plan.device_type, local_rank)]
     strategy_class = resolve_name(strategy_info(plan.strategy).class_path)
     return strategy_class(plan, chain, mesh, devices, options, sample)

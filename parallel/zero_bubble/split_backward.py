@@ -14,6 +14,7 @@ boundary nodes, and repeats only the computation that they need for both inputs 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeGuard
@@ -59,10 +60,10 @@ def backward_inputs(
     roots = [_node(output) for output, _ in pairs]
     wanted = [tensor for tensor in inputs if _has_gradient(tensor)]
     groups = _groups(roots, {_node(tensor) for tensor in wanted}, {_node(w): w for w in weights if w.requires_grad})
-    hooks = [
-        node.register_prehook(partial(group.entered.__setitem__, node)) for group in groups for node in group.boundary
-    ]
-    try:
+    with ExitStack() as hooks:
+        for group in groups:
+            for node in group.boundary:
+                hooks.enter_context(node.register_prehook(partial(group.entered.__setitem__, node)))
         answers = iter(
             torch.autograd.grad(
                 [output for output, _ in pairs],
@@ -74,9 +75,6 @@ def backward_inputs(
             if wanted  # nothing before this stage is trained
             else ()
         )
-    finally:
-        for hook in hooks:
-            hook.remove()
     for group in groups:
         for node in group.boundary:
             if node not in group.entered:  # an output without a path to an input, at which nothing was computed
@@ -87,24 +85,20 @@ def backward_inputs(
 def backward_weights(deferred: list[DeferredWeights]) -> None:
     """Accumulate the deferred gradients into the weights' ``grad``, and forget the graph."""
     for group in deferred:
-        edges, gradients, hooks = [], [], []
+        edges, gradients = [], []
         for node, entered in (*group.entered.items(), *group.given.items()):
             for i, gradient in enumerate(entered):
                 if gradient is not None:
                     edges.append(GradientEdge(node, i))
                     gradients.append(gradient)
-        if len(group.boundary) > 1:
+        with ExitStack() as hooks:
             # A path from one boundary node to another must not add to the gradients that have entered the latter.
-            hooks = [node.register_prehook(lambda _, noted=noted: noted) for node, noted in group.entered.items()]
-        if not edges:
-            continue
-        try:
+            for node, noted in group.entered.items() if len(group.boundary) > 1 else ():
+                hooks.enter_context(node.register_prehook(lambda _, noted=noted: noted))
             # Autograd accumulates, because it copies a gradient that is referenced elsewhere. The gradient of a sum is
             # the same tensor for all summands, and may be the received tensor.
-            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=group.weights)
-        finally:
-            for hook in hooks:
-                hook.remove()
+            if edges:
+                torch.autograd.backward(edges, gradients, retain_graph=True, inputs=group.weights)
     deferred.clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -48,20 +49,17 @@ def first_not_finite(strategy: Strategy, batch: Batch, step: int) -> str:
         if stage.ends_chain:
             look(0, len(position), "the loss", as_tuple(output))
 
-    handles = []
-    for stage in strategy.stages:
-        if stage.begins_chain:
-            look(0, -1, "an input of the batch", batch.input_tensors)
-        if stage.ends_chain:
-            look(0, len(position) - 1, "a target of the batch", batch.target_tensors)
-        handles.append(stage.register_forward_hook(look_at_loss))
-        handles += [layer.register_forward_hook(partial(look_at_layer, name)) for name, layer in stage.layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for stage in strategy.stages:
+            if stage.begins_chain:
+                look(0, -1, "an input of the batch", batch.input_tensors)
+            if stage.ends_chain:
+                look(0, len(position) - 1, "a target of the batch", batch.target_tensors)
+            hooks.enter_context(stage.register_forward_hook(look_at_loss))
+            for name, layer in stage.layers.items():
+                hooks.enter_context(layer.register_forward_hook(partial(look_at_layer, name)))
         with torch.compiler.set_stance("force_eager"):  # compiled layers would not call the hooks
             strategy.train_step(batch, step)
-    finally:
-        for handle in handles:
-            handle.remove()
     for stage in strategy.stages:  # parameters' gradients are known only as averages over replicas
         for name, layer in stage.layers.items():
             gradients = [p.grad for p in layer.parameters() if p.grad is not None]
