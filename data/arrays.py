@@ -13,8 +13,7 @@ from torch import Tensor
 from common.errors import DataError
 from data.dataset import Rows, Source, check_fractions, given_path, mapped, once, to_tensor, widened
 from data.documents import SPLITS
-from data.folds import Folded
-from data.loader import permute
+from data.folds import Folded, Part, Selected
 
 
 class Arrays(Folded):
@@ -54,15 +53,19 @@ class Arrays(Folded):
         """
         stored = {split: _Stored(place, self.inputs, self.targets) for split, place in self._places().items()}
         train, start, sources = stored["train"], 0, {}
+
+        def rows(of: _Stored, start: int, size: int) -> Selected:
+            return Selected(of, Part(len(of), start, size, key=(self.seed,)))
+
         for split, fraction in self.held_out.items():
             if split in stored:
                 stored[split].check_like(train)
-                sources[split] = _Rows(stored[split], 0, len(stored[split]), self.seed)
+                sources[split] = rows(stored[split], 0, len(stored[split]))
             elif size := int(fraction * len(train)):
-                sources[split] = _Rows(train, start, size, self.seed)
+                sources[split] = rows(train, start, size)
                 start += size
         back = 0 if self.folds is None or "valid" in stored else len(sources.pop("valid", ()))
-        self.train = _Rows(train, start, len(train) - start + back, self.seed)
+        self.train = rows(train, start, len(train) - start + back)
         self.valid, self.test = sources.get("valid"), sources.get("test")
         shares = {s: "its own files" if s in stored else f"data.{s}={f:g}" for s, f in self.held_out.items()}
         counts = ", ".join(f"{split} {len(sources.get(split, ())):,} ({shares[split]})" for split in shares)
@@ -85,7 +88,7 @@ class Arrays(Folded):
         return found or {"train": self.root}
 
 
-class _Stored:
+class _Stored(Source):
     """Arrays of equal length in a folder or an .npz file. Another process gets the path, and opens them again."""
 
     def __init__(self, place: Path, inputs: str | list[str], targets: str | list[str]) -> None:
@@ -106,14 +109,18 @@ class _Stored:
     def __reduce__(self) -> tuple:
         return _Stored, (self.place, self.inputs, self.targets)
 
-    def read(self, rows: np.ndarray) -> Rows:
+    def read(self, indices: np.ndarray, epoch: int) -> Rows:
         """Return inputs and targets of some rows, [b, ...] each."""
 
         def column(name: str) -> Tensor:
-            return to_tensor(name, np.asarray(self.arrays[name][rows]))
+            return to_tensor(name, np.asarray(self.arrays[name][indices]))
 
         inputs, targets = (tuple(n) if isinstance(n, list) else n for n in (self.inputs, self.targets))
         return mapped(column, inputs), mapped(lambda name: widened(column(name)), targets)
+
+    def ids(self, indices: np.ndarray) -> list:
+        """Return the numbers of the rows in the files, from 0."""
+        return indices.tolist()
 
     def check_like(self, train: _Stored) -> None:
         """Check that rows are like those to train on. Raises DataError."""
@@ -141,22 +148,3 @@ def _opened(place: Path, name: str) -> np.ndarray:
         ) from None
     except (ValueError, OSError, EOFError, BadZipFile) as error:
         raise DataError(f"{place}: {name} cannot be read ({error}); write numbers by numpy.save or savez") from error
-
-
-class _Rows(Source):
-    """Some rows: in an order drawn from ``seed``, ``size`` of them from ``start`` on, around its end."""
-
-    def __init__(self, stored: _Stored, start: int, size: int, seed: int) -> None:
-        self.stored, self.start, self.size, self.seed = stored, start, size, seed
-
-    def __len__(self) -> int:
-        return self.size
-
-    def read(self, indices: np.ndarray, epoch: int) -> Rows:
-        """See Source."""
-        return self.stored.read(np.array(self.ids(indices), dtype=np.int64))
-
-    def ids(self, indices: np.ndarray) -> list:
-        """Return the numbers of the rows in the files, from 0."""
-        rows = (self.start + np.asarray(indices, dtype=np.int64)) % len(self.stored)
-        return permute(rows, len(self.stored), (self.seed,)).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Folded(DataSet):
             unchanged = copy(self.train)
             unchanged.augment = None
             parts = self.parts(len(self.train))
-            self.train, self.valid = _Dealt(self.train, parts["train"]), _Dealt(unchanged, parts["valid"])
+            self.train, self.valid = Selected(self.train, parts["train"]), Selected(unchanged, parts["valid"])
             self.description += f"; {self.dealt(parts)}"
 
     def parts(self, samples: int) -> dict[str, Part]:
@@ -71,7 +71,7 @@ class Folded(DataSet):
 
 @dataclass(frozen=True)
 class Part:
-    """Some of ``samples``: in a fixed random order, ``size`` of them from ``start`` on, around its end.
+    """Some of ``samples``: in the random order of ``key``, ``size`` of them from ``start`` on, around its end.
 
     If they are samples ``of`` a selection of rows, ``row`` returns the rows.
     """
@@ -80,17 +80,18 @@ class Part:
     start: int
     size: int
     of: Any = None
+    key: tuple[int, ...] = field(default=_KEY, repr=False)
 
     def __len__(self) -> int:
         return self.size
 
     def row(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of each sample, int64 of the shape of ``indices``, which are in [0, len)."""
-        own = permute((self.start + np.asarray(indices, np.int64)) % self.samples, self.samples, _KEY)
+        own = permute((self.start + np.asarray(indices, np.int64)) % self.samples, self.samples, self.key)
         return own if self.of is None else self.of.row(own)
 
 
-class _Dealt(Source):
+class Selected(Source):
     """Some samples of a source."""
 
     def __init__(self, source: Source, part: Part) -> None:
@@ -100,7 +101,9 @@ class _Dealt(Source):
         return len(self.part)
 
     def read(self, indices: np.ndarray, epoch: int) -> Rows:
+        """See Source."""
         return self.source.read(self.part.row(indices), epoch)
 
     def ids(self, indices: np.ndarray) -> list | None:
+        """See Source."""
         return self.source.ids(self.part.row(indices))
