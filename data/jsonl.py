@@ -200,9 +200,9 @@ def split_files(
     root: Path, suffix: str = ".jsonl", title: str = "JSON lines", packed: Sequence[str] = ()
 ) -> dict[str, list[Path]]:
     """Return the files of "train" and, by the words in their paths, of "valid" and "test"."""
-    if (root / "_delta_log").is_dir() or any(root.glob("metadata/*.metadata.json")):
+    if any(root.rglob("_delta_log")) or any(root.rglob("metadata/*.metadata.json")):
         raise DataError(
-            f"data.root={root} is a table of Delta Lake or Iceberg, whose folder also has deleted rows. Write the "
+            f"data.root={root} has a table of Delta Lake or Iceberg, whose folder also has deleted rows. Write the "
             'others to a file, such as by polars: scan_delta(OLD), or scan_iceberg(OLD), .sink_parquet("rows.parquet")'
         )
     files = files_of(root, title, suffix, packed)

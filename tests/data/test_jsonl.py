@@ -137,10 +137,11 @@ def test_a_folder_without_such_files_says_what_it_has(tmp_path, rows_of):
 
 
 @pytest.mark.parametrize("mark", ["_delta_log/00000000000000000000.json", "metadata/v2.metadata.json"])
-def test_a_table_whose_folder_has_rows_of_older_versions_is_refused(tmp_path, rows_of, mark):
-    (tmp_path / mark).parent.mkdir()
-    written(tmp_path / mark, b"{}")
-    write(tmp_path / "part-0.jsonl", ["old"])
+@pytest.mark.parametrize("table", ["", "train"])
+def test_a_table_whose_folder_has_rows_of_older_versions_is_refused(tmp_path, rows_of, table, mark):
+    (tmp_path / table / mark).parent.mkdir(parents=True)
+    written(tmp_path / table / mark, b"{}")
+    write(tmp_path / table / "part-0.jsonl", ["old"])
     with pytest.raises(DataError, match="Delta Lake or Iceberg.*scan_delta"):
         rows_of(tmp_path)
 
