@@ -63,7 +63,6 @@ class WandbRun:
         self._init_timeout_s, self._finish_timeout_s = init_timeout_s, finish_timeout_s
         shown = {"name": name or run_name, "group": group or run_config.get("model", {}).get("name")}
         self._arguments = mask_secrets({**shown, "project": project or None, "tags": [*tags], "config": run_config})
-        self._logged = -1  # the last step of earlier parts
         try:
             Path.home()
         except RuntimeError:  # a user without a name, as in containers
@@ -73,7 +72,7 @@ class WandbRun:
             done = records[-1]["step"] if records else 0
             self._run: Any = self._start_online() if mode == "online" else None
             if self._run is not None:
-                self._logged = self._run.starting_step - 1  # the last step that the server has
+                self._logged: int = self._run.starting_step - 1  # the last step that the server has
             else:
                 before = done if records or metrics.exists() else math.inf
                 self._logged = _last_step_kept(self._run_dir / "wandb", before)
