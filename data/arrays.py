@@ -98,10 +98,8 @@ class _Stored(Source):
         for name, array in self.arrays.items():
             to_tensor(f"{place}: {name}", array[:1].copy() if array.ndim else array)
             if len(array) != len(self):
-                raise DataError(
-                    f"{place}: {name} has {len(array):,} rows and {[*self.arrays][-1]} {len(self):,}; give each input "
-                    "one target"
-                )
+                others = f"{[*self.arrays][-1]} {len(self):,}"
+                raise DataError(f"{place}: {name} has {len(array):,} rows and {others}; give each input one target")
 
     def __len__(self) -> int:
         return len([*self.arrays.values()][-1])

@@ -59,8 +59,7 @@ def cached_folder(cache_dir: str | os.PathLike | None, name: str, build: Callabl
         if root not in (path, *path.parents) and path not in root.parents:
             raise  # it is about a file that is read to build the folder
         raise DataError(
-            f"cannot write the data cache {folder}: {explain(error, root)}. Free some space, or choose another "
-            "folder with data.cache_dir=FOLDER"
+            f"cannot write the data cache {folder}: {explain(error, root)}. Free space, or set data.cache_dir=FOLDER"
         ) from error
     return folder
 

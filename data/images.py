@@ -150,8 +150,7 @@ class Images(Source):
         """
         if len(images) != len(labels) or not len(labels):
             raise DataError(
-                f"{origin} holds {len(images):,} images and {len(labels):,} labels; give files with one label for each "
-                "image, and at least one image"
+                f"{origin} holds {len(images):,} images and {len(labels):,} labels; give one for each, and at least one"
             )
         classes, bad = data.num_classes, np.flatnonzero((labels < 0) | (labels >= data.num_classes))
         if len(bad):

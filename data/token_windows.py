@@ -136,6 +136,5 @@ class ColumnWindows(TokenWindows):
         if global_batch_size != self.columns:
             raise DataError(
                 f"data.batchify=true reads data.columns={self.columns} columns side by side, but "
-                f"train.global_batch_size={global_batch_size} must be the same number. Leave out data.columns, which "
-                "is this number by default"
+                f"train.global_batch_size={global_batch_size} must be the same number. Leave out data.columns"
             )

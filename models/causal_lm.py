@@ -246,8 +246,7 @@ class Decoder(Forward):
         if (off := _difference(mean, output.loss)) > _EXACT:
             raise ModelError(
                 f"{self.kind} adds something to the loss of its logits, {mean:.4f}: its own is {output.loss:.4f}. "
-                "model=transformers trains on the cross entropy and the balance of routers; switch the addition off by "
-                "model.settings"
+                "model=transformers trains on cross entropy and the balance of routers; switch it off by model.settings"
             )
 
     def _with_numbers(self, generator: torch.Generator) -> Any:

@@ -137,10 +137,8 @@ def check_experts(table: Mapping[str, CutOf], layers: nn.Module, ep: int) -> Non
     counts = {name: Experts().count(module) for name, module in found.items()}
     if uneven := next((name for name, count in counts.items() if count % ep), None):
         fits = [str(n) for n in range(2, min(counts.values()) + 1) if not any(count % n for count in counts.values())]
-        raise PlanError(
-            f"parallel.ep={ep} does not divide the {counts[uneven]} experts of {uneven}; parallel.ep can be "
-            f"{', '.join(fits) or 1}"
-        )
+        can = f"parallel.ep can be {', '.join(fits) or 1}"
+        raise PlanError(f"parallel.ep={ep} does not divide the {counts[uneven]} experts of {uneven}; {can}")
 
 
 def is_divided(table: Mapping[str, CutOf], names: Sequence[str], name: str, layer: nn.Module) -> bool:
@@ -248,10 +246,7 @@ def check_table(table: Mapping[str, CutOf], layers: nn.Module, tied: Mapping[str
     for alias, owner in tied.items():
         one, other = (name.rpartition(".")[0] for name in (alias, owner))
         if cut_of(table, one) != cut_of(table, other):
-            raise ModelError(
-                f"cut: {alias} and {owner} are one parameter, so {one} and {other} must be cut in the same way, "
-                "or neither"
-            )
+            raise ModelError(f"cut: {alias} and {owner} are one parameter, so cut {one} and {other} alike, or neither")
 
 
 def own_computation(module: nn.Module) -> str:

@@ -57,9 +57,8 @@ def chain_of(net: nn.Module, loss: Any, **fields: Any) -> Chain:
         source = copy.deepcopy(given).cpu()
     except (TypeError, RuntimeError) as error:
         raise ModelError(
-            f"this model cannot be copied: {error}. If torch.nn.utils has pruned it or added weight_norm or "
-            "spectral_norm, make that permanent first (prune.remove, remove_weight_norm), or use "
-            "torch.nn.utils.parametrizations"
+            f"this model cannot be copied: {error}. If it is pruned, or has weight_norm or spectral_norm, make that "
+            "permanent first (prune.remove, remove_weight_norm), or use torch.nn.utils.parametrizations"
         ) from error
     _use_our_batchnorm(source)
     if not any(module.training for module in net.modules()):

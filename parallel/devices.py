@@ -56,8 +56,7 @@ class Hardware:
             wanted = "cuda" if "cuda" in counts else "mps" if "mps" in counts and alone else "cpu"
         elif wanted not in counts:
             raise PlanError(
-                f"device={wanted}, but this machine has none; available are: {', '.join(counts)} (device=auto uses the "
-                "best)"
+                f"device={wanted}, but this machine has none; available are: {', '.join(counts)} (device=auto: best)"
             )
         return cls(wanted, counts[wanted], best_precision(wanted))
 

@@ -403,10 +403,9 @@ def _sample_dims(given: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 def reads_numbers(name: str, kind: str) -> PlanError:
     """Return the error for a layer whose shapes depend on numbers, which fake tensors do not have."""
     return PlanError(
-        f"layer {name!r} ({kind}) reads numbers out of tensors, as .item(), .numpy(), bool(), an if or "
-        "a mask as an index do. Pipelines, train.compile=true, parallel.balance=size and mode=plan have to know all "
-        "shapes before there are numbers. Compute it with tensors (torch.where), or use parallel=single or ddp without "
-        "these"
+        f"layer {name!r} ({kind}) reads numbers out of tensors, as .item(), .numpy(), bool(), an if or a mask as an "
+        "index do. Pipelines, train.compile=true, parallel.balance=size and mode=plan have to know all shapes before "
+        "there are numbers. Compute it with tensors (torch.where), or use parallel=single or ddp without these"
     )
 
 

@@ -144,8 +144,7 @@ def _check_world(wanted: Layout, hardware: Hardware, world_size: int | None) -> 
     layout = f"{' x '.join(shown)} = {processes} processes"
     if world_size is not None and world_size != processes:
         raise PlanError(
-            f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or choose numbers whose "
-            f"product is {world_size}"
+            f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or make the product {world_size}"
         )
     if hardware.device_type == "mps" and processes > 1:
         raise PlanError(f"{layout}, but device=mps supports one process only; use one, or device=cpu for any number")

@@ -91,8 +91,7 @@ def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) ->
     if twice := next((norm for norm, count in facts.norms.items() if count > 1), None):
         raise ModelError(
             f"{at}its forward calls the BatchNorm {twice!r} {facts.norms[twice]} times, and the running statistics "
-            "would be those of the last call: make one BatchNorm for each call, or call it once with all of them "
-            "(torch.cat)"
+            "would be those of the last call: make one BatchNorm for each call, or call it once (torch.cat)"
         )
     if facts.reentrant and layout.dp > 1 and not layout.info.sharded:  # in DDP
         raise PlanError(
@@ -102,8 +101,7 @@ def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) ->
     if facts.aliases and (layout.pp > 1 or layout.shards > 1 or recompute):
         raise ModelError(
             f"{at}it changes an input in place that has the memory of another of its inputs. Stages, sharded layers "
-            "and train.activation_checkpointing=true have a copy of each: return x.clone() from the layer before, or "
-            "leave the change in place out"
+            "and train.activation_checkpointing=true have a copy of each: return x.clone() from the layer before"
         )
     if facts.spoils and recompute:
         raise ModelError(

@@ -139,8 +139,7 @@ class Effects(Watch):
             whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]
             if whole and len(dtypes) > len(whole):
                 raise Refused(
-                    f"it computes with floating-point numbers and gets {whole[0]}: give inputs.float(), or write the "
-                    "file of data=arrays as float32"
+                    f"it computes with floating-point numbers and gets {whole[0]}: give float32, such as inputs.float()"
                 )
         elif operation is _aten.embedding and (limits := self._ranges.get(id(args[1]))) is not None:
             rows = len(args[0])

@@ -299,11 +299,10 @@ class _Save(threading.Thread):
         files = {name: entry for part in described for name, entry in sorted(part.items())}
         for rank, part in enumerate(described):
             for name, entry in part.items():
-                path = self.draft / name
-                if not path.exists() or path.stat().st_size != entry["bytes"]:
+                path, size = self.draft / name, entry["bytes"]
+                if not path.exists() or path.stat().st_size != size:
                     raise CheckpointError(
-                        f"{path} is not the file of {entry['bytes']} bytes that rank {rank} has written: the ranks do "
-                        "not share the run directory"
+                        f"{path} has not the {size} bytes of rank {rank}: the ranks do not share the run directory"
                     )
         folder, final = self.draft.parent, self.draft.with_name(step_name(self.step))
         write_manifest(self.draft / MANIFEST, {**self._manifest, "files": files})
@@ -388,8 +387,7 @@ def check_savable(files: Files) -> None:
                     raise TypeError(f"{name} is a {type(piece.tensor).__name__}, which a safetensors file cannot hold")
         except TypeError as error:
             raise TrainingError(
-                f"no checkpoint of this run can be written: {error}. Use another dtype or optimizer, or "
-                "train.checkpoint_every=null"
+                f"no checkpoint of this run can be written: {error}. Use another dtype, or train.checkpoint_every=null"
             ) from None
 
 

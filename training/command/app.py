@@ -94,8 +94,7 @@ def check_alone(composed: Composed) -> None:
     world = composed.world
     if world is not None and world.size > 1:
         raise TrainingError(
-            f"mode={composed.cfg.mode} runs in one process, but {world.size} were started (WORLD_SIZE): start it "
-            "without torchrun"
+            f"mode={composed.cfg.mode} runs in one process, but {world.size} were started (WORLD_SIZE): omit torchrun"
         )
 
 

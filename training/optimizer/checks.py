@@ -80,11 +80,10 @@ def check_apart(config: Mapping[str, Any], strategy: str) -> None:
     for section in filter(None, (config, config.get("others"))):
         if update_of(section) not in (ELEMENTWISE, PER_PARAMETER):
             raise PlanError(
-                f"optim: {section['_target_']} may compute one number from all parameters (as Prodigy and normalized "
-                f"SGD do), and parallel={strategy} gives no rank the model in one piece. If it does not, add to its "
-                "section 'update: elementwise' if the update of an element depends only on the gradients of that "
-                "element (Lion), or 'update: per_parameter' if it depends on those of its tensor (LAMB). Otherwise "
-                f"use {ways_out}"
+                f"optim: {section['_target_']} may compute one number from all parameters (as Prodigy does), and "
+                f"parallel={strategy} gives no rank the model in one piece. If it does not, add to its section "
+                "'update: elementwise' if the update of an element depends only on the gradients of that element "
+                f"(Lion), or 'update: per_parameter' if on those of its tensor (LAMB). Otherwise use {ways_out}"
             )
 
 

@@ -16,8 +16,7 @@ def run(composed: Composed) -> None:
     cfg = composed.cfg
     if composed.job is not None or composed.choices is None:
         raise TrainingError(
-            "mode=verify cannot be a job of a sweep or of train(): use python train.py mode=verify, or from Python "
-            "training.verify(...)"
+            "mode=verify cannot be a job of a sweep or of train(): use python train.py mode=verify or training.verify"
         )
     from training.studies.verification.report import prove
 

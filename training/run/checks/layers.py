@@ -47,10 +47,7 @@ def check_examined(setup: Setup) -> None:
             return  # a layer reads numbers, which the meta device lacks: later errors appear in the run
         said = str(error)
         if at and "meta" in said and "device" in said:
-            said = (
-                "it computes with a tensor that is not on its input's device; keep such a tensor by register_buffer, "
-                "make it with device=x.device"
-            )
+            said = "it computes with a tensor that is not on its input's device; use register_buffer or device=x.device"
         raise TrainingError(
             f"model={setup.cfg.model.name} cannot take this data: samples "
             f"{' and '.join(map(_described, batch.input_tensors))} with targets "

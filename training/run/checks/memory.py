@@ -33,8 +33,7 @@ def check_memory_of(setup: Setup, world: World | None) -> None:
     check_memory(
         sum(rank.process + on_cpu * rank.state for rank in certain_memory(setup)),
         f"model={cfg.model.name} parallel={plan.strategy} in {plan.processes} processes",
-        "choose a smaller model or train.global_batch_size, more parallel.chunks, or fewer processes (mode=plan shows "
-        "how much each part needs)",
+        "choose a smaller model or train.global_batch_size, more parallel.chunks, or fewer processes (see mode=plan)",
     )
 
 
