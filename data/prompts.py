@@ -137,9 +137,7 @@ class RowTokens:
         self.vocabulary, self.messages, self.answers = vocabulary, messages, answer is not None or self.pairs
         self.named = f"data.template={template}"
         if messages is not None and answer is not None:
-            raise DataError(
-                f"data.messages={messages} and data.answer={answer}: rows have one; set data.answer=null for chats"
-            )
+            raise DataError(f"data.messages={messages} and data.answer={answer}: for chats, set data.answer=null")
         if messages is not None and template is None:
             template, self.named = "tokenizer", f"data.messages={messages} (data.template=tokenizer)"
         if template is not None and not self.answers and messages is None:

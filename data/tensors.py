@@ -130,6 +130,4 @@ def _check_tokens(several: Sequence[Tensor], vocab_size: int, name: str = "input
             )
         if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             span = f"{tokens.min()} to {tokens.max()}"
-            raise DataError(
-                f"the {name} hold tokens from {span}, but vocab_size={vocab_size} allows 0 to {vocab_size - 1}"
-            )
+            raise DataError(f"the {name} hold tokens from {span}; vocab_size={vocab_size} allows 0 to {vocab_size - 1}")

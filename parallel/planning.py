@@ -143,9 +143,7 @@ def _check_world(wanted: Layout, hardware: Hardware, world_size: int | None) -> 
     shown = (f"{key}={n}" for key, n in numbers.items() if n > 1 or key in ("parallel.dp", "parallel.pp"))
     layout = f"{' x '.join(shown)} = {processes} processes"
     if world_size is not None and world_size != processes:
-        raise PlanError(
-            f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or make the product {world_size}"
-        )
+        raise PlanError(f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or change these")
     if hardware.device_type == "mps" and processes > 1:
         raise PlanError(f"{layout}, but device=mps supports one process only; use one, or device=cpu for any number")
 
@@ -199,9 +197,7 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
             )
     wanted = parallel.pp if info.stages else count or 1
     if named and info.stages and len(named) != wanted:
-        raise PlanError(
-            f"parallel.devices names {len(named)} devices for parallel.pp={wanted} stages; name one per stage"
-        )
+        raise PlanError(f"parallel.devices names {len(named)} devices for parallel.pp={wanted} stages; name one each")
     return tuple(named or (device_type if count is None else f"{device_type}:{i % count}" for i in range(wanted)))
 
 

@@ -138,9 +138,7 @@ class Effects(Watch):
             dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
             whole = [str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point]
             if whole and len(dtypes) > len(whole):
-                raise Refused(
-                    f"it computes with floating-point numbers and gets {whole[0]}: give float32, such as inputs.float()"
-                )
+                raise Refused(f"it computes with floating-point numbers and gets {whole[0]}: give inputs.float()")
         elif operation is _aten.embedding and (limits := self._ranges.get(id(args[1]))) is not None:
             rows = len(args[0])
             if not 0 <= limits[0] <= limits[1] < rows:

@@ -240,7 +240,8 @@ class AxisOfStage(Axis):
             )
         if info.degree == cls.degree and ranks == 1:
             raise PlanError(
-                f"parallel={name} cuts {cls.divides} among processes, and parallel.{cls.degree}=1 is one; set 2 or more"
+                f"parallel={name} cuts {cls.divides} among processes, and parallel.{cls.degree}=1 is one; set "
+                f"parallel.{cls.degree}=2"
             )
 
     @classmethod

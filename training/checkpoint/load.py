@@ -87,9 +87,7 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
             optimizer.average.load(checkpoint.average, tensors)
             before, now = (checkpoint.average or {}).get("kind"), optimizer.average.kind
             if before != now and strategy.mesh.rank == 0:
-                left_out = (
-                    f"the checkpoint's average of the weights is left out; callbacks=[{before}] would continue it"
-                )
+                left_out = f"the checkpoint's average of weights is left out; callbacks=[{before}] would continue it"
                 _warn(f"{now} begins a new average: the checkpoint has {before or 'none'}" if now else left_out)
             strategy.loss_scale.load_state_dict(checkpoint.loss_scale)
     except (ValueError, TypeError, OSError, SafetensorError) as error:

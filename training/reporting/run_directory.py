@@ -127,9 +127,7 @@ def take(config: DictConfig) -> None:
     """
     sweeps, world = config.hydra.mode is RunMode.MULTIRUN, World.detect()
     if sweeps and world is not None and world.size > 1:
-        raise TrainingError(
-            "a sweep starts its jobs' processes itself: run it as python train.py -m …, without torchrun or srun"
-        )
+        raise TrainingError("a sweep starts its processes itself: run python train.py -m … without torchrun or srun")
     kind = "sweep" if sweeps else "run"
     name, key = config.hydra[kind].dir, f"hydra.{kind}.dir"
     if not name:

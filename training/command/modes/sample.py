@@ -45,9 +45,7 @@ def sample(cfg: Root) -> str:
     restored = restore(cfg, cfg.device)
     vocabulary = restored.data.vocabulary
     if vocabulary is None:
-        raise TrainingError(
-            f"data.vocab_size={restored.data.vocab_size}: this vocabulary is unknown, so no text can be shown"
-        )
+        raise TrainingError(f"data.vocab_size={restored.data.vocab_size}: an unknown vocabulary, which has no text")
     if isinstance(vocabulary, WordVocabulary):
         restored.data.prepare()  # it reads the words
     settings = cfg.sample
@@ -86,9 +84,7 @@ def closing_sample(cfg: Root, run_dir: Path, entropy: float | None) -> str:
 
 def _check_sample(cfg: Root) -> None:
     if "vocab_size" not in cfg.model:
-        raise TrainingError(
-            f"mode=sample prints text, but model={cfg.model.name} is not a language model (it has no model.vocab_size)"
-        )
+        raise TrainingError(f"mode=sample prints text, but model={cfg.model.name} is not a language model")
     settings = cfg.sample
     if settings.tokens < 1:
         raise TrainingError(f"sample.tokens={settings.tokens} must be at least 1")

@@ -15,9 +15,7 @@ def run(composed: Composed) -> None:
     """
     cfg = composed.cfg
     if composed.job is not None or composed.choices is None:
-        raise TrainingError(
-            "mode=verify cannot be a job of a sweep or of train(): use python train.py mode=verify or training.verify"
-        )
+        raise TrainingError("mode=verify cannot be a job of a sweep or of train(): run it alone, or training.verify()")
     from training.studies.verification.report import prove
 
     report = prove(cfg, composed.run_dir, cfg[COMMAND]["typed"])

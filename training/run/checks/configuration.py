@@ -46,9 +46,7 @@ def check_train(cfg: Root) -> None:
     if train.spike_factor is not None and not train.spike_factor > 1:
         raise TrainingError(f"train.spike_factor={train.spike_factor} must be above 1, such as 3")
     if train.spike_rollback is not None and train.spike_factor is None:
-        raise TrainingError(
-            f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, such as train.spike_factor=3"
-        )
+        raise TrainingError(f"train.spike_rollback={train.spike_rollback} needs train.spike_factor, such as 3")
     if train.test == "best" and train.checkpoint_every is None:
         raise TrainingError("train.test=best needs checkpoints: set train.checkpoint_every=0, or train.test=last")
     if train.deterministic and train.cudnn_benchmark:

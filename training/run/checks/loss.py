@@ -42,9 +42,7 @@ def check_result(setup: Setup, facts: Facts) -> None:
         )
     check_sums(name, loss.metrics, sums)
     if plan.parameters and not sums.loss.requires_grad:
-        raise TrainingError(
-            f"the loss {name} is not differentiable: leave out detach(), item(), argmax() and no_grad()"
-        )
+        raise TrainingError(f"the loss {name} is not differentiable: leave out detach(), item(), argmax(), no_grad()")
 
 
 def check_targets(setup: Setup, batch: Batch, output: Tensors) -> None:
