@@ -35,7 +35,7 @@ def test_every_row_is_in_one_split_and_which_are_held_out_depends_on_the_seed_al
 def test_an_array_is_mapped_and_an_archive_of_arrays_gives_the_same(folder, prepared):
     np.savez_compressed(folder / "all.npz", inputs=X, targets=Y)
     mapped, archive = prepared(Arrays, folder), prepared(Arrays, folder / "all.npz")
-    assert all(isinstance(array, np.memmap) for array in mapped.train.stored.arrays.values())
+    assert all(isinstance(array, np.memmap) for array in mapped.train.source.arrays.values())
     assert rows(mapped.train) == rows(archive.train)
 
 
