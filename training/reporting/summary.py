@@ -50,10 +50,6 @@ class Outcome:
     terms: float = 0.0
     at_peak_s: float = 0.0
 
-    def forget_best(self) -> None:
-        """Forget the best results, so that the next evaluation is the best so far."""
-        self.best_val_loss = self.best = self.best_step = None
-
     @property
     def step_time_s(self) -> float | None:
         """The median duration of a step after the warm-up, in seconds; None before the first step."""

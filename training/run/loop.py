@@ -173,7 +173,7 @@ class Loop:
         comparable = progress["evaluation"] == now and tuple(progress["monitor"]) == self.monitor
         best = self.outcome.best_step
         if best is not None and not (comparable and (best == step or self.checkpoints.has(best))):
-            self.outcome.forget_best()
+            self.outcome.best_val_loss = self.outcome.best = self.outcome.best_step = None
             self.say(
                 f"the best weights begin anew: step {best} was the best by other validation data, or by another loss, "
                 "train.monitor or train.eval_batches, or its checkpoint is missing"

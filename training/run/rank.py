@@ -28,7 +28,6 @@ from models.given import GIVEN, given_objects
 from parallel.devices import keep_freed_memory, parameter_dtype
 from parallel.host_group import NCCL, init_process_group
 from parallel.mesh import Mesh
-from parallel.plan import Plan
 from parallel.strategy import Options, Strategy, build_strategy
 from parallel.timeline import busy_seconds
 from training.callbacks.averaging import averaging_of
@@ -194,7 +193,8 @@ def predict_checkpoint(setup: Setup, strategy: Strategy, run_dir: Path) -> dict[
 def _strategy(setup: Setup, world: World) -> Iterator[Strategy]:
     """Connect the ranks and build this rank's part of the model."""
     if setup.plan.device_type == "cpu":
-        keep_freed_memory(_weight_bytes(setup.plan, world.rank))
+        held = setup.plan.stages_of(setup.plan.mesh(world.rank).position)
+        keep_freed_memory(sum(stage.weights for stage in held) * parameter_dtype(setup.plan.precision).itemsize)
     with _process_group(world, setup):
         mesh = setup.plan.mesh(world.rank).connect(setup.cfg.parallel.timeout_s)
         if mesh.size > 1:
@@ -245,12 +245,6 @@ def _process_group(world: World, setup: Setup) -> Iterator[None]:
 def _warn(mesh: Mesh, warning: str | None) -> None:
     if warning is not None and mesh.rank == 0:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
-
-
-def _weight_bytes(plan: Plan, rank: int) -> int:
-    """Return the bytes of the weights that ``rank`` holds."""
-    stages = plan.stages_of(plan.mesh(rank).position)
-    return sum(stage.weights for stage in stages) * parameter_dtype(plan.precision).itemsize
 
 
 def _has_ended(setup: Setup, resumed: Checkpoint, own: bool) -> bool:
