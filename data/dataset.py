@@ -142,6 +142,12 @@ class Source(ABC):
         """Return the names or numbers by which the data know samples, for predictions; None if there are none."""
         return None
 
+    def unaugmented(self) -> Source:
+        """Return these samples without augmentation."""
+        unchanged = copy(self)
+        unchanged.augment = None
+        return unchanged
+
     def check_batch(self, global_batch_size: int) -> None:
         """Check that training can use batches of this size. All sizes are allowed unless this is overridden.
 
@@ -309,11 +315,10 @@ class DataSet(ABC):
 
     def source_of(self, split: str) -> Source:
         """Return the samples of "train", "val" or "test" as in an evaluation. Raises DataError if there are none."""
-        source = copy({"train": self.train, "val": self.valid, "test": self.test}.get(split))
+        source = {"train": self.train, "val": self.valid, "test": self.test}.get(split)
         if source is None:
             raise DataError(f"predict.split={split}: there are no such samples ({self.description})")
-        source.augment = None
-        return source
+        return source.unaugmented()
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts to continue. The data must have a vocabulary; with words, call prepare() first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +42,9 @@ class Folded(DataSet):
         Samples that validate are not augmented. Raises DataError if there are fewer samples than folds.
         """
         if self.folds is not None:
-            unchanged = copy(self.train)
-            unchanged.augment = None
-            parts = self.parts(len(self.train))
-            self.train, self.valid = Selected(self.train, parts["train"]), Selected(unchanged, parts["valid"])
+            whole, parts = self.train, self.parts(len(self.train))
+            self.train = Selected(whole, parts["train"])
+            self.valid = Selected(whole.unaugmented(), parts["valid"])
             self.description += f"; {self.dealt(parts)}"
 
     def parts(self, samples: int) -> dict[str, Part]:
@@ -107,3 +105,7 @@ class Selected(Source):
     def ids(self, indices: np.ndarray) -> list | None:
         """See Source."""
         return self.source.ids(self.part.row(indices))
+
+    def unaugmented(self) -> Source:
+        """See Source."""
+        return Selected(self.source.unaugmented(), self.part)

@@ -117,11 +117,12 @@ class Flipped(Folded):
         self.deal()
 
 
-def test_images_that_train_are_augmented_and_those_that_validate_are_not():
+def test_images_that_train_are_augmented_and_those_that_validate_or_are_predicted_are_not():
     data = prepared(Flipped, folds=2, fold=0)
     top_is_larger = [source.read(np.arange(5), 0)[0][:, 0, 0, 0] > source.read(np.arange(5), 0)[0][:, 0, 1, 0]
-                     for source in (data.train, data.valid)]  # fmt: skip
-    assert top_is_larger[0].all() and not top_is_larger[1].any()
+                     for source in (data.train, data.valid, data.source_of("train"))]  # fmt: skip
+    assert top_is_larger[0].all() and not top_is_larger[1].any() and not top_is_larger[2].any()
+    assert len(data.source_of("train")) == len(data.train) == 5
 
 
 WRONG = [
