@@ -26,7 +26,10 @@ _FILES = {
     },
     "test": {"test_batch": "40351d587109b95175f43aff81a1287e"},
 }
-_WAY_OUT = f"Give the published folder {_FOLDER} by data.root=FOLDER, or leave out data.root to download it"
+_WAY_OUT = (
+    f"Give the published folder {_FOLDER}, unpacked, by data.root=FOLDER, or leave out data.root to download it on a "
+    "machine with a network"
+)
 
 
 class CIFAR10(PublishedImages):

@@ -149,7 +149,9 @@ class Images(Source):
                 other numbers of channels would have to be converted.
         """
         if len(images) != len(labels) or not len(labels):
-            raise DataError(f"{origin} has {len(images):,} images and {len(labels):,} labels; give one label per image")
+            raise DataError(
+                f"{origin} has {len(images):,} images and {len(labels):,} labels; give one label for each image"
+            )
         classes, bad = data.num_classes, np.flatnonzero((labels < 0) | (labels >= data.num_classes))
         if len(bad):
             raise DataError(

@@ -14,7 +14,10 @@ from common.errors import DataError
 from data.images import Images, PublishedImages
 
 _NAMES = {"train": "train", "test": "t10k"}
-_WAY_OUT = "Give a folder with the four published files by data.root=FOLDER, or leave out data.root to download them"
+_WAY_OUT = (
+    "Give a folder with the four published files, packed (.gz) or not, by data.root=FOLDER, or leave out data.root to "
+    "download them on a machine with a network"
+)
 
 
 class MNIST(PublishedImages):

@@ -137,11 +137,17 @@ class RowTokens:
         self.vocabulary, self.messages, self.answers = vocabulary, messages, answer is not None or self.pairs
         self.named = f"data.template={template}"
         if messages is not None and answer is not None:
-            raise DataError(f"data.messages={messages} and data.answer={answer}: for chats, set data.answer=null")
+            raise DataError(
+                f"data.messages={messages} and data.answer={answer}: rows are chats, or prompts and answers; set "
+                "data.answer=null for chats"
+            )
         if messages is not None and template is None:
             template, self.named = "tokenizer", f"data.messages={messages} (data.template=tokenizer)"
         if template is not None and not self.answers and messages is None:
-            raise DataError(f"{self.named} needs prompts and answers; set data.answer=, or data.messages= for chats")
+            raise DataError(
+                f"{self.named} needs prompts and answers; set data.answer= to the field of the answer, or "
+                "data.messages= to that of chats"
+            )
         self.template = None if template is None else _read(self.named, template, vocabulary)
         if self.template is not None and template != "tokenizer":
             vocabulary.template = self.template.text

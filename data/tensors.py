@@ -129,5 +129,7 @@ def _check_tokens(several: Sequence[Tensor], vocab_size: int, name: str = "input
                 f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
             )
         if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            span = f"{tokens.min()} to {tokens.max()}"
-            raise DataError(f"the {name} hold tokens from {span}; vocab_size={vocab_size} allows 0 to {vocab_size - 1}")
+            raise DataError(
+                f"the {name} hold tokens from {tokens.min()} to {tokens.max()}, but vocab_size={vocab_size} allows 0 "
+                f"to {vocab_size - 1}"
+            )

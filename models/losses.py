@@ -395,7 +395,9 @@ def as_sums(loss: Any) -> Any:
         return loss
     name = f"nn.{type(loss).__name__}"
     if loss.reduction != "mean":
-        raise ModelError(f'{name}(reduction="{loss.reduction}"): a run takes the mean itself; leave reduction out')
+        raise ModelError(
+            f'{name}(reduction="{loss.reduction}"): training takes the mean over the global batch; leave reduction out'
+        )
     terms = copy.copy(loss)
     terms.reduction = "none"
     if isinstance(terms, nn.CrossEntropyLoss):

@@ -197,7 +197,9 @@ def _devices(parallel, info: StrategyInfo, hardware: Hardware) -> tuple[str, ...
             )
     wanted = parallel.pp if info.stages else count or 1
     if named and info.stages and len(named) != wanted:
-        raise PlanError(f"parallel.devices names {len(named)} devices for parallel.pp={wanted} stages; name one each")
+        raise PlanError(
+            f"parallel.devices names {len(named)} devices for parallel.pp={wanted} stages; name one per stage"
+        )
     return tuple(named or (device_type if count is None else f"{device_type}:{i % count}" for i in range(wanted)))
 
 

@@ -60,7 +60,8 @@ def saved_config(arguments: Sequence[str]) -> SavedConfig | None:
     model, wanted = configs[0]["model"].get("name"), _values(typed.get("model"))
     if any(word != model for word in wanted):
         raise TrainingError(
-            f"{paths[0]} holds model={model}, and model={','.join(wanted)} was typed; leave it out, or name another one"
+            f"{paths[0]} holds model={model}, and model={','.join(wanted)} was typed; leave model= out, or name a "
+            "checkpoint of that model"
         )
     return SavedConfig(paths[0], configs[0], config_folder(arguments))
 

@@ -387,7 +387,8 @@ def check_savable(files: Files) -> None:
                     raise TypeError(f"{name} is a {type(piece.tensor).__name__}, which a safetensors file cannot hold")
         except TypeError as error:
             raise TrainingError(
-                f"no checkpoint of this run can be written: {error}. Use another dtype, or train.checkpoint_every=null"
+                f"no checkpoint of this run can be written: {error}. Use another dtype or optimizer, or "
+                "train.checkpoint_every=null"
             ) from None
 
 
