@@ -445,8 +445,7 @@ def parse_extra_tokens(value: ExtraTokens) -> dict[str, str | None]:
     ordered = sorted(tokens)
     for shorter, longer in zip(ordered[:-1], ordered[1:], strict=True):
         if longer.startswith(shorter):
-            said = f"{longer} begins with {shorter}, so they cannot be distinguished in a text; rename one"
-            raise DataError(f"model.extra_tokens: {said}")
+            raise DataError(f"model.extra_tokens: {longer} begins with {shorter}: no text tells them apart; rename one")
     return tokens
 
 
