@@ -164,7 +164,8 @@ def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
         folder = folder_of(cfg.model.init_from)
         if isinstance(data.vocabulary, GPT2Vocabulary) and tokens_after_gpt2(folder) is None:
             raise TrainingError(
-                f"{folder / 'tokenizer.json'} has other tokens than GPT-2's; type data.tokenizer={cfg.model.init_from}"
+                f"{folder / 'tokenizer.json'} has other tokens than GPT-2's, which the data has; type "
+                f"data.tokenizer={cfg.model.init_from}"
             )
 
 
