@@ -17,12 +17,4 @@ from launchers.local import WorkerPool, call_in_workers, run_workers, start_fork
 from launchers.stopping import Interrupted
 from launchers.world import World
 
-__all__ = [
-    "Interrupted",
-    "WorkerFailed",
-    "WorkerPool",
-    "World",
-    "call_in_workers",
-    "run_workers",
-    "start_fork_server",
-]
+__all__ = ["Interrupted", "WorkerFailed", "WorkerPool", "World", "call_in_workers", "run_workers", "start_fork_server"]

@@ -193,7 +193,7 @@ class Runs:
         self._setup: Setup | None = None  # of the first layout; examined once
         self._plans: dict[str, Plan] = {}  # by the layout's name
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
-        self._pool, self._reused = self._processes(1), False
+        self._pool, self._reused = WorkerPool(0), False  # ``launch`` starts processes
 
     def close(self) -> None:
         """End all processes."""
@@ -300,12 +300,9 @@ class Runs:
         arguments = PlannedRun(self.cfg, self._plans[result.name]), runs, record, result.perturbed
         if self._pool.processes != result.layout.processes:
             self.close()
-            self._pool = self._processes(result.layout.processes)
+            self._pool = WorkerPool(result.layout.processes, self.folder / "logs", self.cfg.verify.timeout_s)
         self._reused = self._pool.calls > 0
         self._pool.call(_run_jobs, arguments)
-
-    def _processes(self, count: int) -> WorkerPool:
-        return WorkerPool(count, self.folder / "logs", self.cfg.verify.timeout_s)
 
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The run with the user's optimizer neither saves nor evaluates."""
@@ -329,13 +326,13 @@ class Runs:
         if kind == "gradients":
             return self.gradients(layout, 1)
         if kind == "next step":
-            losses = _numbers(plain.with_name("next"), "loss")
+            losses = numbers_of(plain.with_name("next"), "loss")
             return losses | self.gradients(layout, self.steps + 1, "next")
         if kind == OWN:
-            return _numbers(plain.with_name("own"), "loss")
+            return numbers_of(plain.with_name("own"), "loss")
         if kind in ("weights", "buffers", "optimizer"):
             return tensors_of(plain, self.steps, lambda name: self._kind(name) == kind)
-        return _numbers(plain, kind)
+        return numbers_of(plain, kind)
 
     def _kind(self, name: str) -> str:
         return "optimizer" if "/" in name else "weights" if name in self._parameters else "buffers"
@@ -367,7 +364,7 @@ def tensors_of(run: Path, step: int, wanted: Callable[[str], bool] = lambda name
     return {name: stored[name][...] for name in stored if wanted(name)}
 
 
-def _numbers(run: Path, wanted: str) -> dict[str, Tensor]:
+def numbers_of(run: Path, wanted: str) -> dict[str, Tensor]:
     """Return the recorded numbers of a run that belong to one kind in ``COMPARED``."""
     found = {}
     for record in read_records(run / METRICS):

@@ -25,15 +25,14 @@ from parallel.examination import examine
 from parallel.layout import Layout
 from training.checkpoint.init_from import start
 from training.export.write import write_weights
-from training.run.evaluate import evaluate
 from training.run.loop import Loop
 from training.run.prepare import PlannedRun, model_and_data, prepare
 from training.run.rank import run
 from training.run.restore import restore
 from training.run.setup import Setup
-from training.run.split_metrics import SplitMetrics, entries
-from training.studies.verification.layouts import in_layout, tensors_of
-from training.studies.verification.probes import Finding, largest_difference
+from training.run.split_metrics import entries
+from training.studies.verification.layouts import in_layout, numbers_of, tensors_of
+from training.studies.verification.probes import Finding, difference, largest_difference
 
 _BATCH, _EVALUATED = 4, 7
 _HALF = 0.05  # numbers of bf16 and fp16 are equal up to this difference
@@ -68,14 +67,21 @@ def ask(cfg: Root, setup: Setup, folder: Path, sound: Callable[[], bool]) -> Ite
     if not sound():
         return
     kept = {"callbacks": to_dict(cfg)["callbacks"], "scheduler": to_dict(cfg)["scheduler"]}
-    often = {"eval_every": 1, "eval_batches": 1, "checkpoint_every": 1, "keep_checkpoints": 2}
+    often = {"eval_every": 1, "eval_batches": None, "checkpoint_every": 1, "keep_checkpoints": 2}
     count = 1 if setup.examination.which("gathers") else math.gcd(4, cfg.train.global_batch_size)
     whole = in_layout(cfg, Layout(chunks=count, order=cfg.parallel.order), kept, steps=2, **often)
-    resumed = with_values(whole, {"train.resume": str(folder / "whole/checkpoints/step-00000001")})
     tolerance = cfg.verify.tolerance if cfg.train.precision in ("fp64", "fp32") else _HALF
     try:
-        planned = PlannedRun(whole, prepare(whole).plan)
-        (found,) = call_in_workers(_answers, (planned, resumed, folder, tolerance), 1, folder / "logs")
+        plan = prepare(whole).plan
+        resumed = {"train.resume": str(folder / "whole/checkpoints/step-00000001")}
+        evaluated = {"mode": "eval", "checkpoint": str(folder / "whole"), "train.global_batch_size": _BATCH}
+        runs = {"whole": PlannedRun(whole, plan), "again": PlannedRun(whole, plan)}
+        runs["resumed"] = PlannedRun(with_values(whole, resumed), plan)
+        facts = examine(setup.chain, setup.sample, training=False)
+        if not facts.which("draws") and not facts.which("gathers"):  # then numbers depend on the micro-batch
+            plan = replace(plan, global_batch_size=_BATCH, chunks=1)
+            runs["evaluated"] = PlannedRun(with_values(whole, evaluated), plan)
+        (found,) = call_in_workers(_answers, (runs, folder, tolerance), 1, folder / "logs")
     except UserError as error:
         found = {"resume": [f"two steps, or one after a resume, cannot be trained: {error}"]}
     yield from _findings(found)
@@ -121,87 +127,66 @@ def _samples(source: Source, batches: Iterable[np.ndarray]) -> dict[tuple[int, i
     return {(row, i): t[n] for rows, tensors in read for i, t in enumerate(tensors) for n, row in enumerate(rows)}
 
 
-def _answers(world: World, planned: PlannedRun, resumed: Root, folder: Path, tolerance: float) -> Answers:
-    """Train twice, and once more after a resume; then evaluate."""
-    jobs = {"whole": planned.cfg, "again": planned.cfg, "resumed": resumed}
-    whole, again, after = (_trained(replace(planned, cfg=cfg), world, folder / name) for name, cfg in jobs.items())
-    texts = [
+def _answers(world: World, runs: Mapping[str, PlannedRun], folder: Path, tolerance: float) -> Answers:
+    """Train twice, and once more after a resume; evaluate in other batches; export."""
+    cfg, seen = runs["whole"].cfg, {name: _seen(planned, world, folder / name) for name, planned in runs.items()}
+    resume = [
         f"{who}: its attribute {key} begins anew after a resume, because checkpoints do not have it; {_WAYS_OUT[kind]}"
-        for (kind, who), values in whole.items()
-        for key, value in values.items()
-        if again[kind, who].get(key) == value != after[kind, who].get(key)
+        for (kind, who, key), value in seen["whole"].items()
+        if seen["again"].get((kind, who, key)) == value != seen["resumed"].get((kind, who, key))
     ]
     weights = tensors_of(folder / "whole", 2)
     for name, text in _CHANGES.items():
         size, where = largest_difference(tensors_of(folder / name, 2), weights)
-        texts += [f"{text} (by {size:.0e}: {where})"] if size > tolerance and not texts else []
-    return {"resume": texts, **_evaluations(planned, folder, tolerance)}
+        resume += [f"{text} (by {size:.0e}: {where})"] if size > tolerance and not resume else []
+    evaluation = []
+    ours, theirs = (numbers_of(folder / name, "evaluation") for name in ("evaluated", "whole"))
+    for at in (at for at, number in ours.items() if not resume and difference(number, theirs[at]) > tolerance):
+        name = at.split()[0].removeprefix("val_")
+        metric = next((f"metrics: {e.target}" for e in entries(cfg.metrics) if name.startswith(e.name)), "")
+        way_out = "keep sums in update(), and divide in compute()" if metric else "return sums over samples"
+        evaluation.append(
+            f"{metric or 'the loss'}: {name} of {_EVALUATED} samples is {ours[at]:.6g} in batches of {_BATCH}, and "
+            f"{theirs[at]:.6g} in batches of {cfg.train.global_batch_size}; {way_out}"
+        )
+    return {"resume": resume, "evaluation": evaluation[:1], "export": _exported(cfg, folder, tolerance)}
 
 
-def _trained(planned: PlannedRun, world: World, run_dir: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Run two steps. Return the attributes of the user's objects at the end, by kind and name of the object."""
+def _exported(cfg: Root, folder: Path, tolerance: float) -> list[str]:
+    """Export the trained weights, and read them again."""
+    data, strategy, _ = restore(with_values(cfg, {"checkpoint": str(folder / "whole")}), "cpu")
+    if strategy.chain.unsaved:
+        return []
+    data.prepare()
+    (exported := folder / "exported").mkdir()
+    write_weights(exported, data, strategy, cfg.model.init_from)
+    before = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    start(with_values(cfg, {"model.init_from": str(exported)}).model, strategy.chain, strategy)
+    size, name = largest_difference(strategy.state_dict(), before)
+    text = f"{name} is another after an export and model.init_from (by {size:.0e}); map it in Chain.hugging_face"
+    return [text] * (size > tolerance)
+
+
+def _seen(planned: PlannedRun, world: World, run_dir: Path) -> dict[tuple[str, str, str], str]:
+    """Run, and return what the attributes of the user's objects have at the end, without addresses in memory."""
     seen: list[tuple[str, str, Any]] = []
     setup = planned.setup(world)
-    setup.data.test, loss = None, setup.chain.loss
+    split = setup.data.valid or setup.data.train
+    setup.data.valid = InMemory(*split.read(np.arange(_EVALUATED) % len(split), 0)[:2])
+    setup.data.test = None
 
     def see(loop: Loop) -> None:
         layers = (pair for stage in loop.strategy.stages for pair in stage.layers.named_modules())
         seen.extend(("optim", "optim", one) for one in loop.optimizer.made)
         seen.extend(("callbacks", f"callbacks.{name}", one) for name, one in loop.callbacks.all.items())
         seen.extend(("layer", f"layer {name}", module) for name, module in layers)
-        seen.extend(("loss", "loss", one) for one in (loss, *vars(loss).values()))
+        seen.append(("loss", "loss", setup.chain.loss))
 
     run_dir.mkdir(parents=True)
     run(setup, run_dir, world, see)
     return {
-        (kind, f"{name}: {type(one).__name__}"): {k: _plain(of) for k, of in vars(one).items() if k not in _COVERED}
+        (kind, f"{name}: {type(one).__name__}", key): re.sub(" at 0x[0-9a-f]+", "", str(jsonable(value)))
         for kind, name, one in seen
-        if hasattr(one, "__dict__")
+        for key, value in getattr(one, "__dict__", {}).items()
+        if key not in _COVERED
     }
-
-
-def _plain(value: Any) -> str:
-    """Return the numbers and texts in a value, to compare them, without the addresses of objects."""
-    return re.sub(" at 0x[0-9a-f]+", "", str(jsonable(value)))
-
-
-def _evaluations(planned: PlannedRun, folder: Path, tolerance: float) -> Answers:
-    """Evaluate the trained weights in batches of two sizes, and after an export."""
-    cfg, found = with_values(planned.cfg, {"checkpoint": str(folder / "whole")}), {"evaluation": [], "export": []}
-    data, strategy, _ = restore(cfg, planned.plan.device_type)
-    data.prepare()
-    split, chain = data.valid or data.train, strategy.chain
-    source = InMemory(*split.read(np.arange(min(_EVALUATED, len(split))), 0)[:2])
-
-    def evaluated(size: int, wanted: Any = cfg.metrics) -> dict[str, float]:
-        strategy.plan = replace(strategy.plan, global_batch_size=size)
-        metrics = SplitMetrics(wanted, chain.loss) if wanted else None
-        results = evaluate(strategy, source, None, metrics)
-        return results | (metrics.results(strategy.mesh, folder, "val") if metrics else {})
-
-    def changed(values: Mapping[str, float]) -> list[tuple[str, float]]:
-        near = {"rel_tol": tolerance, "abs_tol": tolerance}
-        return [(name, value) for name, value in values.items() if not math.isclose(value, first[name], **near)][:1]
-
-    first = evaluated(len(source))
-    facts = examine(chain, Batch(*source.read(np.arange(1), 0)), training=False)
-    by_rule = facts.which("draws") or facts.which("gathers")  # numbers depend on the micro-batch
-    for name, value in () if by_rule else changed(evaluated(_BATCH)):  # the last batch is filled up
-        metric = next((f"metrics: {e.target}" for e in entries(cfg.metrics) if f"val_{e.name}" in name), "")
-        way_out = "keep sums in update(), and divide in compute()" if metric else "return sums over samples"
-        found["evaluation"] = [
-            f"{metric or 'the loss'}: {name.removeprefix('val_')} of {len(source)} samples is {value:.6g} in batches "
-            f"of {_BATCH}, and {first[name]:.6g} in one of {len(source)}; {way_out}"
-        ]
-    if not chain.unsaved:
-        (exported := folder / "exported").mkdir()
-        write_weights(exported, data, strategy, cfg.model.init_from)
-        for parameter in strategy.parameters():
-            parameter.data.zero_()
-        start(with_values(cfg, {"model.init_from": str(exported)}).model, chain, strategy)
-        found["export"] = [
-            f"{name} is {value:.6g} with exported weights, and {first[name]:.6g} with those of the checkpoint; map "
-            "every tensor in Chain.hugging_face"
-            for name, value in changed(evaluated(len(source), None))
-        ]
-    return found

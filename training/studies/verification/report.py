@@ -35,15 +35,7 @@ from training.reporting.progress import progress
 from training.run.prepare import prepare
 from training.run.setup import Setup
 from training.studies.verification.difference import first_difference
-from training.studies.verification.layouts import (
-    COMPARED,
-    PERTURBED,
-    Compared,
-    Runs,
-    in_layout,
-    layouts,
-    variants,
-)  # fmt: skip
+from training.studies.verification.layouts import COMPARED, PERTURBED, Compared, Runs, in_layout, layouts, variants
 from training.studies.verification.probes import Finding, probe
 from training.studies.verification.questions import ask
 

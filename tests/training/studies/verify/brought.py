@@ -246,7 +246,7 @@ BROUGHT = [
     Brought("a mean of means", "evaluation", "brought.MeanOfMeans: mean_of_means of 7", typed=_metric("MeanOfMeans")),
     Brought("a random metric", "evaluation", "metrics: brought.guess", typed=_metric("guess")),
     Brought("a mean", "evaluation", "the loss: loss of 7 samples", partial(sound, loss=MeanOfSome())),
-    Brought("an export", "export", "with exported weights", halved, tokens),
+    Brought("an export", "export", "h.0.mlp.c_fc.weight is another after an export", halved, tokens),
     Brought("reads counted", "data", "of a sample of valid changes when it is read a", data=partial(Data, ByReads)),
     Brought("torch's numbers", "data", "when it is read a second", data=partial(Data, TorchNoise)),
     Brought("numpy's numbers", "data", "when it is read a second", data=partial(Data, NumpyNoise)),
