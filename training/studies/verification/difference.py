@@ -10,13 +10,15 @@ from torch import Tensor
 
 from training.studies.verification.layouts import Compared, Runs, limits_of
 from training.studies.verification.probes import Finding, difference
-from training.studies.verification.recording import INPUT, KINDS, OUTPUT, OUTPUT_GRADIENT, Key
+from training.studies.verification.recording import INPUT, INPUT_GRADIENT, KINDS, OUTPUT, OUTPUT_GRADIENT, Key
 
 Part = tuple[Tensor, int, tuple[int, ...]]  # of a recorded tensor: the rank, and its positions in the sequence
 
 
 def first_difference(runs: Runs, layout: Compared, findings: Sequence[Finding]) -> str:
     """Record each layer in the first differing step, or else the last. Return a sentence about the first difference."""
+    if all(ratio <= 1 for ratio in layout.ratios.values()):
+        return f"the results are equal, but {layout.apart}"
     names = runs.chain.names
 
     def numbers(one: Compared, step: int) -> dict[str, Tensor]:
@@ -66,10 +68,13 @@ def _recorded(runs: Runs, layout: Compared, step: int) -> dict[Key, list[Part]]:
     if layout not in (runs.first, *runs.perturbed) or not folder.exists():  # those are recorded once for all layouts
         runs.launch(layout, folder, [("plain", None, step)], record=step)
     found: dict[Key, list[Part]] = {}
+    factor = 0.0  # of the loss: layouts may have others, the ranks of a layout may not
     for file in sorted(folder.glob("record_*.pt")):
-        records, positions = torch.load(file)
+        records, positions, scale = torch.load(file)
+        factor = factor or scale
         for key, tensor in records.items():
-            found.setdefault(key, []).append((tensor, int(file.stem[7:]), tuple(positions)))
+            given = tensor / factor if key[2] in (OUTPUT_GRADIENT, INPUT_GRADIENT) else tensor
+            found.setdefault(key, []).append((given, int(file.stem[7:]), tuple(positions)))
     return found
 
 

@@ -29,6 +29,7 @@ from parallel.strategies import STRATEGIES
 from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.load import CheckpointTensors
 from training.reporting.metrics import METRICS, read_records
+from training.run.loop import Loop
 from training.run.prepare import PlannedRun, prepare
 from training.run.rank import run
 from training.run.setup import Setup
@@ -66,6 +67,7 @@ class Compared:
         differences: The largest relative difference of each kind of result, by its limit, and its place.
         ratios: These differences, divided by their limits.
         losses: The loss of each step with the user's optimizer.
+        apart: Which weights the ranks hold differently at the end, as a sentence; empty if they are equal.
         seconds: The total duration of the layout's runs.
     """
 
@@ -80,6 +82,7 @@ class Compared:
     differences: dict[str, tuple[float, str]] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    apart: str = ""
     seconds: float = 0.0
 
     @property
@@ -248,7 +251,8 @@ class Runs:
                     ratio, size, at = found
                     result.differences[kind] = size, at
                     result.ratios |= {kind: ratio} if kind != OWN else {}
-            result.holds = bool(result.perturbed) or all(ratio <= 1 for ratio in result.ratios.values())
+            equal = not result.apart and all(ratio <= 1 for ratio in result.ratios.values())
+            result.holds = bool(result.perturbed) or equal
         except UserError as error:
             result.holds, result.reason = False, str(error)
 
@@ -302,7 +306,8 @@ class Runs:
             self.close()
             self._pool = WorkerPool(result.layout.processes, self.folder / "logs", self.cfg.verify.timeout_s)
         self._reused = self._pool.calls > 0
-        self._pool.call(_run_jobs, arguments)
+        apart, *_ = self._pool.call(_run_jobs, arguments)
+        result.apart = apart if record is None else result.apart
 
     def _job(self, result: Compared, part: str, before: Compared | None = None, steps: int | None = None) -> Any:
         """Return the configuration of a run. The run with the user's optimizer neither saves nor evaluates."""
@@ -376,12 +381,22 @@ def numbers_of(run: Path, wanted: str) -> dict[str, Tensor]:
     return found
 
 
-def _run_jobs(world: World, planned: PlannedRun, jobs: list[tuple[Root, Path]], record: int | None, seed: int) -> None:
-    """Run the jobs one after the other on a rank. If ``seed`` is given, move all results by rounding."""
-    folder = jobs[0][1].parent
+def _run_jobs(world: World, planned: PlannedRun, jobs: list[tuple[Root, Path]], record: int | None, seed: int) -> str:
+    """Run the jobs one after the other on a rank. If ``seed`` is given, move all results by rounding.
+
+    Returns:
+        Which weights the ranks hold differently, see ``check_weights``.
+    """
+    folder, found = jobs[0][1].parent, list[str]()
     moved = perturbed(planned.plan.precision, seed) if seed else nullcontext()
+
+    def note_warnings(loop: Loop) -> None:
+        check = loop.checkpoints.check
+        loop.checkpoints.check = lambda: found.append(check() or "")  # the verdict replaces the warning
+
     with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext(), moved:
         for cfg, run_dir in jobs:
             setup = replace(planned, cfg=cfg).setup(world)
             setup.data.test = None  # nothing compares its results
-            run(setup, run_dir, world)
+            run(setup, run_dir, world, note_warnings)
+    return next(filter(None, found), "").removesuffix(" (launcher.allow_mixed=true)")

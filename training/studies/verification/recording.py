@@ -25,28 +25,34 @@ Key = tuple[str, int, str, int]  # layer, first sample of the micro-batch, kind,
 
 @contextmanager
 def recorded(step: int, path: Path) -> Iterator[None]:
-    """Write the inputs, outputs and gradients of every layer in a step, and this rank's positions, to ``path``."""
+    """Write the inputs, outputs and gradients of every layer in a step to ``path``.
+
+    The file also has this rank's positions, and the factor of the loss, which the gradients contain.
+    """
     records: dict[tuple, Tensor] = {}
     positions: list[int] = []
+    scale = 1.0
 
-    def note(key: tuple, tensor: Tensor, scale: float = 1.0) -> None:
-        records.setdefault(key, (tensor.detach() / scale).cpu())  # the first value: a recomputation does not count
+    def note(key: tuple, tensor: Tensor) -> None:
+        records.setdefault(key, tensor.detach().to("cpu", copy=True))  # the first value: a recomputation does not count
 
-    def watch(where: tuple, tensors: Any, forward: str, backward: str, scale: float) -> None:
+    def watch(where: tuple, tensors: Any, forward: str, backward: str) -> None:
         for i, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
             note((*where, forward, i), tensor)
-            if tensor.requires_grad:  # replicas scale their loss by the factor of their sum
-                tensor.register_hook(lambda g, i=i: note((*where, backward, i), g, scale))
+            if tensor.requires_grad:
+                tensor.register_hook(lambda g, i=i: note((*where, backward, i), g))
 
     def hook(stage: Stage, name: str, where: tuple[int, int] | None, layer: Callable, *tensors: Any) -> Any:
+        nonlocal scale
         if not stage.training or stage.step != step or where is None or name == LOSS:
             return layer(*tensors)
+        scale = stage.loss_scale
         if (part := sequence.part()) is not None:
             positions[:] = part.positions.tolist()
-        watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT, stage.loss_scale)
+        watch((name, where[0]), tensors, INPUT, INPUT_GRADIENT)
         output = layer(*tensors)
         given = (output.loss, output.count) if isinstance(output, Sums) else as_tuple(output)
-        watch((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT, stage.loss_scale)
+        watch((name, where[0]), given, OUTPUT, OUTPUT_GRADIENT)
         return output
 
     Stage.layer_hook = hook
@@ -54,7 +60,7 @@ def recorded(step: int, path: Path) -> Iterator[None]:
         yield
     finally:
         Stage.layer_hook = None
-        torch.save((records, positions), path)
+        torch.save((records, positions, scale), path)
 
 
 @contextmanager

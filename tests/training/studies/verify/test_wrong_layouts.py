@@ -7,16 +7,16 @@ from wrong_layouts import DDP, FAULTS, MODELS, reference, tried
 MISSED = {"bf16": {"gradients added up in bf16", "label smoothing by the mean of each rank's words"}, "fp64": set()}
 
 
-def test_statistics_of_one_replica_are_named(tmp_path):
+def test_statistics_of_one_replica_are_named():
     (fault,) = (fault for fault in FAULTS.values() if fault.model == "normed")
-    with reference("normed", "fp64", tmp_path) as runs:
+    with reference("normed", "fp64") as runs:
         result, named = tried(fault, runs)
     assert named and max(result.ratios, key=result.ratios.get) == "buffers", result
 
 
 @pytest.mark.slow
-def test_a_right_layout_holds_in_fp16(tmp_path):
-    with reference("normed", "fp16", tmp_path) as runs:
+def test_a_right_layout_holds_in_fp16():
+    with reference("normed", "fp16") as runs:
         result = runs.compare(DDP)
     assert result.holds and runs.limits["gradients"] > 1e-4, result
 
@@ -24,9 +24,9 @@ def test_a_right_layout_holds_in_fp16(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", MISSED)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_fault_of_a_layout_is_found_and_the_culprit_named(model, precision, tmp_path):
+def test_a_fault_of_a_layout_is_found_and_the_culprit_named(model, precision):
     wrong = {}
-    with reference(model, precision, tmp_path) as runs:
+    with reference(model, precision) as runs:
         for fault in (fault for fault in FAULTS.values() if fault.model == model):
             result, named = tried(fault, runs)
             if named == (fault.name in MISSED[precision]):
