@@ -45,6 +45,7 @@ from parallel.stage import Stage
 from parallel.strategy import LocalStrategy, Strategy
 from training import load_config
 from training.command.api import with_given
+from training.optimizer.optimizer import Optimizer
 from training.studies.verification import layouts as verified
 from training.studies.verification.difference import first_difference
 from training.studies.verification.layouts import PERTURBED, Compared, Runs, _run_jobs
@@ -93,11 +94,6 @@ def _then(change: Callable[..., Any]) -> Callable[..., Any]:
     return lambda original, self, *args, **named: change(self, original(self, *args, **named))
 
 
-def _counted_by_each(original: Callable, self: Gradients, *of: Any) -> Tensor:
-    with patch.object(self, "_counted", {True: [p for some in self._counted.values() for p in some]}):
-        return original(self, *of)
-
-
 def _own_targets(original: Callable, self: LocalStrategy, batch: Batch) -> None:
     dist.all_reduce(total := (mine := (batch.targets != -100).sum().double()).clone())
     for stage in self.stages:
@@ -126,6 +122,14 @@ def _first_sums(original: Callable, self: Strategy, vector: Tensor) -> list[floa
 
 def _first_evaluated(original: Callable, self: Strategy, batch: Batch, number: int = 1, *more: Any) -> Tensor:
     return original(self, batch, number, *more) * (number == 1 or dist.get_rank() == 0)
+
+
+def _stale(original: Callable, self: Optimizer, lr: float) -> None:
+    weight = self.made[0].param_groups[0]["params"][0]
+    before = weight.detach().clone()
+    original(self, lr)
+    if dist.get_rank() == 1:
+        weight.data.copy_(before)
 
 
 def _rounded_gradients(original: Callable, self: Stage, *args: Any, **named: Any) -> Any:
@@ -199,8 +203,6 @@ FAULTS = {fault.name: fault for fault in [
           "evaluation val_", Strategy, "eval_step", _first_evaluated),
     Fault("gradients of experts summed over replicas", "Megatron-LM 7452 (C)", "moe", EXPERT,
           "first in the gradient of .*experts", Replicas, "finish_gradients", _summed_experts),
-    Fault("the norm counts replicated parameters on each rank", "ROCm TransformerEngine 715", "gpt2", TENSOR,
-          "gradient norm", Gradients, "squared_norm", _counted_by_each),
     Fault("gradients of norms not summed where the sequence is divided", "Megatron-LM 1446 (TTrace)", "llama", SEQUENCE,
           "first in the gradient of .*norm", TensorParallel, "finish_gradients", lambda *_: None),
     Fault("the router's gradient not summed where the sequence is divided", "Megatron-LM 599 (TTrace)", "moe", SEQUENCE,
@@ -220,6 +222,8 @@ FAULTS = {fault.name: fault for fault in [
           r"first in the gradient of embedding\.wte\.weight", gradients, "_copies", lambda *_: []),
     Fault("the loss of the first replica shown", "torchtitan 3280, transformers 39674", "llama", DDP,
           "in (the )?loss", Strategy, "all_sum", _first_sums),
+    Fault("a weight of one replica not updated", "Megatron-LM 950", "llama", DDP,
+          "(forward of|same weights:) embedding", Optimizer, "step", _stale),
     Fault("gradients added up in bf16", "", "llama", DDP,
           "first in the gradient of ", Stage, "forward", _rounded_gradients),
     Fault("running statistics of one replica", "", "normed", DDP,

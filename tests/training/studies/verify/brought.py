@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from zoo import SQUARE, MeanOfSome, chain_of
 
@@ -40,6 +41,15 @@ class Counts(torch.optim.SGD):
 
     def step(self, closure=None):
         self.memory["count"][0] += 1
+        return super().step(closure)
+
+
+class OfRank(torch.optim.SGD):
+    """Has another learning rate on each rank."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] /= 1 + (dist.get_rank() if dist.is_initialized() else 0)
         return super().step(closure)
 
 

@@ -3,6 +3,9 @@
 import pytest
 from wrong_layouts import DDP, FAULTS, MODELS, reference, tried
 
+from conf.instantiate import with_values
+from training.studies.verification.difference import first_difference
+
 # What rounds as bf16 does cannot be told from bf16; the smoothing is a tenth of a loss over nearly equal words.
 MISSED = {"bf16": {"gradients added up in bf16", "label smoothing by the mean of each rank's words"}, "fp64": set()}
 
@@ -12,6 +15,14 @@ def test_statistics_of_one_replica_are_named():
     with reference("normed", "fp64") as runs:
         result, named = tried(fault, runs)
     assert named and max(result.ratios, key=result.ratios.get) == "buffers", result
+
+
+def test_an_optimizer_that_depends_on_the_rank_is_named_although_other_results_are_equal():
+    with reference("normed", "fp64") as runs:
+        runs.cfg = with_values(runs.cfg, {"optim": {"_target_": "brought.OfRank", "lr": 0.1}})
+        result = runs.compare(DDP)
+        assert result.holds is False and max(result.ratios.values()) <= 1
+        assert "ranks do not hold the same weights: a.bias: " in first_difference(runs, result, [])
 
 
 @pytest.mark.slow
