@@ -77,13 +77,14 @@ MODELS: Mapping[str, tuple[Callable[[], Chain], Sequence[str]]] = {
 
 
 def data(model: str, seed: int = 0) -> TensorData:
-    """Random samples: tokens of which the second half has many ignored targets, or numbers and classes."""
+    """Random samples: tokens, of which a few in the middle are answers and count; or numbers and classes."""
     of = torch.Generator().manual_seed(seed)
     if model == "normed":
         return TensorData(torch.randn(64, 8, generator=of), torch.randint(0, 3, (64,), generator=of))
     tokens = torch.randint(0, WORDS, (64, LENGTH + 1), generator=of)
-    ignored = torch.rand(64, LENGTH, generator=of) < torch.rand(64, 1, generator=of) ** 2
-    return TensorData(tokens[:, :-1], tokens[:, 1:].masked_fill(ignored, -100), valid=0.2, vocab_size=WORDS)
+    begin, length = torch.randint(1, 1 + LENGTH // 2, (2, 64, 1), generator=of)
+    counts = (begin <= torch.arange(LENGTH)) & (torch.arange(LENGTH) < begin + length)
+    return TensorData(tokens[:, :-1], tokens[:, 1:].where(counts, -100), valid=0.2, vocab_size=WORDS)
 
 
 # -- what a fault does: (original, *its arguments) ---------------------------------------------------------------------
@@ -120,8 +121,8 @@ def _first_sums(original: Callable, self: Strategy, vector: Tensor) -> list[floa
     return total
 
 
-def _first_evaluated(original: Callable, self: Strategy, batch: Batch, number: int = 1, *more: Any) -> Tensor:
-    return original(self, batch, number, *more) * (number == 1 or dist.get_rank() == 0)
+def _later_evaluated(original: Callable, self: Strategy, batch: Batch, number: int = 1, *more: Any) -> Tensor:
+    return original(self, batch if number == 1 else replace(batch, inputs=batch.inputs.flip(1)), number, *more)
 
 
 def _stale(original: Callable, self: Optimizer, lr: float) -> None:
@@ -192,7 +193,8 @@ FAULTS = {fault.name: fault for fault in [
     Fault("the mean over each part of a sequence", "Megatron-LM 7452 (9)", "llama", GATHER,
           "backward of head", LocalStrategy, "forward_backward", _own_targets),
     Fault("the balance's gradient counted by each rank", "Megatron-LM 7452 (10)", "moe", SEQUENCE,
-          r"backward of layers\.", AuxiliaryLosses, "step", lambda step, self, factor: step(self, 2 * factor)),
+          r"(backward of layers\.|gradient of .*mlp\.gate)", AuxiliaryLosses, "step",
+          lambda step, self, factor: step(self, 2 * factor)),
     Fault("gradients of heads' norms not summed", "Megatron-LM 7452 (11)", "llama", TENSOR,
           r"first in the gradient of .*[qk]_norm", TensorParallel, "finish_gradients", lambda *_: None),
     Fault("layers of a checkpoint by their number in the stage", "Megatron-LM 7452 (12)", "llama", PIPE,
@@ -200,7 +202,7 @@ FAULTS = {fault.name: fault for fault in [
           lambda load, self, state, *wanted: load(
               self, {name: state[name.replace("layers.1.", "layers.0.")] for name in state}, *wanted)),
     Fault("later evaluations of other positions", "Megatron-LM 7452 (13)", "llama", GATHER,
-          "evaluation val_", Strategy, "eval_step", _first_evaluated),
+          "evaluation val_", Strategy, "eval_step", _later_evaluated),
     Fault("gradients of experts summed over replicas", "Megatron-LM 7452 (C)", "moe", EXPERT,
           "first in the gradient of .*experts", Replicas, "finish_gradients", _summed_experts),
     Fault("gradients of norms not summed where the sequence is divided", "Megatron-LM 1446 (TTrace)", "llama", SEQUENCE,
