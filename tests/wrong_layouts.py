@@ -268,8 +268,7 @@ def reference(model: str, precision: str, seed: int = 0) -> Iterator[Runs]:
 def tried(fault: Fault, runs: Runs) -> tuple[Compared, bool]:
     """Compare the fault's layout. Return the comparison, and whether the fault is found and the culprit named."""
     runs._before = runs.first  # not a fault that was missed
-    wrong = patch.object(verified, "_run_jobs", partial(_run_wrong, fault.name))
-    with wrong, patch.object(runs, "_kept", [], create=True):
+    with patch.object(verified, "_run_jobs", partial(_run_wrong, fault.name)):
         result = runs.compare(fault.layout)
         if result.differences and not result.holds:
             result.reason = first_difference(runs, result, [])
