@@ -48,6 +48,8 @@ _TO_LINES = (
     "to_json(…, orient='records', lines=True). If it is a table (CSV, Arrow), write it as Parquet and type data=parquet"
 )
 _MARK = b"\xef\xbb\xbf \t"  # may stand before the first row
+# Marks of the folder of a table that keeps older versions of its rows.
+_TABLES = ("_delta_log", "metadata/*.metadata.json", ".hoodie")
 _LENGTHS = "tokens.uint32"
 _AT_A_TIME = 256  # the number of rows that are read at a time if all are read in order
 _VALID, _TEST = 9, 19
@@ -200,14 +202,15 @@ def split_files(
     root: Path, suffix: str = ".jsonl", title: str = "JSON lines", packed: Sequence[str] = ()
 ) -> dict[str, list[Path]]:
     """Return the files of "train" and, by the words in their paths, of "valid" and "test"."""
-    if any(root.rglob("_delta_log")) or any(root.rglob("metadata/*.metadata.json")):
-        raise DataError(
-            f"data.root={root} has a table of Delta Lake or Iceberg, whose folder also has deleted rows. Write the "
-            'others to a file, such as by polars: scan_delta(OLD), or scan_iceberg(OLD), .sink_parquet("rows.parquet")'
-        )
     files = files_of(root, title, suffix, packed)
     if not root.is_dir():
         return {"train": files}
+    for folder in {folder for path in files for folder in path.parents}:
+        if any(any(folder.glob(mark)) for mark in _TABLES):
+            raise DataError(
+                f"{folder} is a table of Delta Lake, Iceberg or Hudi, whose files also have deleted rows. Write the others "
+                'to a file, such as by polars: scan_delta(OLD), or scan_iceberg(OLD), .sink_parquet("rows.parquet")'
+            )
     splits: dict[str, list[Path]] = {}
     for path in files:
         splits.setdefault(split_of(path.relative_to(root)), []).append(path)

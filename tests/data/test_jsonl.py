@@ -136,14 +136,18 @@ def test_a_folder_without_such_files_says_what_it_has(tmp_path, rows_of):
         rows_of(tmp_path)
 
 
-@pytest.mark.parametrize("mark", ["_delta_log/00000000000000000000.json", "metadata/v2.metadata.json"])
-@pytest.mark.parametrize("table", ["", "train"])
-def test_a_table_whose_folder_has_rows_of_older_versions_is_refused(tmp_path, rows_of, table, mark):
-    (tmp_path / table / mark).parent.mkdir(parents=True)
-    written(tmp_path / table / mark, b"{}")
-    write(tmp_path / table / "part-0.jsonl", ["old"])
-    with pytest.raises(DataError, match="Delta Lake or Iceberg.*scan_delta"):
-        rows_of(tmp_path)
+@pytest.mark.parametrize("given", [".", "table", "table/data", "table/data/day=1"])
+@pytest.mark.parametrize("mark", ["_delta_log/00000000000000000000.json", "metadata/v2.metadata.json", ".hoodie/x"])
+def test_a_table_whose_folder_has_rows_of_older_versions_is_refused(tmp_path, rows_of, mark, given):
+    part = tmp_path / "table/data/day=1/part-0.jsonl"
+    part.parent.mkdir(parents=True)
+    write(part, ["old"] * 30)
+    assert len(rows_of(tmp_path / given).train)
+    (tmp_path / "table" / mark).parent.mkdir()
+    written(tmp_path / "table" / mark, b"{}")
+    with pytest.raises(DataError, match="table is a table of Delta Lake, Iceberg or Hudi.*scan_delta"):
+        rows_of(tmp_path / given)
+    assert len(rows_of(part).train), "one file has the rows of one version"
 
 
 def test_a_corrupt_row_is_found_before_training_and_nothing_is_kept_of_the_check(tmp_path, rows_of, cache):

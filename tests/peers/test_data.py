@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -65,26 +66,29 @@ def module():
     return find
 
 
+def pandas_frame(**columns: list) -> Any:
+    return importlib.import_module("pandas").DataFrame(columns)
+
+
 def frame_of(name: str, m, column: str, values: list) -> Any:
-    """A package's table with one column: for DuckDB ``copy(to)``, for fastparquet ``write(path, **options)``."""
+    """A package's table with one column: for DuckDB ``copy(to, select)``, for fastparquet ``write(path, **how)``."""
     rows = [{column: value} for value in values]
     if name == "datasets":
         return m.Dataset.from_list(rows)
     if name == "polars":
         return m.from_dicts(rows, infer_schema_length=None)
-    pandas = importlib.import_module("pandas")
     if name == "pandas":
-        return pandas.DataFrame({column: values})
+        return pandas_frame(**{column: values})
     if name == "fastparquet":
         return lambda path, offsets=(0, 7, 7, 20), frame=None, **how: m.write(  # a row group is empty
             str(path),
-            pandas.DataFrame({column: values}) if frame is None else frame,
+            pandas_frame(**{column: values}) if frame is None else frame,
             row_group_offsets=[*offsets],
             **how,
         )
     connection = m.connect()
     connection.register("t", importlib.import_module("pyarrow").table({column: values, "n": range(len(values))}))
-    return lambda to: connection.execute(f"copy (select * from t order by n) to {to}")
+    return lambda to, select="*": connection.execute(f"copy (select {select} from t order by n) to {to}")
 
 
 def among_empty_files(m, x, path: Path) -> None:
@@ -96,16 +100,34 @@ def among_empty_files(m, x, path: Path) -> None:
     x.clear().write_parquet(path / "d.parquet", use_pyarrow=True)
 
 
+def in_shards(m, x, path: Path) -> None:
+    """As datasets' push_to_hub names them."""
+    path.mkdir()
+    for i in range(3):
+        x.shard(3, i, contiguous=True).to_parquet(path / f"train-{i:05d}-of-00003.parquet")
+
+
+def of_pandas(m, x, path: Path, kind: str, **how: Any) -> None:
+    """A text column of an Arrow type, written by pandas."""
+    pyarrow = importlib.import_module("pyarrow")
+    x.astype(m.ArrowDtype(eval(kind, {}, vars(pyarrow)))).to_parquet(path, **how)
+
+
 ENCODED = [text.encode() for text in TEXTS]
+PARTS = [i // 20 for i in range(len(TEXTS))]  # of a folder part=0, part=1, part=2
+PAGES = {"use_dictionary": False, "data_page_version": "2.0", "data_page_size": 64}
 LINES = {"orient": "records", "lines": True}
 # By the package and what is written: the file or folder, the column, and write(package, frame, path).
 WRITERS: dict[str, tuple] = {
     "datasets": ("x.parquet", "text", lambda m, x, p: x.to_parquet(p, batch_size=7)),
     "datasets, large strings": ("x.parquet", "text", lambda m, x, p: (
         x.cast_column("text", m.Value("large_string")).to_parquet(p))),
+    "datasets, shards": ("folder", "text", in_shards),
+    "datasets, pages": ("x.parquet", "text", lambda m, x, p: x.to_parquet(p, compression="zstd", **PAGES)),
     "datasets, chats": ("x.parquet", "messages", lambda m, x, p: x.to_parquet(p)),
     "datasets, calls": ("x.parquet", "tools", lambda m, x, p: x.to_parquet(p)),
     "datasets, lines": ("x.jsonl", "text", lambda m, x, p: x.to_json(p)),
+    "datasets, lines as they are": ("x.jsonl", "text", lambda m, x, p: x.to_json(p, force_ascii=False, batch_size=7)),
     "datasets, lines.gz": ("x.jsonl.gz", "text", lambda m, x, p: x.to_json(p, compression="gzip")),
     "datasets, lines of chats": ("x.jsonl", "messages", lambda m, x, p: x.to_json(p)),
     **{f"polars, {kind}": ("x.parquet", "text", lambda m, x, p, kind=kind: (
@@ -115,6 +137,12 @@ WRITERS: dict[str, tuple] = {
     "polars, an enum": ("x.parquet", "text", lambda m, x, p: x.cast(m.Enum(TEXTS)).write_parquet(p)),
     "polars, bytes": ("x.parquet", "text", lambda m, x, p: x.cast(m.Binary).write_parquet(p)),
     "polars, lazily": ("x.parquet", "text", lambda m, x, p: x.lazy().sink_parquet(p)),
+    "polars, partitions": ("folder", "text", lambda m, x, p: (
+        x.with_columns(part=m.Series(PARTS)).write_parquet(p, partition_by="part"))),
+    "polars, by pyarrow": ("x.parquet", "text", lambda m, x, p: x.write_parquet(
+        p, use_pyarrow=True, pyarrow_options=PAGES | {"column_encoding": {"text": "DELTA_BYTE_ARRAY"}})),
+    "polars, roles are categories": ("x.parquet", "messages", lambda m, x, p: x.cast(
+        m.List(m.Struct({"role": m.Categorical, "content": m.String}))).write_parquet(p)),
     "polars, a dot in the name": ("x.parquet", "text.raw", lambda m, x, p: (
         x.with_columns(text=m.lit("no")).write_parquet(p))),
     "polars, empty files": ("folder", "text", among_empty_files),
@@ -127,24 +155,47 @@ WRITERS: dict[str, tuple] = {
        for kind in ("snappy", "zstd", "gzip", "brotli", "lz4_raw", "uncompressed")},
     "duckdb, version 2": ("x.parquet", "text", lambda m, x, p: x(f"'{p}' (parquet_version v2)")),
     "duckdb, a folder": ("folder", "text", lambda m, x, p: x(f"'{p}' (format parquet, per_thread_output true)")),
+    "duckdb, partitions": ("folder", "text", lambda m, x, p: (
+        x(f"'{p}' (format parquet, partition_by (part))", "text, n // 20 as part"))),
+    "duckdb, bytes": ("x.parquet", "text", lambda m, x, p: x(f"'{p}'", "encode(text) as text")),
+    "duckdb, an enum": ("x.parquet", "text", lambda m, x, p: (
+        m.from_df(pandas_frame(text=TEXTS).astype("category")).write_parquet(str(p)))),
+    "duckdb, JSON": ("x.parquet", "messages", lambda m, x, p: x(f"'{p}'", "to_json(messages) as messages")),
     "duckdb, chats": ("x.parquet", "messages", lambda m, x, p: x(f"'{p}'")),
     "duckdb, lines": ("x.jsonl", "text", lambda m, x, p: x(f"'{p}' (format json)")),
     "duckdb, lines.gz": ("x.jsonl.gz", "text", lambda m, x, p: x(f"'{p}' (format json, compression gzip)")),
     "duckdb, lines.zst": ("x.jsonl.zst", "text", lambda m, x, p: x(f"'{p}' (format json, compression zstd)")),
     "duckdb, lines of chats": ("x.jsonl", "messages", lambda m, x, p: x(f"'{p}' (format json)")),
     "pandas": ("x.parquet", "text", lambda m, x, p: x.to_parquet(p, row_group_size=7)),
+    **{f"pandas, {kind} and {typed}": ("x.parquet", "text", lambda m, x, p, kind=kind, typed=typed: (
+        of_pandas(m, x, p, typed, compression=kind, **PAGES)))
+       for kind, typed in {"gzip": "string()", "brotli": "large_string()", "zstd": "string_view()", "lz4": "binary()",
+                           None: "large_binary()"}.items()},
+    "pandas, dictionaries": ("x.parquet", "text", lambda m, x, p: (
+        of_pandas(m, x, p, "dictionary(int8(), large_string())", row_group_size=7))),
+    "pandas, nullable": ("x.parquet", "text", lambda m, x, p: x.astype("string[python]").to_parquet(p)),
+    "pandas, partitions": ("folder", "text", lambda m, x, p: (
+        x.assign(part=PARTS).to_parquet(p, partition_cols=["part"]))),
+    "pandas, by fastparquet": ("x.parquet", "text", lambda m, x, p: x.to_parquet(p, engine="fastparquet")),
     "pandas, objects": ("x.parquet", "text", lambda m, x, p: x.astype(object).to_parquet(p)),
     "pandas, categories": ("x.parquet", "text", lambda m, x, p: x.astype("category").to_parquet(p)),
     "pandas, the index": ("x.parquet", "text", lambda m, x, p: x.assign(n=0).set_index("text").to_parquet(p)),
     "pandas, chats": ("x.parquet", "messages", lambda m, x, p: x.to_parquet(p)),
     "pandas, lines": ("x.jsonl", "text", lambda m, x, p: x.to_json(p, **LINES)),
+    "pandas, lines.gz": ("x.jsonl.gz", "text", lambda m, x, p: x.to_json(p, **LINES)),
+    "pandas, lines.zst": ("x.jsonl.zst", "text", lambda m, x, p: x.to_json(p, force_ascii=False, **LINES)),
     "pandas, lines of chats": ("x.jsonl", "messages", lambda m, x, p: x.to_json(p, **LINES)),
     "pandas, lines of calls": ("x.jsonl", "tools", lambda m, x, p: x.to_json(p, **LINES)),
     **{f"fastparquet, {kind}": ("x.parquet", "text", lambda m, x, p, kind=kind: x(p, compression=kind))
        for kind in ("SNAPPY", "ZSTD", "GZIP", "LZ4_RAW", "BROTLI", "UNCOMPRESSED")},
     "fastparquet, bytes": ("x.parquet", "text", lambda m, x, p: (
-        x(p, frame=frame_of("pandas", importlib.import_module("pandas"), "text", ENCODED), object_encoding="bytes"))),
+        x(p, frame=pandas_frame(text=ENCODED), object_encoding="bytes"))),
     "fastparquet, a folder": ("folder", "text", lambda m, x, p: x(p, (0, 7, 20), file_scheme="hive")),
+    "fastparquet, partitions": ("folder", "text", lambda m, x, p: (
+        x(p, (0, 7), pandas_frame(text=TEXTS, part=PARTS), file_scheme="hive", partition_on=["part"]))),
+    "fastparquet, appended": ("x.parquet", "text", lambda m, x, p: [
+        x(p, (0, 7), pandas_frame(text=texts), append=more) for texts, more in ((TEXTS[:30], False), (TEXTS[30:], True))
+    ]),
     "fastparquet, JSON": ("x.parquet", "messages", lambda m, x, p: x(p, (0,), object_encoding="json")),
 }  # fmt: skip
 
@@ -156,7 +207,8 @@ def wanted_of(column: str) -> list:
 def theirs(name: str, m, path: Path, column: str) -> list:
     """The values that the program itself reads from the file or folder that it has written."""
     lines = ".jsonl" in path.name
-    files = str(path / "*.parquet") if path.is_dir() else str(path)
+    depth = "*" if any(path.glob("*.parquet")) else "*/*"
+    files = str(path / f"{depth}.parquet") if path.is_dir() else str(path)
     if name == "datasets":
         kind = "json" if lines else "parquet"
         return m.load_dataset(kind, data_files=files, cache_dir=str(path.parent / "cache"))["train"][column][:]
@@ -172,7 +224,7 @@ def theirs(name: str, m, path: Path, column: str) -> list:
 
 
 def plain(value: Any) -> Any:
-    """A value without numpy's arrays, bytes, and the keys that only other rows have."""
+    """A value without numpy's arrays, bytes, JSON, and the keys that only other rows have."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items() if each is not None}
     if isinstance(value, bytes):
@@ -205,7 +257,9 @@ def test_rows_are_those_that_the_program_itself_reads(tmp_path, module, case):
     rows = source.rows.read(np.arange(len(source.rows)), source.row_tokens)
     ours = [row.messages if field == "messages" else row[0] for row in rows]
     assert ours == wanted_of(column)
-    assert plain(theirs(name, m, path, field)) == ours
+    read = [json.loads(value) if field == "messages" and isinstance(value, str) else value
+            for value in theirs(name, m, path, field)]  # fmt: skip
+    assert plain(read) == ours
 
 
 def delta(m, x, path: Path) -> None:
@@ -238,7 +292,7 @@ REFUSED: dict[str, tuple] = {
     "fastparquet, a null": ("x.parquet", NULL, lambda m, x, p: x(p), r"row 50 \(from 0\): text is null"),
     "datasets, classes": ("x.parquet", TEXTS, lambda m, x, p: x.class_encode_column("text").to_parquet(p), "is int64"),
     "datasets, dates": ("x.parquet", TEXTS, dated, r"text is timestamp\[\w+\], not text"),
-    "polars, Delta Lake": ("folder", TEXTS, delta, "Delta Lake or Iceberg.*scan_delta"),
+    "polars, Delta Lake": ("folder", TEXTS, delta, "Delta Lake, Iceberg or Hudi.*scan_delta"),
 }  # fmt: skip
 
 
@@ -352,16 +406,22 @@ def test_files_of_nanogpts_scripts_and_the_batches_that_it_reads(tmp_path, sourc
         assert np.fromfile(folder / "train.bin", np.uint16).tolist() == list(own)
 
 
+# The sequences of each document in each file; the third file has the documents of the first two.
+DOCUMENTS = {"a": [[40], [1], [300]], "b": [[20, 5, 60], [77]], "c": []}
+
+
 @pytest.mark.parametrize("vocabulary", [50_257, 128_256])
 def test_data_sets_of_megatron(tmp_path, module, vocabulary):
     m = module("megatron.core.datasets.indexed_dataset")
-    kind, path = m.DType.optimal_dtype(vocabulary), tmp_path / "my_text_document.bin"
-    random, builder = np.random.default_rng(0), m.IndexedDatasetBuilder(str(path), dtype=kind)
-    for length in (40, 1, 300, 77):
-        builder.add_document(torch.from_numpy(random.integers(0, vocabulary, length)), [length])
-    builder.finalize(str(path.with_suffix(".idx")))
-    own = m.IndexedDataset(str(path.with_suffix("")))
-    stream = np.concatenate([own[i] for i in range(len(own))]).astype(np.int64)
+    kind, random = m.DType.optimal_dtype(vocabulary), np.random.default_rng(0)
+    paths = {name: tmp_path / f"{name}_text_document.bin" for name in DOCUMENTS}
+    for name, documents in DOCUMENTS.items():
+        builder = m.IndexedDatasetBuilder(str(paths[name]), dtype=kind)
+        for lengths in documents:
+            builder.add_document(torch.from_numpy(random.integers(0, vocabulary, sum(lengths))), lengths)
+        for other in ("a", "b") if not documents else ():
+            builder.add_index(str(paths[other].with_suffix("")))
+        builder.finalize(str(paths[name].with_suffix(".idx")))
     with pytest.raises(DataError, match="Megatron-LM.*data.format=nanogpt, and data.dtype=uint32"):
         prepared(tmp_path, Tokens, tmp_path, vocab_size=vocabulary)
     if kind is not np.uint16:
@@ -369,4 +429,7 @@ def test_data_sets_of_megatron(tmp_path, module, vocabulary):
             prepared(tmp_path, Tokens, tmp_path, vocab_size=vocabulary, format="nanogpt")
     typed = {} if kind is np.uint16 else {"dtype": "int32"}
     data = prepared(tmp_path, Tokens, tmp_path, vocab_size=vocabulary, format="nanogpt", **typed)
-    assert windows_are(data.train, stream)
+    assert len(data.train.shards) == len(paths)
+    for shard, path in zip(data.train.shards, paths.values(), strict=True):
+        own = m.IndexedDataset(str(path.with_suffix("")))
+        assert shard.file.array.tolist() == np.concatenate([own[i] for i in range(len(own))]).tolist()

@@ -22,10 +22,12 @@ pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, vocab_size=50257)
 SIZES |= dict(intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=True, head_dim=16, initializer_range=0.3)
+SIZES |= dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rms_norm_eps=1e-3)  # not the defaults
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 SCALED = dict(rope_parameters=dict(LLAMA3, rope_theta=5e5, original_max_position_embeddings=16))
 UNTIED = dict(tie_word_embeddings=False)
+GEMMA2 = dict(query_pre_attn_scalar=32, attn_logit_softcapping=5.0, final_logit_softcapping=20.0)
 LORA = ["model.lora.rank=4", "model.lora.targets=null"]
 # The kind of a model of Hugging Face's, its config.json, and further words of the run that starts from it.
 MODELS = {
@@ -40,6 +42,8 @@ MODELS = {
     "Qwen3": ("qwen3", {}, []),
     "Mistral": ("mistral", dict(sliding_window=None, **UNTIED), []),
     "Mistral, window of 8": ("mistral", dict(sliding_window=8, **UNTIED), []),
+    "Gemma 2": ("gemma2", dict(GEMMA2, sliding_window=64), []),
+    "Gemma 2, window of 8": ("gemma2", dict(GEMMA2, sliding_window=8), []),
     "OLMo 2": ("olmo2", UNTIED, []),
     "Mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **UNTIED), []),
 }
