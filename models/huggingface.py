@@ -171,4 +171,8 @@ class HuggingFace:
             tensors[self.their_name(name)] = kept.t().contiguous() if name.endswith(self.transposed) else kept
         embedding = tensors[self.their_name(self.words[0])]
         dtype = str(embedding.dtype).removeprefix("torch.")
-        return tensors, {**self.config, "vocab_size": len(embedding), "dtype": dtype}
+        # transformers 5 reads rope_parameters, other programs (mlx-lm) the keys of older versions.
+        rope = self.config.get("rope_parameters") or {}
+        older = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}  # else different ones by layer
+        older |= {"rope_scaling": rope} if older and rope.get("rope_type", "default") != "default" else {}
+        return tensors, {**older, **self.config, "vocab_size": len(embedding), "dtype": dtype}

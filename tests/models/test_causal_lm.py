@@ -246,6 +246,29 @@ def test_the_projection_s_bias_grows_and_is_cut_with_the_vocabulary(tmp_path):
     assert len(tensors["lm_head.bias"]) == len(tensors["lm_head.weight"]) == config["vocab_size"] == WORDS + 2
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    "kind, rope, older",
+    [
+        ("mistral", {"rope_type": "default", "rope_theta": 1e6}, {"rope_theta": 1e6}),
+        ("mistral", LLAMA3, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+        ("gemma3_text", None, {}),  # has a base for each kind of layers
+    ],
+)
+def test_an_export_has_older_keys_of_positions_which_change_nothing_in_transformers(tmp_path, kind, rope, older):
+    config = random_model(kind, **(KINDS[kind] if rope is None else {"rope_parameters": rope})).config
+    config.save_pretrained(tmp_path)
+    chain = causal_lm(str(tmp_path))
+    _, exported = chain.hugging_face.export(chain.build(chain.names, 3, CPU).state_dict(), None)
+    assert {key: exported[key] for key in ("rope_theta", "rope_scaling") if key in exported} == older
+    (tmp_path / "config.json").write_text(json.dumps(exported))
+    again = load_transformers().AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == config.rope_parameters == exported["rope_parameters"]
+
+
 def test_infinity_in_a_file_is_a_number(tmp_path):
     config = load_transformers().BambaConfig(time_step_limit=(0.0, float("inf")))
     config.save_pretrained(tmp_path)

@@ -123,7 +123,7 @@ WRITERS: dict[str, tuple] = {
     "datasets, large strings": ("x.parquet", "text", lambda m, x, p: (
         x.cast_column("text", m.Value("large_string")).to_parquet(p))),
     "datasets, shards": ("folder", "text", in_shards),
-    "datasets, pages": ("x.parquet", "text", lambda m, x, p: x.to_parquet(p, compression="zstd", **PAGES)),
+    "datasets, pages": ("x.parquet", "text", lambda m, x, p: x.to_parquet(p, **PAGES)),
     "datasets, chats": ("x.parquet", "messages", lambda m, x, p: x.to_parquet(p)),
     "datasets, calls": ("x.parquet", "tools", lambda m, x, p: x.to_parquet(p)),
     "datasets, lines": ("x.jsonl", "text", lambda m, x, p: x.to_json(p)),
@@ -171,8 +171,6 @@ WRITERS: dict[str, tuple] = {
         of_pandas(m, x, p, typed, compression=kind, **PAGES)))
        for kind, typed in {"gzip": "string()", "brotli": "large_string()", "zstd": "string_view()", "lz4": "binary()",
                            None: "large_binary()"}.items()},
-    "pandas, dictionaries": ("x.parquet", "text", lambda m, x, p: (
-        of_pandas(m, x, p, "dictionary(int8(), large_string())", row_group_size=7))),
     "pandas, nullable": ("x.parquet", "text", lambda m, x, p: x.astype("string[python]").to_parquet(p)),
     "pandas, partitions": ("folder", "text", lambda m, x, p: (
         x.assign(part=PARTS).to_parquet(p, partition_cols=["part"]))),

@@ -69,11 +69,13 @@ FAILS = {
     ("OLMo 2", "CTranslate2"): "No conversion is registered for the model configuration Olmo2Config",
     ("Mixtral", "CTranslate2"): "No conversion is registered for the model configuration MixtralConfig",
     ("Mixtral", "mlx-lm, bf16"): "only supports float32",
-}
+    **{(f"Gemma 2{more}", f"llama.cpp{kind}"): "File not found: .*tokenizer.model"
+       for more in ("", ", window of 8") for kind in ("", ", bf16")},
+}  # fmt: skip
 
 
 def table() -> dict[tuple[str, str], str]:
-    """The table of docs/peers.md: {(model, program): a limit of differences, "differs", "fails", or "—" (no test)}."""
+    """The table of docs/peers.md: {(model, program): a limit of differences, or one word, or "—" (no test)}."""
     _, start, rest = (ROOT / "docs" / "peers.md").read_text().partition("| export of |")
     names, _, *rows = (line[2:-2].split(" | ") for line in (start + rest).partition("\n\n")[0].splitlines())
     found = {(row[0], name): cell for row in rows for name, cell in zip(names[1:], row[1:], strict=True)}
@@ -99,7 +101,11 @@ def export(tmp_path_factory):
         room = tmp_path_factory.mktemp("model")
         torch.manual_seed(1)
         config = hub.AutoConfig.for_model(kind, **sizes, bos_token_id=50256, eos_token_id=50256)
-        hub.AutoModelForCausalLM.from_config(config).save_pretrained(room / "base")
+        model = hub.AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases, which begin at 0 or 1
+                torch.nn.init.normal_(parameter)
+        model.save_pretrained(room / "base")
         line = [f"model={OURS.get(kind, 'transformers')}", f"model.init_from='{room}/base'", "train.steps=3", *more]
         line += [] if kind == "gpt2" else ["model.tokenizer=null"]
         line += ["data=text", f"data.root='{argparse.__file__}'", f"data.cache_dir='{room}/cache'", "data.seq_len=32"]
@@ -144,8 +150,12 @@ def test_an_export_is_read_as_the_page_says(export, model, name, tmp_path):
         pytest.skip(f"{package} is not installed: pip install -r requirements-peers.txt")
     if read is readers.llama_cpp and "LLAMA_CPP" not in os.environ:
         pytest.skip("LLAMA_CPP is not set to a folder of llama.cpp's source code, which has the converter")
-    folder, tokens, own, drawn = export(model, form)
     said = table()[model, name]
+    if said == "refused":
+        with pytest.raises(Exception, match="cannot be exported in this format: .*safetensors"):
+            export(model, form)
+        return
+    folder, tokens, own, drawn = export(model, form)
     if said == "fails":
         with pytest.raises(Exception, match=FAILS[model, name]):
             read(folder, tokens, HALF, tmp_path, bf16)
