@@ -40,7 +40,7 @@ _CUT, _ACROSS = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=\S)"), re.compile(r"\S |\n
 # The characters that are encoded for each requested token, which has four on average; and the tokens that are encoded
 # in addition, because a tokenizer may change the end of a text, for example strip it, which is not the end here.
 _CHARACTERS_A_TOKEN, _TOKENS_MORE = 8, 16
-_FILES = (TOKENIZER, SETTINGS, _SPECIAL, TEMPLATE, "added_tokens.json", "vocab.json", "merges.txt")
+_FILES = (TOKENIZER, SETTINGS, _SPECIAL, TEMPLATE, "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
 _EXAMPLE = """'model.extra_tokens={"<a>": "start of an entity", "<b>": null}'"""
 # Texts that show which normalizer and which way to split words a tokenizer has; @ is a special token.
 _PROBES = ("", "a b", " a", "  a", "a  b", "a\n\n b", ".\n\n\n", "It's 1234 5", "cafe\u0301", "\ufb01 \u2460", "\u65e5")
@@ -340,9 +340,10 @@ class HuggingFaceVocabulary(Vocabulary):
         return self._read.decode(list(tokens), skip_special_tokens=False)
 
     def files(self, positions: int) -> dict[str, str]:
-        """Return the tokenizer's files by name, unchanged."""
+        """Return the tokenizer's files by name, unchanged. Bytes that are not UTF-8 are surrogates."""
         paths = {TOKENIZER: self.path, **{name: self.path.with_name(name) for name in _FILES[1:]}}
-        return {name: path.read_bytes().decode() for name, path in paths.items() if path.is_file()}
+        contents = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+        return {name: content.decode(errors="surrogateescape") for name, content in contents.items()}
 
 
 @cache

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# pandas 3.1.1: to_json keeps ten decimal places, and read_json changes a third of the numbers that json.dumps writes.
+# pandas 3.1.1: to_json keeps ten decimal places, and read_json changes a quarter of the numbers that json.dumps writes.
 #
 # Guess: json.dumps writes a float64 so that it is read back exactly, and pandas reads and writes JSON as exactly: polars,
 # DuckDB, datasets and pandas' own read_csv do.

@@ -123,7 +123,8 @@ WRITERS: dict[str, tuple] = {
     "datasets, large strings": ("x.parquet", "text", lambda m, x, p: (
         x.cast_column("text", m.Value("large_string")).to_parquet(p))),
     "datasets, shards": ("folder", "text", in_shards),
-    "datasets, pages": ("x.parquet", "text", lambda m, x, p: x.to_parquet(p, **PAGES)),
+    "datasets, pages": ("x.parquet", "text", lambda m, x, p: (
+        x.to_parquet(p, data_page_version="2.0", data_page_size=64))),
     "datasets, chats": ("x.parquet", "messages", lambda m, x, p: x.to_parquet(p)),
     "datasets, calls": ("x.parquet", "tools", lambda m, x, p: x.to_parquet(p)),
     "datasets, lines": ("x.jsonl", "text", lambda m, x, p: x.to_json(p)),

@@ -229,7 +229,7 @@ def tokenizer(data: DataSet, chain: Chain) -> dict[str, str]:
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
     """Write the files that belong to a model."""
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def _list(numbers: Sequence[float]) -> str:

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from triton_server import TritonServer, installed
 
 from common.errors import CheckpointError, TrainingError
+from data.vocabulary import GPT2Vocabulary, HuggingFaceVocabulary
 from training.export import served, write
-from training.export.served import ServedModel
+from training.export.served import ServedModel, write_texts
 
 NO_WORDS = (-1, -50257, 50257, 50303, 50304, 2**40)  # of GPT-2, among them the rows that pad its vocabulary
 
@@ -180,6 +181,18 @@ def left(folder):
 
 
 @ONNX
+def test_the_files_of_a_tokenizer_are_kept_as_they_are(tmp_path):
+    """tokenizer.model of SentencePiece, which llama.cpp's converter needs for Gemma, is no text."""
+    given, written = tmp_path / "given", tmp_path / "written"
+    given.mkdir()
+    written.mkdir()
+    write_texts(given, GPT2Vocabulary().files(64))
+    (given / "tokenizer.model").write_bytes(bytes(range(256)))
+    write_texts(written, HuggingFaceVocabulary(given).files(64))
+    files = {path.name: path.read_bytes() for path in given.iterdir()}
+    assert {path.name: path.read_bytes() for path in written.iterdir()} == files and len(files) == 3
+
+
 def test_a_batch_of_none_is_an_error_before_anything_loads(tmp_path):
     words = ["mode=export", "checkpoint=nowhere", "export.format=triton", "export.max_batch_size=0"]
     with pytest.raises(TrainingError, match="export.max_batch_size=0 must be at least 1"):
