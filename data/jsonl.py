@@ -208,8 +208,9 @@ def split_files(
     for folder in {folder for path in files for folder in path.parents}:
         if any(any(folder.glob(mark)) for mark in _TABLES):
             raise DataError(
-                f"{folder} is a table of Delta Lake, Iceberg or Hudi, whose files also have deleted rows. Write the other "
-                'rows to a file, such as by polars: scan_delta(OLD), or scan_iceberg(OLD), .sink_parquet("rows.parquet")'
+                f"{folder} is a table of Delta Lake, Iceberg or Hudi, whose files also have deleted rows. Write the "
+                "others to a file, such as by polars: scan_delta(OLD), or scan_iceberg(OLD), "
+                '.sink_parquet("rows.parquet")'
             )
     splits: dict[str, list[Path]] = {}
     for path in files:

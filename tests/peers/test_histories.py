@@ -142,8 +142,5 @@ def test_each_program_has_each_step_once_after_two_kills_and_after_a_return(
     assert abs(again["train/loss"][9][1] - wanted["train/loss"][9][1]) > 0.1, "another rate, other results"
     for name, shown in of_all().items():
         assert [step for step, _ in shown["train/loss"]] == list(range(1, 13)), name
-        for key in NAMES:  # MLflow keeps the points of steps that were trained again with almost the same results
-            assert dict(shown[key]) == pytest.approx(dict(again[key]), rel=1e-3 if name == "mlflow" else 1e-6), (
-                name,
-                key,
-            )
+        for key in NAMES:
+            assert dict(shown[key]) == pytest.approx(dict(again[key]), rel=1e-6), (name, key)
