@@ -153,7 +153,9 @@ def _check_file(path: Path, size: int, checksum: str | None) -> None:
         if found != size:
             raise CheckpointError(f"{path} has {found} bytes, the manifest says {size}: the checkpoint is damaged")
         if checksum is not None and (actual := sha256(path)) != checksum:
-            raise CheckpointError(f"{path} is damaged: its sha256 is {actual[:12]}…, not {checksum[:12]}…")
+            raise CheckpointError(
+                f"{path} is damaged: its sha256 is {actual[:12]}…, the manifest says {checksum[:12]}…"
+            )
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}: the checkpoint is damaged") from error
 
