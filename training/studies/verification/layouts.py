@@ -247,7 +247,8 @@ class Runs:
             self.launch(result, self.path(result), [job for job in jobs if not result.perturbed or job[0] != "own"])
             result.losses = [float(loss) for loss in self.results(result, OWN).values()]
             for kind in COMPARED:
-                if found := self.largest(kind, partial(self.results, kind=kind), result):
+                asked = kind != OWN or not result.perturbed
+                if asked and (found := self.largest(kind, partial(self.results, kind=kind), result)):
                     ratio, size, at = found
                     result.differences[kind] = size, at
                     result.ratios |= {kind: ratio} if kind != OWN else {}

@@ -83,7 +83,7 @@ def ask(cfg: Root, setup: Setup, folder: Path, sound: Callable[[], bool]) -> Ite
             runs["evaluated"] = PlannedRun(with_values(whole, evaluated), plan)
         (found,) = call_in_workers(_answers, (runs, folder, tolerance), 1, folder / "logs")
     except UserError as error:
-        found = {"resume": [f"two steps, or one after a resume, cannot be trained: {error}"]}
+        found = {"resume": [f"two steps, one after a resume, an evaluation or an export fails: {error}"]}
     yield from _findings(found)
 
 
@@ -153,16 +153,24 @@ def _answers(world: World, runs: Mapping[str, PlannedRun], folder: Path, toleran
 
 
 def _exported(cfg: Root, folder: Path, tolerance: float) -> list[str]:
-    """Export the trained weights, and read them again."""
+    """Export the trained weights, read them again, and compare them, without the rows that pad a vocabulary."""
     data, strategy, _ = restore(with_values(cfg, {"checkpoint": str(folder / "whole")}), "cpu")
+    data.prepare()
+    rows, exported = strategy.chain.limits.get("vocabulary"), folder / "exported"
+
+    def weights() -> dict[str, Tensor]:
+        state = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+        return {name: t[: data.vocab_size] if t.dim() and len(t) == rows else t for name, t in state.items()}
+
     if strategy.chain.unsaved:
         return []
-    data.prepare()
-    (exported := folder / "exported").mkdir()
+    exported.mkdir()
     write_weights(exported, data, strategy, cfg.model.init_from)
-    before = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    before = weights()
+    for parameter in strategy.parameters():
+        parameter.data.zero_()
     start(with_values(cfg, {"model.init_from": str(exported)}).model, strategy.chain, strategy)
-    size, name = largest_difference(strategy.state_dict(), before)
+    size, name = largest_difference(weights(), before)
     text = f"{name} is another after an export and model.init_from (by {size:.0e}); map it in Chain.hugging_face"
     return [text] * (size > tolerance)
 
