@@ -6,40 +6,56 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from plain import blocks
-from plain.programs import OPTIMIZERS, Program, simpler
+from plain.programs import LAYOUTS, Program, simpler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
+from common.packages import load_torchmetrics
 from data.loader import TrainBatches
 from data.tensors import TensorData
 from models.losses import Several
+from models.sequential import chain_of
 from training import train
 
-# Relative. In fp64, the rounding of the first steps grows in later ones; in bf16, every operation rounds by 4e-3, which
-# changes the sign of some terms of nn.L1Loss.
-NEAR = {"fp64": 1e-9, "fp32": 2e-3, "bf16": 0.1}
-
-
-class Found(NamedTuple):
-    """Of a run or of the loop: numbers by (step, name), in their order, and tensors by name."""
-
-    numbers: dict[tuple, float]
-    tensors: dict[str, Tensor]
+NEAR = 1e-9  # in fp64, relative: the rounding of the first steps grows in later ones
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "nadam": "NAdam", "muon": "Muon"}
+Found = dict[tuple, float | Tensor]  # what a run or the loop finds, by (step, name), in this order
 
 
 class Outcome(NamedTuple):
-    """kind: equal, refused, torch refuses, diverges, crash or bad; what is said; the largest relative difference."""
+    """kind: equal, refused, torch refuses, diverges, hangs, crash or bad; what is said; the largest difference."""
 
     kind: str
     words: str = ""
     difference: float = 0.0
+
+
+class Moved(TorchDispatchMode):
+    """Multiplies every result by random numbers from 1 - eps to 1 + eps of its dtype, as another rounding could."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in [] if func.is_view else tree_leaves(found):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                x *= 1 + torch.finfo(x.dtype).eps * (2 * torch.rand(x.shape, generator=self.draw, dtype=x.dtype) - 1)
+        return found
 
 
 def several(given) -> tuple:
@@ -50,43 +66,61 @@ class Loop:
     """A training of ``program`` in plain torch."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.data, self.found = program, program.tensors(), Found({}, {})
-        self.dtype = torch.float64 if program.precision == "fp64" else torch.float32
+        self.program, self.data, self.found = program, program.tensors(), {}
+        self.precision, self.scale = program["train.precision"], 1.0
+        self.dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.net = program.net().to(self.dtype)
+        for module in self.net.modules():
+            vars(module).update({name: f for name, f in blocks.TORCHS.items() if name in vars(module)})
         self.modes = [(module, module.training) for module in self.net.modules()]
 
     def outputs(self, net: nn.Module, inputs) -> tuple[Tensor, ...]:
         x = [given.to(self.dtype) if given.is_floating_point() else given for given in several(inputs)]
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.program.precision == "bf16"):
-            return tuple(output.to(self.dtype) for output in several(blocks.whole(net, *x)))
+        with torch.autocast("cpu", DTYPES[self.precision], enabled=self.precision in ("bf16", "fp16")):
+            outputs = several(blocks.whole(net, *x))
+        last = self.program["shared"]
+        return tuple((output.movedim(-1, 1) if last else output).to(self.dtype) for output in outputs)
 
     def losses(self, outputs: tuple[Tensor, ...], targets) -> dict[str, Tensor]:
         """The metrics and the loss, each of all targets that count; {} if none counts."""
-        found, total, factors = {}, [], self.program.factors or (1.0,) * len(outputs)
+        found, total, factors = {}, [], self.program["factors"] or (1.0,) * len(outputs)
         for number, (kind, output, y) in enumerate(zip(self.program.losses, outputs, several(targets), strict=True), 1):
-            loss, name = (kind.of_torch or kind.loss)().to(self.dtype), f"target_{number}_" if len(outputs) > 1 else ""
-            ignored = None if y.is_floating_point() else loss.ignore_index
-            if (y != ignored).any() if ignored is not None else True:
-                value = loss(output, y.to(self.dtype) if ignored is None else y)
+            loss, name = kind.of_torch().to(self.dtype), f"target_{number}_" if len(outputs) > 1 else ""
+            counted = None if y.is_floating_point() else y != loss.ignore_index
+            if counted is None or counted.any():
+                value = loss(output, y.to(self.dtype) if counted is None else y)
                 total.append(factors[number - 1] * value)
                 found |= {f"{name}loss": value} if name else {}
-                if isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None:
-                    right = output.argmax(dim=1) == (y.argmax(dim=1) if ignored is None else y)
-                    found[f"{name}accuracy"] = (right if ignored is None else right[y != ignored]).to(self.dtype).mean()
-                if kind.of_torch:
+                if isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and not kind.other:
+                    right = output.argmax(dim=1) == (y.argmax(dim=1) if counted is None else y)
+                    found[f"{name}accuracy"] = (right if counted is None else right[counted]).to(self.dtype).mean()
+                if isinstance(loss, nn.PoissonNLLLoss):
                     found[f"{name}bias"] = (output.exp() - y).mean()
         return {**found, "loss": sum(total)} if total else {}
 
+    def metric(self, name: str, output: Tensor, y: Tensor) -> dict[str, float]:
+        (made, given), loss = blocks.METRICS[name], self.program.losses[0].of_torch()
+        if name == "spread":
+            return {f"spread_{key}": value for key, value in blocks.spread(output, y).items()}
+        if isinstance(loss, nn.CrossEntropyLoss):
+            output, y = output.softmax(dim=1), y.argmax(dim=1) if y.is_floating_point() else y
+            given = {**given, "task": "multiclass", "num_classes": output.shape[1], "ignore_index": loss.ignore_index}
+        elif name != "mean_absolute_error":
+            output, y, given = (
+                output.sigmoid(),
+                y.long(),
+                {**given, "task": "multilabel", "num_labels": output.shape[1]},
+            )
+        return {name: getattr(load_torchmetrics(), made)(**given)(output, y).item()}
+
     def factor(self, step: int) -> float:
         """The schedule's factor on the rate; of a plateau, 1."""
-        o, name, total = dict(self.program.schedule), self.program.scheduler, self.program.total
+        o, name, total = self.program.options("scheduler"), self.program["scheduler"], self.program.total
         if name in ("constant", "plateau"):
             return 1.0
         if name == "step":
-            epoch = self.program.rows // self.program.batch
-            return o.get("gamma", 0.95) ** (
-                (step - 1) // (o.get("every", 1) * (1 if o.get("unit") == "step" else epoch))
-            )
+            epoch = 1 if o.get("unit") == "step" else self.program["rows"] // self.program["train.global_batch_size"]
+            return o.get("gamma", 0.95) ** ((step - 1) // (o.get("every", 1) * epoch))
         warm = o.get("warmup_steps", round({"cosine_warmup": 0.2}.get(name, 0.1) * total))
         least = o.get("min_ratio", {"cosine_warmup": 0.1}.get(name, 0.0))
         if step <= warm:
@@ -97,71 +131,100 @@ class Loop:
         falls = {"linear": 1 - x, "cosine": (1 + math.cos(math.pi * x)) / 2, "1-sqrt": 1 - math.sqrt(x)}
         return least + (1 - least) * falls[kind]
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """With a group for each parameter."""
-        program, groups = self.program, []
-        for name, parameter in self.net.named_parameters():
-            layer, decay = name.partition(".")[0], program.settings.get("weight_decay", 0.0)
-            decay = dict(program.decays).get(layer, decay) if program.decay_vectors or parameter.dim() >= 2 else 0.0
-            rate = program.settings["lr"] * dict(program.rates).get(layer, 1.0)
-            groups.append({"params": [parameter], "lr": rate, "rate": rate, "weight_decay": decay})
-        return getattr(torch.optim, OPTIMIZERS[program.optim][1])(groups, **program.settings)
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """With a group for each parameter. Muon has the matrices of hidden layers, as docs/extending.md has it."""
+        program, name, made = self.program, self.program["optim"], []
+        options = program.options("optim")
+        rates, decays, vectors = (options.pop(key, {}) for key in ("rates", "decays", "decay_vectors"))
+        others = {key[7:]: options.pop(key) for key in [*options] if key.startswith("others.")}
+        others = {"weight_decay": options.get("weight_decay", 0.0), "betas": (0.9, 0.95), **others}
+        hidden = self.hidden() if name == "muon" else {*self.net.parameters()}
+        for kind, given, is_hidden in ((CLASSES[name], {"lr": 0.05, **options}, True), ("AdamW", others, False)):
+            groups = []
+            for key, parameter in self.net.named_parameters():
+                layer, decay = key.partition(".")[0], given.get("weight_decay", 0.0)
+                decay = decays.get(layer, decay) if vectors or parameter.dim() >= 2 else 0.0
+                group = {"params": [parameter], "rate": given.get("lr", 0.0) * rates.get(layer, 1.0)}
+                groups += [{**group, "weight_decay": decay}] * ((parameter in hidden) == is_hidden)
+            made += [getattr(torch.optim, kind)(groups, **given)] if groups else []
+        return made
+
+    def hidden(self) -> set[nn.Parameter]:
+        outer, matrices = set(), []
+        for module in self.net.modules():
+            named = module.named_parameters(recurse=False)
+            mine = {p for name, p in named if p.dim() == 2 and not name.endswith("bias")}
+            mine = set() if "norm" in type(module).__name__.lower() else mine
+            outer |= mine if isinstance(module, nn.Embedding) else set()
+            matrices += [mine] if mine else []
+        return set().union(*matrices) - outer - matrices[-1]
 
     def train(self) -> Found:
-        program, numbers, best, seen = self.program, self.found.numbers, math.inf, []
-        optimizer, trained = self.optimizer(), [p for p in self.net.parameters() if p.requires_grad]
-        until = {p: step for step, layer in program.unfreeze for p in self.net.get_submodule(layer).parameters()}
-        follows = {"patience": 10, **dict(program.schedule)} if program.scheduler == "plateau" else {}
-        plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], program.settings["lr"]), **follows)
-        how = {"every": 1, "start": math.inf, "use_buffers": True, **dict(program.average)}
+        program, numbers, best, best_weights, seen = self.program, self.found, math.inf, {}, []
+        optimizers, trained = self.optimizers(), [p for p in self.net.parameters() if p.requires_grad]
+        unfreeze = (program["train.unfreeze"] or {}).items()
+        until = {p: step for step, names in unfreeze for p in self.net.get_submodule(names[0]).parameters()}
+        lr, total, batch = program["optim.lr"], program.total, program["train.global_batch_size"]
+        follows = {"patience": 10, **program.options("scheduler")} if program["scheduler"] == "plateau" else {}
+        plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr), **follows)
+        how = {"every": 1, "start": math.inf, "use_buffers": True}
+        how |= program.options("callbacks.swa") | program.options("callbacks.ema")
         rule = get_ema_multi_avg_fn(how["decay"]) if "decay" in how else None
         average = AveragedModel(self.net, multi_avg_fn=rule, use_buffers=how["use_buffers"])
-        numbered = TensorData(torch.arange(program.rows), torch.zeros(program.rows), valid=0, test=0)
-        order = TrainBatches(numbered.train, program.batch, program.seed)  # the only thing that is taken from a run
-        for step in range(1, program.total + 1):
+        numbered = TensorData(torch.arange(program["rows"]), torch.zeros(program["rows"]), valid=0, test=0)
+        order = TrainBatches(numbered.train, batch, program["seed"])  # the only thing that is taken from a run
+        self.scale = 65536.0 if self.precision == "fp16" else 1.0
+        # torch's Muon computes in bfloat16, which the last bit of a gradient changes.
+        wide = patch.object(Tensor, "bfloat16", Tensor.clone) if self.precision in ("fp64", "fp32") else nullcontext()
+        for step in range(1, total + 1):
             rows = order[step].inputs
-            seen = [*(seen if len(seen) + program.batch <= program.rows else ()), *rows.tolist()]
+            seen = [*(seen if len(seen) + batch <= program["rows"] else ()), *rows.tolist()]
             assert len({*seen}) == len(seen), "an epoch has no row twice"
             for p in trained:
                 p.requires_grad_(until.get(p, 0) < step)
-            factor = plateau.optimizer.param_groups[0]["lr"] / program.settings["lr"] * self.factor(step)
-            for group in optimizer.param_groups:
+            factor = plateau.optimizer.param_groups[0]["lr"] / lr * self.factor(step)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = factor * group["rate"]
-            optimizer.zero_grad()
+            self.net.zero_grad()
             losses = self.backward(rows)
             now = [p for p in trained if p.requires_grad]
             for p in now:  # as docs/from_a_loop.md has it, a parameter that a step does not use has a gradient of zero
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad / self.scale
+            norm = nn.utils.get_total_norm([p.grad for p in now]).item() if now else 0.0
             numbers |= {(step, name): value.item() for name, value in losses.items()}
-            numbers |= {(step, "lr"): factor * program.settings["lr"]}
-            numbers |= {(step, "grad_norm"): nn.utils.get_total_norm([p.grad for p in now]).item()} if now else {}
-            if losses:  # a step of which no target counts is skipped
-                if program.clip_value is not None and now:
-                    nn.utils.clip_grad_value_(now, program.clip_value)
-                if program.clip is not None and now:
-                    nn.utils.clip_grad_norm_(now, program.clip)
-                optimizer.step()
+            numbers |= {(step, "lr"): factor * lr, **({(step, "grad_norm"): norm} if now else {})}
+            if not math.isfinite(norm):
+                self.scale /= 2
+            elif losses:  # a step of which no target counts is skipped
+                if program["train.clip_value"] is not None and now:
+                    nn.utils.clip_grad_value_(now, program["train.clip_value"])
+                if program["train.grad_clip"] is not None and now:
+                    nn.utils.clip_grad_norm_(now, program["train.grad_clip"])
+                with wide:
+                    for optimizer in optimizers:
+                        optimizer.step()
                 if step >= how["start"] and step % how["every"] == 0:
                     average.update_parameters(self.net)
-            shown, last = average.module if average.n_averaged else self.net, step == program.total
-            if last or (program.every and step % program.every == 0):
+            shown, last = average.module if average.n_averaged else self.net, step == total
+            if last or (program["train.eval_every"] and step % program["train.eval_every"] == 0):
                 value = self.evaluate(shown, step, "val", *self.data[1])
-                if program.scheduler == "plateau":
+                if program["scheduler"] == "plateau":
                     plateau.step(value)
                 if value < best:
                     best = value
-                    self.found.tensors.update({f"best {n}": t.clone() for n, t in shown.state_dict().items()})
+                    best_weights = {("best", name): x.clone() for name, x in shown.state_dict().items()}
         self.evaluate(shown, "the end", "test", *self.data[2])
-        self.found.tensors.update(shown.state_dict())
-        return self.found
+        return numbers | best_weights | {("the end", name): x for name, x in shown.state_dict().items()}
 
     def backward(self, rows: Tensor) -> dict[str, Tensor]:
         """The gradients of the mean over the batch. Running statistics move once, by the mean of the micro-batches."""
         for module, training in self.modes:
             module.training = training
-        buffers, after, found = [*self.net.buffers()], [], []
+        buffers, after, found, program = [*self.net.buffers()], [], [], self.program
         before = [buffer.clone() for buffer in buffers]
-        for part in rows.chunk(self.program.parts):
+        together = LAYOUTS[program["layout"]] if program["parallel.sync_batchnorm"] else 1
+        replicas = rows.view(together, program["parts"] // together, -1)
+        for part in replicas.transpose(0, 1).flatten(1):
             for buffer, old in zip(buffers, before, strict=True):
                 buffer.data.copy_(old)
             x, y = (tuple(tensor[part] for tensor in several(given)) for given in self.data[0])
@@ -172,52 +235,74 @@ class Loop:
         whole = tuple(map(torch.cat, zip(*found, strict=True)))
         losses = self.losses(whole[: len(whole) // 2], whole[len(whole) // 2 :])
         if losses and losses["loss"].requires_grad:
-            losses["loss"].backward()
+            (losses["loss"] * self.scale).backward()
         return losses
 
     @torch.no_grad()
     def evaluate(self, net: nn.Module, step, split: str, inputs, targets) -> float:
         outputs = self.outputs(net.eval(), inputs)
         found = {name: value.item() for name, value in self.losses(outputs, targets).items()}
-        if self.program.metric:
-            found |= {f"spread_{name}": value for name, value in blocks.spread(outputs[0], targets).items()}
-        self.found.numbers.update({(step, f"{split}_{name}"): value for name, value in found.items()})
-        if self.program.predict:
-            self.found.tensors.update({f"prediction {i}": output for i, output in enumerate(outputs)})
+        for name in self.program["metrics"]:
+            found |= self.metric(name, outputs[0], targets)
+        self.found |= {(step, f"{split}_{name}"): value for name, value in found.items()}
+        if self.program["predict"]:
+            self.found |= {("the end", f"prediction {i}"): output for i, output in enumerate(outputs)}
         return found.get("loss", math.inf)
 
 
 def run(program: Program, layout: str, folder: Path, *words: str) -> Found:
     """What a run finds."""
-    losses, (first, valid, test) = [kind.loss() for kind in program.losses], program.tensors()
-    loss = Several(losses, {f"target_{i}": f for i, f in enumerate(program.factors, 1)}) if losses[1:] else losses[0]
-    given = {"model": program.net(), "loss": loss, "data": TensorData(*first, valid=valid, test=test)}
+    losses, (first, valid, test) = [kind.loss() for kind in program.losses], program.tensors(program["shared"])
+    factors = {f"target_{i}": factor for i, factor in enumerate(program["factors"], 1)}
+    net, loss = program.net(), Several(losses, factors) if losses[1:] else losses[0]
+    divided = program.needs - {"stages"}
+    given = {"model": chain_of(net, loss, cut=program.cut(net))} if divided else {"model": net, "loss": loss}
+    given["data"] = TensorData(*first, valid=valid, test=test)
     result = train(*program.words(layout), *words, f"hydra.run.dir='{folder}'", **given)
-    numbers = {(line["step"], key): value for line in result.metrics for key, value in line.items()}
-    numbers |= {("the end", key): value for key, value in result.summary.items()}
-    best = result.state_dict("best") if (folder / "checkpoints/best").exists() else {}
-    tensors = {**result.state_dict(), **{f"best {name}": tensor for name, tensor in best.items()}}
-    outputs = several(result.predict("test", "parallel.threads=1")) if program.predict else ()
-    return Found(numbers, tensors | {f"prediction {i}": torch.from_numpy(output) for i, output in enumerate(outputs)})
+    found = {(line["step"], key): value for line in result.metrics for key, value in line.items()}
+    found |= {("the end", key): value for key, value in {**result.summary, **result.state_dict()}.items()}
+    if (folder / "checkpoints/best").exists():
+        found |= {("best", name): tensor for name, tensor in result.state_dict("best").items()}
+    outputs = several(result.predict("test", "parallel.threads=1")) if program["predict"] else ()
+    for i, output in enumerate(map(torch.from_numpy, outputs)):
+        found["the end", f"prediction {i}"] = output.movedim(-1, 1) if program["shared"] else output
+    return found
 
 
-def compared(found: Found, wanted: Found, near: float, since: int = 0) -> tuple[float, str]:
-    """The largest relative difference, and the first that is larger than ``near``; of the steps after ``since``."""
-    worst, first = 0.0, ""
-    numbers = [(key, torch.tensor(value, dtype=torch.float64)) for key, value in wanted.numbers.items()]
-    pairs = [(f"{name} of {at}", value, found.numbers.get((at, name))) for (at, name), value in numbers
-             if not isinstance(at, int) or at > since]  # fmt: skip
-    pairs += [(name, value, found.tensors.get(name)) for name, value in wanted.tensors.items()]
-    for name, value, other in pairs:
-        if other is None or name.endswith("num_batches_tracked"):  # steps are counted here, and also in eval mode
-            first, worst = (first, worst) if other is not None else (first or f"{name} is missing", math.inf)
-            continue
-        other = torch.as_tensor(other, dtype=value.dtype)
-        off = ((other - value).abs().max() / value.abs().max().clamp(min=1e-3)).item() if value.numel() else 0.0
-        if not off <= near and not first:
-            first = f"{name} is {other.item():.9g}, not {value.item():.9g}" if value.dim() == 0 else f"{name} differs"
-        worst = max(worst, math.inf if math.isnan(off) else off)
-    return worst, first
+def differences(found: Found, wanted: Found, since: int = 0) -> Found:
+    """How much what is found differs from what is wanted, relative; of the steps after ``since``."""
+    offs = {}
+    for (at, name), value in wanted.items():
+        if name.endswith("num_batches_tracked") or (isinstance(at, int) and at <= since):
+            continue  # steps are counted here, and also in eval mode
+        other = found.get((at, name), math.nan)
+        one, other = (torch.as_tensor(x, dtype=torch.float64).nan_to_num(1e308) for x in (value, other))
+        off = (other - one).abs().max() / one.abs().max().clamp(min=1e-3) if one.numel() else torch.zeros(())
+        offs[at, name] = off.item() if (at, name) in found and one.shape == other.shape else math.inf
+    return offs
+
+
+def limits(program: Program, wanted: Found, runs: int) -> Found:
+    """What numbers may differ by: three times what they do in ``runs`` of the loop whose results rounding moves."""
+    if program["train.precision"] == "fp64":
+        return dict.fromkeys(wanted, NEAR)
+    moved = []
+    for seed in range(runs):
+        loop = Loop(program)
+        with Moved(seed):
+            moved.append(differences(loop.train(), wanted))
+    most = {key: max(one[key] for one in moved) for key in moved[0]}
+    return {key: 3 * max(off, median(most.values())) for key, off in most.items()}
+
+
+def first_bad(found: Found, wanted: Found, offs: Found, near: Found) -> str:
+    """The first number that differs by more than its limit."""
+    for (at, name), off in offs.items():
+        if not off <= near[at, name]:
+            one, other = wanted[at, name], found.get((at, name), "missing")
+            values = "differs" if isinstance(one, Tensor) else f"is {other}, not {one}"
+            return f"{name} of {at} {values} ({off:.0e}, limit {near[at, name]:.0e})"
+    return ""
 
 
 def outcome(program: Program, folder: Path) -> Outcome:
@@ -228,22 +313,27 @@ def outcome(program: Program, folder: Path) -> Outcome:
     try:
         try:
             wanted = Loop(program).train()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return Outcome("torch refuses", str(error))
-        if not all(abs(value) < 1e6 for value in wanted.numbers.values()):
+        if not all(abs(value) < 1e6 for (_, name), value in wanted.items() if name.endswith("loss")):
             return Outcome("diverges")
-        for number, layout in enumerate([program.layout, *[program.then] * (program.then is not None)]):
+        near = limits(program, wanted, 5)
+        for number, layout in enumerate([program["layout"], *[program["then"]] * (program["then"] is not None)]):
             found = run(program, layout, folder / str(number), *resumed)
-            difference, words = compared(found, wanted, NEAR[program.precision], since)
-            worst = max(worst, difference)
-            if words:
-                return Outcome("bad", f"{'resumed in ' * number}{layout}: {words} ({difference:.0e})", difference)
+            offs = differences(found, wanted, since)
+            worst = max(worst, *offs.values())
+            if first_bad(found, wanted, offs, near):
+                near = limits(program, wanted, 50)
+            if words := first_bad(found, wanted, offs, near):
+                return Outcome("bad", f"{'resumed in ' * number}{layout}: {words}", worst)
             saved = min((folder / str(number) / "checkpoints").glob("step-*"))
             since, resumed = int(saved.name[5:]), [f"train.resume='{saved}'"]
             if since == program.total:
                 break
     except UserError as error:
         return Outcome("refused", str(error))
+    except TimeoutError as error:
+        return Outcome("hangs", str(error))
     except Exception as error:
         return Outcome("crash", f"{type(error).__name__}: {error}")
     finally:

@@ -5,38 +5,72 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from random import Random
 
 import torch
 from plain import blocks
 from torch import nn
 
-# The replicas of each layout, and its words. The micro-batches of a step are as many in all layouts of a program.
+# The words of each layout, and its replicas. The micro-batches of a step are as many in all layouts of a program.
 LAYOUTS = {
-    "single": (1, "single"), "model_parallel": (1, "model_parallel parallel.devices=[cpu,cpu]"),
-    "ddp": (2, "ddp parallel.dp=2"), "fsdp": (2, "fsdp parallel.dp=2"), "pipelined": (1, "pipelined"),
-    "1f1b": (1, "pipelined parallel.schedule=1f1b"), "pipe_ddp": (2, "pipe_ddp parallel.dp=2"),
-    "interleaved": (1, "pipelined parallel.schedule=interleaved_1f1b"),
-    "looped": (1, "pipelined parallel.schedule=looped_bfs"), "hsdp": (4, "hsdp parallel.dp=4 parallel.shard=2"),
-    "zero bubble": (1, "pipelined parallel.schedule=interleaved_zero_bubble"),
-    "pipe_fsdp": (2, "pipe_fsdp parallel.dp=2 parallel.schedule=1f1b"),
+    "single": 1, "model_parallel parallel.devices=[cpu,cpu]": 1, "ddp parallel.dp=2": 2, "fsdp parallel.dp=2": 2,
+    "hsdp parallel.dp=4 parallel.shard=2": 4, "pipe_ddp parallel.dp=2": 2,
+    "pipe_fsdp parallel.dp=2 parallel.schedule=1f1b": 2, "pipelined": 1,
+    "pipelined parallel.schedule=1f1b parallel.balance=size": 1, "pipelined parallel.schedule=interleaved_1f1b": 1,
+    "pipelined parallel.schedule=looped_bfs": 1, "pipelined parallel.schedule=interleaved_zero_bubble": 1,
+    "tensor": 1, "tensor parallel.sequence=true": 1, "fsdp parallel.dp=2 parallel.tp=2": 2,
+    "pipelined parallel.tp=2": 1, "context": 1, "context parallel.context=ring": 1,
+    "context parallel.context=ulysses": 1, "ddp parallel.dp=2 parallel.cp=2": 2, "expert parallel.dp=2": 2,
+    "fsdp parallel.dp=2 parallel.ep=2": 2,
 }  # fmt: skip
-IN_ONE_PROCESS, WITHOUT_STAGES = ["single", "model_parallel"], {"single", "ddp", "fsdp", "hsdp"}
-DECAY, DECOUPLED = {"weight_decay": [0.0, 0.1]}, {"decoupled_weight_decay": [False, True]}
-MOMENTUM = {"lr": [0.02, 0.1], "momentum": [0.5, 0.9], **DECAY}
-ADAM = {"lr": [0.003, 0.01], "betas": [[0.9, 0.999], [0.5, 0.9]], **DECAY}
-# The word, torch's class, options that are given always, and options to draw. With torch's eps, the rounding of a
-# gradient that is zero would become whole steps.
-OPTIMIZERS = {
-    "sgd": ("sgd", "SGD", {"lr": 0.05}, {"lr": [0.02, 0.1], "maximize": [False, True], **DECAY}),
-    "momentum": ("sgd", "SGD", {"lr": 0.05, "momentum": 0.5}, {**MOMENTUM, "dampening": [0.0, 0.3]}),
-    "nesterov": ("sgd", "SGD", {"lr": 0.05, "momentum": 0.5, "nesterov": True}, MOMENTUM),
-    "adam": ("adam", "Adam", {"lr": 1e-3, "eps": 1e-3}, {**ADAM, **DECOUPLED, "amsgrad": [False, True]}),
-    "adamw": ("adamw", "AdamW", {"lr": 1e-3, "eps": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
-              {**ADAM, "amsgrad": [False, True], "maximize": [False, True]}),
-    "nadam": ("nadam", "NAdam", {"lr": 2e-3, "eps": 1e-3}, {**ADAM, **DECOUPLED, "momentum_decay": [4e-3, 0.1]}),
+# What a layout asks of the model: stages, and blocks with these letters.
+NEEDS = {"pipe": "stages", "model_parallel": "stages", "tensor": "t", "tp=": "t", "context": "p", "cp=": "p",
+         "sequence=": "p", "expert": "e", "ep=": "e"}  # fmt: skip
+# What is drawn: the default, how often another value is, and the others. Keys with a dot are words of the command.
+CHOICES = {
+    "domain": ("rows", 0.8, ["rows", "sequences", "tokens", "images"]),
+    "second": (False, 0.15, [True]),  # input
+    "tied": (False, 0.2, [True]),  # the first and the last linear layer share a weight
+    "again": (False, 0.1, [True]),  # the first block is also the last
+    "whole": (False, 0.2, [True]),  # given as a module with a forward of its own
+    "skip": (False, 0.15, [True]),  # layers pass on two tensors
+    "dense": (False, 0.3, [True]),  # targets of every position
+    "held": (4, 0.8, [1, 3, 7, 20]),  # samples to evaluate, and to test
+    "then": (None, 0.2, [*LAYOUTS][:2]),  # the layout in which the first checkpoint is resumed
+    "predict": (False, 0.08, [True]),
+    "train.epochs": (1, 0.8, [2, 2.5, 3]),
+    "train.grad_clip": (None, 0.5, [0.1, 1.0]),
+    "train.clip_value": (None, 0.25, [0.05]),
+    "train.eval_every": (0, 0.8, [1, 2, 3]),
+    "train.precision": ("fp64", 0.25, ["fp32", "bf16", "bf16", "fp16"]),
+    "train.activation_checkpointing": (False, 0.15, [True]),
+    "train.compile": (False, 0.006, [True]),
+    "optim.decay_vectors": (False, 0.3, [True]),
+    "parallel.sync_batchnorm": (False, 0.3, [True]),
+}
+DEFAULTS = {key: default for key, (default, *_) in CHOICES.items()} | {
+    "blocks": (), "frozen": (), "in_eval": (), "targets": ("mse",), "factors": (), "metrics": (), "shared": False,
+    "rows": 16, "parts": 1, "layout": "single", "optim": "sgd", "optim.lr": 0.05, "scheduler": "constant", "seed": 0,
+    "train.global_batch_size": 4, "train.unfreeze": None,
 }  # fmt: skip
+ADAM = {"lr": [0.003, 0.01], "betas": [[0.9, 0.999], [0.5, 0.9]], "weight_decay": [0.0, 0.1]}
+DECOUPLED, MOMENTUM = {"decoupled_weight_decay": [False, True]}, {"momentum": [0.5, 0.9], "weight_decay": [0.0, 0.1]}
+# The word, options that are given always, and options to draw. With torch's eps, the rounding of a gradient that is
+# zero would become whole steps.
+OPTIMIZERS = [
+    ("sgd", {"lr": 0.05}, {"lr": [0.02, 0.1], "maximize": [False, True], "weight_decay": [0.0, 0.1]}),
+    ("sgd", {"lr": 0.05, "momentum": 0.5}, {**MOMENTUM, "dampening": [0.0, 0.3]}),
+    ("sgd", {"lr": 0.05, "momentum": 0.5, "nesterov": True}, MOMENTUM),
+    ("adam", {"lr": 1e-3, "eps": 1e-3}, {**ADAM, **DECOUPLED, "amsgrad": [False, True]}),
+    ("adamw", {"lr": 1e-3, "eps": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+     {**ADAM, "amsgrad": [False, True], "maximize": [False, True]}),
+    ("nadam", {"lr": 2e-3, "eps": 1e-3}, {**ADAM, **DECOUPLED, "momentum_decay": [4e-3, 0.1]}),
+    ("muon", {"lr": 0.02, "weight_decay": 0.1, "others.lr": 0.01, "others.eps": 1e-3},
+     {"momentum": [0.5, 0.95], "nesterov": [False, True], "adjust_lr_fn": ["original", "match_rms_adamw"],
+      "ns_steps": [2, 5], "others.betas": [[0.9, 0.95], [0.5, 0.9]], "others.weight_decay": [0.0, 0.3]}),
+]  # fmt: skip
+FIXED = {f"optim.{key}" for _, always, _ in OPTIMIZERS for key in always}  # whose defaults are others than torch's
 SCHEDULES = {
     "constant": {}, "step": {"every": [1, 2], "unit": ["epoch", "step"], "gamma": [0.5, 0.9]},
     "linear": {"warmup_steps": [0, 1, 3], "min_ratio": [0.0, 0.2]},
@@ -44,133 +78,91 @@ SCHEDULES = {
     "wsd": {"warmup_steps": [0, 2], "decay_steps": [1, 2], "min_ratio": [0.0, 0.3], "decay_type": ["linear", "1-sqrt"]},
     "plateau": {"factor": [0.1, 0.3], "patience": [0, 1], "threshold": [0.01, 0.3]},
 }  # fmt: skip
+AVERAGES = {"every": [1, 2], "use_buffers": [True, False], "start": [1, 3]}
+ALWAYS = {
+    "logger": "none", "device": "cpu", "parallel.threads": 1, "train.steps": None, "train.keep_checkpoints": 99,
+    "train.max_skipped": 99,
+}  # fmt: skip
 
 
-@dataclass(frozen=True, repr=False)
-class Program:
-    """What is trained on what, and how. ``repr`` leaves out the fields that have their defaults.
+class Program(dict):
+    """What is trained on what, and how: what differs from ``DEFAULTS``.
 
-    seed        of the weights, the data and the order of samples
-    domain      of the inputs: rows, sequences, tokens, images; ``second``: there is a second input
-    blocks      in ``blocks.BLOCKS``; ``tied``: the first and the last linear layer share a weight; ``again``: the first
-                block is also the last; ``frozen`` and ``in_eval``: numbers of blocks
-    whole       given as a module with a forward of its own; ``skip``: layers pass on two tensors
-    targets     in ``blocks.LOSSES``, with their ``factors``; ``dense``: of every position
-    rows        of the training; as many as ``held`` are evaluated, and as many tested
-    parts       micro-batches of a step, over all replicas
-    then        the layout in which the first checkpoint is resumed
+    frozen and in_eval are numbers of blocks, factors those of the losses of ``targets``, parts the micro-batches of a
+    step over all replicas. If ``shared``, ranks can divide positions and words.
     """
 
-    seed: int = 0
-    domain: str = "rows"
-    second: bool = False
-    blocks: tuple[str, ...] = ()
-    tied: bool = False
-    again: bool = False
-    frozen: tuple[int, ...] = ()
-    in_eval: tuple[int, ...] = ()
-    whole: bool = False
-    skip: bool = False
-    targets: tuple[str, ...] = ("mse",)
-    factors: tuple[float, ...] = ()
-    dense: bool = False
-    rows: int = 16
-    held: int = 4
-    batch: int = 4
-    parts: int = 1
-    epochs: float = 1.0
-    optim: str = "sgd"
-    options: tuple = ()
-    rates: tuple = ()
-    decays: tuple = ()
-    decay_vectors: bool = False
-    clip: float | None = None
-    clip_value: float | None = None
-    scheduler: str = "constant"
-    schedule: tuple = ()
-    precision: str = "fp64"
-    layout: str = "single"
-    then: str | None = None
-    recompute: bool = False
-    compiled: bool = False
-    every: int = 0
-    metric: bool = False
-    average: tuple = ()
-    unfreeze: tuple = ()
-    predict: bool = False
+    def __missing__(self, key: str):
+        return DEFAULTS[key]
 
-    def __repr__(self) -> str:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        kept = [f"{field.name}={given[field.name]!r}" for field in fields(self) if given[field.name] != field.default]
-        return f"Program({', '.join(kept)})"
+    def options(self, of: str) -> dict:
+        """The options of an object, such as ``optim``."""
+        return {key.removeprefix(f"{of}."): value for key, value in self.items() if key.startswith(f"{of}.")}
 
     @property
     def total(self) -> int:
         """The number of steps."""
-        return math.ceil(self.epochs * (self.rows // self.batch))
+        return math.ceil(self["train.epochs"] * (self["rows"] // self["train.global_batch_size"]))
 
     @property
     def losses(self) -> list[blocks.Target]:
-        return [blocks.LOSSES[name] for name in self.targets]
+        return [blocks.LOSSES[name] for name in self["targets"]]
 
     @property
-    def settings(self) -> dict:
-        """The options of the optimizer."""
-        return {**OPTIMIZERS[self.optim][2], **dict(self.options)}
+    def needs(self) -> set[str]:
+        """What the layouts ask of the model."""
+        return {need for mark, need in NEEDS.items() if mark in self["layout"] + (self["then"] or "")}
 
     def net(self) -> nn.Module:
         """The model, always with the same weights: ``stem``, ``b0``, ``b1`` …, ``head``."""
-        torch.manual_seed(self.seed)
-        inner = [blocks.BLOCKS[name][1]() for name in self.blocks]
-        for number in self.frozen:
+        torch.manual_seed(self["seed"])
+        inner = [blocks.BLOCKS[name][1]() for name in self["blocks"]]
+        for number in self["frozen"]:
             inner[number].requires_grad_(False)
         alike = [m for block in inner for m in block.modules() if type(m) is nn.Linear and m.weight.shape == (8, 8)]
-        if self.tied and alike:
+        if self["tied"] and alike:
             alike[-1].weight = alike[0].weight
-        last = blocks.head([loss.size for loss in self.losses], self.dense, self.domain != "images")
-        layers = [blocks.stem(self.domain, self.second), *inner, *inner[: self.again], last]
-        if self.skip:
-            forwards = (
-                [blocks.begins] + [lambda m, x, y: (m.a(x), y)] * (len(layers) - 2) + [lambda m, x, y: m.a(x + y)]
-            )
+        last = blocks.head(self["targets"], self["domain"], self["dense"], self["shared"])
+        first = blocks.stem(self["domain"], self["second"], self["shared"])
+        layers = [first, *inner, *inner[: self["again"]], last]
+        if self["skip"]:
+            between = [lambda m, x, y: (m.a(x), y)] * (len(layers) - 2)
+            forwards = [blocks.begins, *between, lambda m, x, y: m.a(x + y)]
             layers = [blocks.Own(forward, a=layer) for forward, layer in zip(forwards, layers, strict=True)]
-        for number in self.in_eval:
+        for number in self["in_eval"]:
             layers[1 + number].eval()
         named = dict(zip(["stem", *(f"b{i}" for i in range(len(layers) - 2)), "head"], layers, strict=True))
-        return blocks.Own(blocks.whole, **named) if self.whole else nn.Sequential(OrderedDict(named))
+        return blocks.Own(blocks.whole, **named) if self["whole"] else nn.Sequential(OrderedDict(named))
 
-    def tensors(self) -> list[tuple]:
-        """Inputs of float32 or tokens, and targets: to train on, to evaluate and to test."""
-        draw, shape = torch.Generator().manual_seed(self.seed), blocks.INPUTS[self.domain]
-        places = (shape[1:] if self.domain == "images" else shape[:1]) if self.dense else ()
+    def tensors(self, last: bool = False) -> list[tuple]:
+        """Inputs of float32 or tokens, and targets [b, k, ...], or [b, ..., k]: to train, to evaluate and to test."""
+        draw, shape = torch.Generator().manual_seed(self["seed"]), blocks.INPUTS[self["domain"]]
+        places = (shape[1:] if self["domain"] == "images" else shape[:1]) if self["dense"] else ()
         found = []
-        for n in (self.rows, self.held, self.held):
+        for n in (self["rows"], self["held"], self["held"]):
             x = torch.randn(n, *shape, generator=draw)
-            x = x.argsort(dim=-1) * 2 if self.domain == "tokens" else x
-            y = tuple(loss.make((n, *places), loss.size, draw) for loss in self.losses)
-            found.append(((x, torch.randn(n, 2, generator=draw)) if self.second else x, y if len(y) > 1 else y[0]))
+            x = x.argsort(dim=-1) * 2 if self["domain"] == "tokens" else x
+            y = [loss.make((n, *places), loss.size, draw) for loss in self.losses]
+            y = [one.movedim(1, -1) if last and one.is_floating_point() else one for one in y]
+            inputs = (x, torch.randn(n, 2, generator=draw)) if self["second"] else x
+            found.append((inputs, tuple(y) if len(y) > 1 else y[0]))
         return found
+
+    def cut(self, net: nn.Module) -> dict:
+        """How ranks divide modules of the net."""
+        names = [name for name, _ in net.named_modules()]
+        return {key: cut for key, cut in blocks.CUT.items() if any(fnmatchcase(name, key) for name in names)}
 
     def words(self, layout: str) -> list[str]:
         """The words of a run, without those that name folders."""
-        replicas, chosen = LAYOUTS[layout]
-        average, typed = dict(self.average), {
-            "seed": self.seed, "logger": "none", "device": "cpu", "parallel.threads": 1, "train.steps": None,
-            "train.epochs": self.epochs, "train.global_batch_size": self.batch, "train.eval_every": self.every,
-            "parallel.chunks": self.parts // replicas, "optim.decay_vectors": self.decay_vectors,
-            "train.grad_clip": self.clip, "train.clip_value": self.clip_value, "train.compile": self.compiled,
-            "train.activation_checkpointing": self.recompute, "train.checkpoint_every": max(1, self.total // 2),
-            "train.keep_checkpoints": 99, "train.max_skipped": 99, "train.precision": self.precision,
-            "optim": OPTIMIZERS[self.optim][0], **{f"optim.{key}": value for key, value in self.settings.items()},
-            "scheduler": self.scheduler, **{f"scheduler.{key}": value for key, value in self.schedule},
-        }  # fmt: skip
-        typed |= {f"optim.{key}": dict(pairs) for key in ("rates", "decays") if (pairs := getattr(self, key))}
-        typed |= {"train.unfreeze": {step: [name] for step, name in self.unfreeze}} if self.unfreeze else {}
-        typed |= {"metrics": [{"_target_": "plain.blocks.spread"}]} if self.metric else {}
-        if average:
-            name = average.pop("name")
-            typed |= {"callbacks": [name], **{f"callbacks.{name}.{key}": value for key, value in average.items()}}
-        return [*f"parallel={chosen}".split(), *(f"{key}={word(value)}" for key, value in typed.items())]
+        typed = {key: self[key] for key in {**DEFAULTS, **self} if "." in key} | ALWAYS
+        typed |= {key: self[key] for key in ("seed", "optim", "scheduler")}
+        typed["parallel.chunks"] = self["parts"] // LAYOUTS[layout]
+        typed["train.checkpoint_every"] = max(1, self.total // 2)
+        named = [blocks.METRICS[name] for name in self["metrics"]]
+        typed |= {"metrics": [{"_target_": name, **given} for name, given in named]} if named else {}
+        typed |= {"callbacks": [*{key.split(".")[1] for key in self if key.startswith("callbacks.")}]}
+        return [*f"parallel={layout}".split(), *(f"{key}={word(value)}" for key, value in typed.items())]
 
 
 def word(value: object) -> str:
@@ -186,58 +178,73 @@ def drawn(seed: int, number: int) -> Program:
     """The program of this number."""
     draw = Random(f"{seed} {number}")
 
-    def some(chance: float, then=True, other=False):
-        return then if draw.random() < chance else other
+    def some(chance: float) -> bool:
+        return draw.random() < chance
 
-    def of(table: dict) -> tuple:
-        return tuple((key, draw.choice(values)) for key, values in table.items() if some(0.7))
+    def of(table: dict, place: str) -> dict:
+        return {f"{place}.{key}": draw.choice(values) for key, values in table.items() if some(0.7)}
 
-    domain = draw.choice(["rows", "rows", "sequences", "tokens", "images"])
-    letter = domain.replace("tokens", "sequences")[0]
-    names = [name for name, (domains, _) in blocks.BLOCKS.items() if letter in domains]
-    chosen = tuple(draw.choice(names) for _ in range(draw.randint(1, 5)))
-    layout = some(0.12, draw.choice([*LAYOUTS][2:]), draw.choice(["single", *IN_ONE_PROCESS]))
-    then = some(0.2, some(0.2, draw.choice([*LAYOUTS]), draw.choice(IN_ONE_PROCESS)), None)
-    moves = not {"spectral_norm", "Moving"}.isdisjoint(chosen) and some(0.9)  # wants the whole batch at once
-    layout, then = ("single", then and "single") if moves else (layout, then)
-    fewest = max(LAYOUTS[layout][0], LAYOUTS[then or layout][0])
+    def numbers(chance: float) -> tuple[int, ...]:
+        return tuple(i for i in range(len(chosen)) if some(chance))
+
+    p = Program({key: draw.choice(values) for key, (_, often, values) in CHOICES.items() if some(often)})
+    p |= {"seed": draw.randrange(1000), "layout": draw.choice([*LAYOUTS] if some(0.16) else [*LAYOUTS][:2])}
+    if p["then"] and some(0.2):
+        p["then"] = draw.choice([*LAYOUTS])
+    letters, p["shared"] = p.needs - {"stages"}, "p" in p.needs
+    if letters:
+        p |= {"domain": draw.choice(["sequences", "tokens"]), "dense": p["shared"] or p["dense"]}
+    letter = p["domain"].replace("tokens", "sequences")[0]
+    kinds = {name: kind for name, (kind, _) in blocks.BLOCKS.items() if letter in kind}
+    if p["shared"]:  # what computes each position alone
+        kinds = {name: kind for name, kind in kinds.items() if name not in blocks.MOVES and {*kind} & {"p", "r"}}
+    chosen = [draw.choice([*kinds]) for _ in range(draw.randint(1, 5))]
+    chosen += [draw.choice([n for n in kinds if need in kinds[n]]) for need in sorted(letters & {"t", "e"})]
+    draw.shuffle(chosen)
+    if moves := not blocks.MOVES.isdisjoint(chosen) and some(0.9):  # they want the whole batch at once
+        p |= {"layout": "single", "then": p["then"] and "single", "train.activation_checkpointing": False}
+    fewest = max(LAYOUTS[p["layout"]], LAYOUTS[p["then"] or "single"])
     parts = 1 if moves else fewest * (draw.choice([1, 1, 2, 4]) if fewest < 4 else 1)
-    batch, scheduler, optim = parts * draw.choice([2, 3, 5]), draw.choice([*SCHEDULES]), draw.choice([*OPTIMIZERS])
-    targets = tuple(draw.choice([*blocks.LOSSES]) for _ in range(some(0.7, 1, draw.randint(2, 3))))
-    options, sgd = of(OPTIMIZERS[optim][3]), OPTIMIZERS[optim][0] == "sgd"
-    average = (("name", draw.choice(["ema", "swa"])), *of({"every": [1, 2], "use_buffers": [True, False]}))
-    average += (("start", draw.choice([1, 3])), *((("decay", 0.8),) if average[0][1] == "ema" else ()))
-    program = Program(
-        seed=draw.randrange(1000), domain=domain, second=some(0.15), blocks=chosen, tied=some(0.2),
-        again=some(0.1) and "orm" not in chosen[0],
-        frozen=tuple(i for i in range(len(chosen)) if some(0.08)),
-        in_eval=tuple(i for i in range(len(chosen)) if some(0.08)), skip=some(0.15), targets=targets,
-        whole=some(0.2) and {layout, then or layout} <= WITHOUT_STAGES, dense=some(0.3) and domain != "rows",
-        factors=tuple(draw.choice([1.0, 0.3, 2.0]) for _ in targets) if len(targets) > 1 and some(0.6) else (),
-        rows=batch * draw.randint(1, 4) + draw.randrange(batch), held=draw.choice([1, 3, 7, 20]), parts=parts,
-        batch=batch, epochs=draw.choice([1, 2, 2.5, 3]), optim=optim, options=options,
-        clip=draw.choice([None, None, 0.1, 1.0]),
-        decay_vectors=some(0.4) and bool(dict(options).get("weight_decay", optim == "adamw")),
-        clip_value=some(0.25, 0.05, None), scheduler=scheduler, schedule=of(SCHEDULES[scheduler]),
-        precision=draw.choice(["fp64"] * 6 + ["fp32", "bf16"] * sgd), layout=layout, then=then,
-        recompute=some(0.15) and not moves, every=draw.choice([1, 2] if scheduler == "plateau" else [0, 1, 2, 3]),
-        metric=some(0.1) and len(targets) == 1, average=some(0.12, average, ()), predict=some(0.08),
-        compiled=some(0.004),
-    )  # fmt: skip
-    trained = [name for name, m in program.net().named_children() if any(p.requires_grad for p in m.parameters())]
-    return replace(
-        program, rates=((draw.choice(trained), draw.choice([0.1, 3])),) * some(0.2),
-        decays=((draw.choice(trained), draw.choice([0.0, 0.5])),) * some(0.2),
-        unfreeze=((draw.choice([1, 2]), draw.choice(trained)),) * some(0.12),
-    )  # fmt: skip
+    batch = parts * draw.choice([2, 3, 5])
+    losses = [name for name in blocks.LOSSES if name in blocks.SHARED or not p["shared"]]
+    targets = [draw.choice(losses) for _ in range(1 if p["shared"] or some(0.7) else draw.randint(2, 3))]
+    word, always, others = draw.choice(OPTIMIZERS)
+    schedule = draw.choice([*SCHEDULES])
+    p |= {
+        "blocks": tuple(chosen), "targets": tuple(targets), "parts": parts, "train.global_batch_size": batch,
+        "rows": batch * draw.randint(1, 4) + draw.randrange(batch), "frozen": numbers(0.08), "in_eval": numbers(0.08),
+        "optim": word, "scheduler": schedule, **of(SCHEDULES[schedule], "scheduler"),
+        **{f"optim.{key}": value for key, value in always.items()}, **of(others, "optim"),
+    }  # fmt: skip
+    if len(targets) > 1 and some(0.6):
+        p["factors"] = tuple(draw.choice([1.0, 0.3, 2.0]) for _ in targets)
+    if len(targets) == 1 and some(0.25):
+        p["metrics"] = (draw.choice(blocks.LOSSES[targets[0]].metrics),)
+    if some(0.12):
+        name = draw.choice(["callbacks.ema", "callbacks.swa"])
+        p |= {f"{name}.start": draw.choice([1, 3]), **of(AVERAGES, name)}
+        p |= {f"{name}.decay": 0.8} if name == "callbacks.ema" else {}
+    if schedule == "plateau":
+        p["train.eval_every"] = draw.choice([1, 2])
+    if p["parallel.sync_batchnorm"]:
+        p |= {"then": None, "parallel.sync_batchnorm": LAYOUTS[p["layout"]] > 1}
+    decays = p.options("optim").get("weight_decay", 0.0)
+    p |= {"optim.decay_vectors": p["optim.decay_vectors"] and decays > 0}
+    if p["domain"] == "rows":
+        p["dense"] = False
+    p |= {"whole": p["whole"] and not p.needs, "second": p["second"] and not p["shared"]}
+    p |= {"again": p["again"] and "orm" not in chosen[0], "tied": p["tied"] and not letters}
+    trained = [name for name, m in p.net().named_children() if any(x.requires_grad for x in m.parameters())]
+    for key, factors in (("optim.rates", [0.1, 3]), ("optim.decays", [0.0, 0.5])):
+        p |= {key: {draw.choice(trained): draw.choice(factors)}} if some(0.2) else {}
+    p |= {"train.unfreeze": {draw.choice([1, 2]): [draw.choice(trained)]}} if some(0.12) else {}
+    return Program({key: value for key, value in p.items() if key not in DEFAULTS or value != DEFAULTS[key]})
 
 
 def simpler(program: Program) -> Iterator[Program]:
     """Programs with one thing less."""
-    for field in fields(Program):
-        value = getattr(program, field.name)
-        if value != field.default:
-            yield replace(program, **{field.name: field.default})
-        if isinstance(value, tuple) and (value[1:] or field.name != "targets"):
-            for i in range(len(value)):
-                yield replace(program, **{field.name: value[:i] + value[i + 1 :]})
+    for key, value in program.items():
+        if key not in FIXED:
+            yield Program({k: v for k, v in program.items() if not f"{k}.".startswith(f"{key}.")})
+        for i in range(len(value)) if isinstance(value, tuple) else ():
+            yield Program({**program, key: value[:i] + value[i + 1 :]})
