@@ -289,10 +289,10 @@ LOSSES = {
     "another ignored": Target(CLASSES, partial(some, ignored=1), lambda: Cross(ignore_index=1)),
     "smoothed": Target(CLASSES, some, lambda: Cross(OF_CLASSES, label_smoothing=0.2)),
     "probabilities": Target(CLASSES, lambda *a: floats(*a).softmax(dim=1), lambda: Cross(label_smoothing=0.1)),
-    "words": Target(TOKENS, some, TokenCrossEntropy, Cross),
     "poisson": Target(1, lambda *a: floats(*a).exp().floor(), Poisson, nn.PoissonNLLLoss),
+    "words": Target(TOKENS, some, TokenCrossEntropy, Cross),
 }  # fmt: skip
-SHARED = {"words", "mse", "l1", "smooth l1", "huber", "bce", "poisson"}  # losses of [b, t, k]
+SHARED = ["words", "mse", "l1", "smooth l1", "huber", "bce", "poisson"]  # losses of [b, t, k]
 # The number's name, and what is typed.
 METRICS = {
     "auroc": ("AUROC", {}), "f1_score": ("F1Score", {"average": "macro"}),

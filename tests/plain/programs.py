@@ -45,7 +45,7 @@ CHOICES = {
     "train.eval_every": (0, 0.8, [1, 2, 3]),
     "train.precision": ("fp64", 0.25, ["fp32", "bf16", "bf16", "fp16"]),
     "train.activation_checkpointing": (False, 0.15, [True]),
-    "train.compile": (False, 0.006, [True]),
+    "train.compile": (False, 0.004, [True]),
     "optim.decay_vectors": (False, 0.3, [True]),
     "parallel.sync_batchnorm": (False, 0.3, [True]),
 }
@@ -188,7 +188,7 @@ def drawn(seed: int, number: int) -> Program:
         return tuple(i for i in range(len(chosen)) if some(chance))
 
     p = Program({key: draw.choice(values) for key, (_, often, values) in CHOICES.items() if some(often)})
-    p |= {"seed": draw.randrange(1000), "layout": draw.choice([*LAYOUTS] if some(0.16) else [*LAYOUTS][:2])}
+    p |= {"seed": draw.randrange(1000), "layout": draw.choice([*LAYOUTS] if some(0.14) else [*LAYOUTS][:2])}
     if p["then"] and some(0.2):
         p["then"] = draw.choice([*LAYOUTS])
     letters, p["shared"] = p.needs - {"stages"}, "p" in p.needs
@@ -206,7 +206,7 @@ def drawn(seed: int, number: int) -> Program:
     fewest = max(LAYOUTS[p["layout"]], LAYOUTS[p["then"] or "single"])
     parts = 1 if moves else fewest * (draw.choice([1, 1, 2, 4]) if fewest < 4 else 1)
     batch = parts * draw.choice([2, 3, 5])
-    losses = [name for name in blocks.LOSSES if name in blocks.SHARED or not p["shared"]]
+    losses = [*blocks.SHARED] if p["shared"] else [*blocks.LOSSES][:-1]
     targets = [draw.choice(losses) for _ in range(1 if p["shared"] or some(0.7) else draw.randint(2, 3))]
     word, always, others = draw.choice(OPTIMIZERS)
     schedule = draw.choice([*SCHEDULES])
