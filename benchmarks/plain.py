@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from argparse import Namespace
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -63,7 +63,7 @@ def simplest(program: Program, kind: str) -> Program:
 
 def measure(chosen: Namespace) -> Iterator[Table]:
     """Yield the table of how programs ended; exits with code 1 if one was bad."""
-    found, worst, seed, shrinking = defaultdict[tuple[str, str], list[int]](list), 0.0, chosen.seed, []
+    found, worst, seed, shrinking = Counter[tuple[str, str]](), 0.0, chosen.seed, []
     programs = [drawn(seed, number) for number in range(3 if chosen.quick else chosen.count)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(usable_cores(), context, silence) as pool:
@@ -76,17 +76,15 @@ def measure(chosen: Namespace) -> Iterator[Table]:
                 for worker in multiprocessing.active_children():
                     worker.kill()
                 raise SystemExit(f"program {number} of seed {seed} ends without a word: {program}") from None
-            found[kind, sentence(words) if kind == "refused" else ""].append(number)
+            found[kind, sentence(words) if kind == "refused" else ""] += 1
             worst = max(worst, difference if program["train.precision"] == "fp64" and kind == "equal" else 0.0)
+            print(f"program {number} of seed {seed}: {kind}", words or f"{difference:.0e}", file=sys.stderr, flush=True)
             if kind in ("bad", "crash", "hangs"):
-                print(f"program {number} of seed {seed}: {kind}, {words}\n    {program}", file=sys.stderr, flush=True)
+                print(f"    {program}", file=sys.stderr, flush=True)
                 shrinking += [(number, pool.submit(simplest, program, kind))] * (kind != "hangs")
         for number, result in shrinking:
             print(f"program {number}, as simple as it can be: {result.result()}", file=sys.stderr, flush=True)
-    rows = [
-        {"ended": kind, "said": said, "programs": len(numbers), "first": numbers[0]}
-        for (kind, said), numbers in sorted(found.items())
-    ]
+    rows = [{"ended": kind, "said": said, "programs": n} for (kind, said), n in sorted(found.items())]
     yield Table("plain", rows, {"seed": seed, "largest difference in fp64": worst})
     if any(kind in ("bad", "crash", "hangs") for kind, _ in found):
         raise SystemExit(1)
