@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
+from common.errors import ModelError
 from data.dataset import mapped
 from models import auxiliary, step
 from models.chain import LOSS, Chain, Tensors, as_tuple, converted
@@ -290,7 +291,8 @@ class Stage(nn.Module):
     ) -> T:
         """Compute a layer, or the loss, with its random numbers and documents.
 
-        An error raised here gets the layer's name and type in its attribute ``RAISED_IN``.
+        An error raised here gets the layer's name and type in its attribute ``RAISED_IN``. Raises ModelError for
+        ``torch.func.grad`` and the like in a recomputed layer.
         """
         call = layer if Stage.layer_hook is None else partial(Stage.layer_hook, self, name, where and where[:2], layer)
         try:
@@ -306,7 +308,13 @@ class Stage(nn.Module):
                 return call(given, *more)
         except Exception as error:
             kind = type(getattr(layer, "__self__", layer)).__name__
-            vars(error)[RAISED_IN] = f"layer {name!r} ({kind})" if name != LOSS else f"the loss ({kind})"
+            at = f"layer {name!r} ({kind})" if name != LOSS else f"the loss ({kind})"
+            if self.recompute and "saved tensor hooks" in str(error):
+                raise ModelError(
+                    f"{at}: torch.func cannot differentiate inside of a layer that is recomputed; set "
+                    "train.activation_checkpointing=false"
+                ) from error
+            vars(error)[RAISED_IN] = at
             raise
 
     def compile(self, random: bool) -> None:

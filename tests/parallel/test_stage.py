@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import ModelError
 from data.dataset import Batch
 from models.chain import LOSS, Chain, LayerSpec
 from models.losses import SquaredError, Sums
@@ -145,3 +146,15 @@ def test_a_recomputation_does_not_end_before_the_last_operator_has_filled_what_i
         made(x, samples=(0, 4), targets=batch.targets).backward()
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+class OfGradient(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda z: super(OfGradient, self).forward(z).tanh().sum())(x)
+
+
+def test_torch_func_in_a_recomputed_layer_is_refused_by_the_layers_name():
+    chain = Chain([LayerSpec("penalty", lambda: OfGradient(3, 3))], loss=SquaredError())
+    assert stage(chain)(drawn(4, 3), samples=(0, 4)).shape == (4, 3)
+    with pytest.raises(ModelError, match=r"layer 'penalty' \(OfGradient\): torch.func .*checkpointing=false"):
+        stage(chain, recompute=True)(drawn(4, 3), samples=(0, 4))

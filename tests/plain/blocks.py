@@ -108,7 +108,7 @@ class Stacks(nn.Module):
 def routed(m, x):
     tokens = x.flatten(0, -2)
     shares, chosen = m.router(tokens).softmax(dim=-1).topk(2)
-    return x + m.experts(tokens, chosen, shares).view(x.shape)
+    return x + m.experts(tokens, chosen, shares).reshape(x.shape)
 
 
 # Of [b, 8] (r), of [b, 12, 8] (s), of [b, 8, 4, 4] (i), of the positions that a rank has (p). With ``CUT``: those whose
@@ -169,7 +169,7 @@ BLOCKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "mixture": ("rs", lambda: Own(lambda m, x: m.g(x) * m.a(x) + m.b(x), g=nn.Linear(8, 1), a=linear(), b=linear())),
     "Fourier": ("rs", lambda: Own(lambda m, x: m.a(torch.fft.fft(x).abs()), a=linear())),
     "gathered": ("rs", lambda: Own(lambda m, x: m.a(x).gather(-1, x.argsort(dim=-1)), a=linear())),
-    "GRUCell": ("rs", lambda: Own(lambda m, x: m.a(x.flatten(0, -2)).view(x.shape), a=nn.GRUCell(WIDTH, WIDTH))),
+    "GRUCell": ("rs", lambda: Own(lambda m, x: m.a(x.flatten(0, -2)).reshape(x.shape), a=nn.GRUCell(WIDTH, WIDTH))),
     "Bilinear": ("rs", lambda: Own(lambda m, x: m.a(x, x.contiguous()), a=nn.Bilinear(WIDTH, WIDTH, WIDTH))),
     # of sequences and of images
     "GRU": ("s", lambda: Own(lambda m, x: m.a(x)[0], a=nn.GRU(WIDTH, WIDTH, batch_first=True))),

@@ -67,7 +67,8 @@ class Loop:
 
     def __init__(self, program: Program) -> None:
         self.program, self.data, self.found = program, program.tensors(), {}
-        self.precision, self.scale = program["train.precision"], 1.0
+        self.precision = program["train.precision"]
+        self.scale = 2.0**17 if self.precision == "fp16" else 1.0
         self.dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.net = program.net().to(self.dtype)
         for module in self.net.modules():
@@ -105,7 +106,9 @@ class Loop:
         if isinstance(loss, nn.CrossEntropyLoss):
             output, y = output.softmax(dim=1), y.argmax(dim=1) if y.is_floating_point() else y
             given = {**given, "task": "multiclass", "num_classes": output.shape[1], "ignore_index": loss.ignore_index}
-        elif name != "mean_absolute_error":
+        elif self.program["shared"]:
+            output, y = output.movedim(1, -1), y.movedim(1, -1)
+        if isinstance(loss, nn.BCEWithLogitsLoss):
             output, y, given = (
                 output.sigmoid(),
                 y.long(),
@@ -173,7 +176,6 @@ class Loop:
         average = AveragedModel(self.net, multi_avg_fn=rule, use_buffers=how["use_buffers"])
         numbered = TensorData(torch.arange(program["rows"]), torch.zeros(program["rows"]), valid=0, test=0)
         order = TrainBatches(numbered.train, batch, program["seed"])  # the only thing that is taken from a run
-        self.scale = 65536.0 if self.precision == "fp16" else 1.0
         # torch's Muon computes in bfloat16, which the last bit of a gradient changes.
         wide = patch.object(Tensor, "bfloat16", Tensor.clone) if self.precision in ("fp64", "fp32") else nullcontext()
         for step in range(1, total + 1):
@@ -193,9 +195,9 @@ class Loop:
             norm = nn.utils.get_total_norm([p.grad for p in now]).item() if now else 0.0
             numbers |= {(step, name): value.item() for name, value in losses.items()}
             numbers |= {(step, "lr"): factor * lr, **({(step, "grad_norm"): norm} if now else {})}
-            if not math.isfinite(norm):
-                self.scale /= 2
-            elif losses:  # a step of which no target counts is skipped
+            if not math.isfinite(norm):  # a run scales by about as much, and skips these steps
+                raise OverflowError(f"the gradients of step {step} are not finite")
+            if losses:  # a step of which no target counts is skipped
                 if program["train.clip_value"] is not None and now:
                     nn.utils.clip_grad_value_(now, program["train.clip_value"])
                 if program["train.grad_clip"] is not None and now:
@@ -242,7 +244,7 @@ class Loop:
     def evaluate(self, net: nn.Module, step, split: str, inputs, targets) -> float:
         outputs = self.outputs(net.eval(), inputs)
         found = {name: value.item() for name, value in self.losses(outputs, targets).items()}
-        for name in self.program["metrics"]:
+        for name in self.program["metrics"] if found else ():
             found |= self.metric(name, outputs[0], targets)
         self.found |= {(step, f"{split}_{name}"): value for name, value in found.items()}
         if self.program["predict"]:
@@ -255,11 +257,11 @@ def run(program: Program, layout: str, folder: Path, *words: str) -> Found:
     losses, (first, valid, test) = [kind.loss() for kind in program.losses], program.tensors(program["shared"])
     factors = {f"target_{i}": factor for i, factor in enumerate(program["factors"], 1)}
     net, loss = program.net(), Several(losses, factors) if losses[1:] else losses[0]
-    divided = program.needs - {"stages"}
+    divided = not program.needs.isdisjoint("tpe")
     given = {"model": chain_of(net, loss, cut=program.cut(net))} if divided else {"model": net, "loss": loss}
     given["data"] = TensorData(*first, valid=valid, test=test)
     result = train(*program.words(layout), *words, f"hydra.run.dir='{folder}'", **given)
-    found = {(line["step"], key): value for line in result.metrics for key, value in line.items()}
+    found = {(line["step"], key): math.nan if x is None else x for line in result.metrics for key, x in line.items()}
     found |= {("the end", key): value for key, value in {**result.summary, **result.state_dict()}.items()}
     if (folder / "checkpoints/best").exists():
         found |= {("best", name): tensor for name, tensor in result.state_dict("best").items()}
@@ -276,23 +278,29 @@ def differences(found: Found, wanted: Found, since: int = 0) -> Found:
         if name.endswith("num_batches_tracked") or (isinstance(at, int) and at <= since):
             continue  # steps are counted here, and also in eval mode
         other = found.get((at, name), math.nan)
-        one, other = (torch.as_tensor(x, dtype=torch.float64).nan_to_num(1e308) for x in (value, other))
+        one, other = (torch.as_tensor(x, dtype=torch.float64).nan_to_num(1e300, 1e300) for x in (value, other))
         off = (other - one).abs().max() / one.abs().max().clamp(min=1e-3) if one.numel() else torch.zeros(())
         offs[at, name] = off.item() if (at, name) in found and one.shape == other.shape else math.inf
     return offs
 
 
 def limits(program: Program, wanted: Found, runs: int) -> Found:
-    """What numbers may differ by: three times what they do in ``runs`` of the loop whose results rounding moves."""
+    """What numbers may differ by: three times what they do in ``runs`` of the loop whose results rounding moves.
+
+    Or what half of the numbers do if that is more. What rounding does not change must be equal.
+    """
     if program["train.precision"] == "fp64":  # torchmetrics adds up in float32
         return {(at, name): 1e-5 if name.partition("_")[2] in blocks.METRICS else NEAR for at, name in wanted}
     moved = []
+    torch.backends.mha.set_fastpath_enabled(False)  # one operator, inside of which there is no autocast then
     for seed in range(runs):
         loop = Loop(program)
         with Moved(seed):
             moved.append(differences(loop.train(), wanted))
+    torch.backends.mha.set_fastpath_enabled(True)
     most = {key: max(one[key] for one in moved) for key in moved[0]}
-    return {key: 3 * max(off, median(most.values())) for key, off in most.items()}
+    middle = median(off for off in most.values() if off)
+    return {key: 3 * max(off, middle) if off else 1e-6 for key, off in most.items()}
 
 
 def first_bad(found: Found, wanted: Found, offs: Found, near: Found) -> str:
@@ -313,7 +321,7 @@ def outcome(program: Program, folder: Path) -> Outcome:
     try:
         try:
             wanted = Loop(program).train()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OverflowError) as error:
             return Outcome("torch refuses", str(error))
         if not all(abs(value) < 1e6 for (_, name), value in wanted.items() if name.endswith("loss")):
             return Outcome("diverges")

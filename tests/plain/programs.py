@@ -24,9 +24,9 @@ LAYOUTS = {
     "context parallel.context=ulysses": 1, "ddp parallel.dp=2 parallel.cp=2": 2, "expert parallel.dp=2": 2,
     "fsdp parallel.dp=2 parallel.ep=2": 2,
 }  # fmt: skip
-# What a layout asks of the model: stages, and blocks with these letters.
+# What a layout asks for: stages, chunks, and blocks with these letters.
 NEEDS = {"pipe": "stages", "model_parallel": "stages", "tensor": "t", "tp=": "t", "context": "p", "cp=": "p",
-         "sequence=": "p", "expert": "e", "ep=": "e"}  # fmt: skip
+         "sequence=": "p", "expert": "e", "ep=": "e", "schedule=": "chunks"}  # fmt: skip
 # What is drawn: the default, how often another value is, and the others. Keys with a dot are words of the command.
 CHOICES = {
     "domain": ("rows", 0.8, ["rows", "sequences", "tokens", "images"]),
@@ -111,7 +111,7 @@ class Program(dict):
     @property
     def needs(self) -> set[str]:
         """What the layouts ask of the model."""
-        return {need for mark, need in NEEDS.items() if mark in self["layout"] + (self["then"] or "")}
+        return {need for mark, need in NEEDS.items() if mark in f"{self['layout']} {self['then']}"}
 
     def net(self) -> nn.Module:
         """The model, always with the same weights: ``stem``, ``b0``, ``b1`` …, ``head``."""
@@ -191,7 +191,7 @@ def drawn(seed: int, number: int) -> Program:
     p |= {"seed": draw.randrange(1000), "layout": draw.choice([*LAYOUTS] if some(0.14) else [*LAYOUTS][:2])}
     if p["then"] and some(0.2):
         p["then"] = draw.choice([*LAYOUTS])
-    letters, p["shared"] = p.needs - {"stages"}, "p" in p.needs
+    letters, p["shared"] = p.needs & {*"tpe"}, "p" in p.needs
     if letters:
         p |= {"domain": draw.choice(["sequences", "tokens"]), "dense": p["shared"] or p["dense"]}
     letter = p["domain"].replace("tokens", "sequences")[0]
@@ -199,11 +199,11 @@ def drawn(seed: int, number: int) -> Program:
     if p["shared"]:  # what computes each position alone
         kinds = {name: kind for name, kind in kinds.items() if name not in blocks.MOVES and {*kind} & {"p", "r"}}
     chosen = [draw.choice([*kinds]) for _ in range(draw.randint(1, 5))]
-    chosen += [draw.choice([n for n in kinds if need in kinds[n]]) for need in sorted(letters & {"t", "e"})]
+    chosen += [draw.choice([n for n in kinds if need in kinds[n]]) for need in sorted(letters - {"p"})]
     draw.shuffle(chosen)
     if moves := not blocks.MOVES.isdisjoint(chosen) and some(0.9):  # they want the whole batch at once
         p |= {"layout": "single", "then": p["then"] and "single", "train.activation_checkpointing": False}
-    fewest = max(LAYOUTS[p["layout"]], LAYOUTS[p["then"] or "single"])
+    fewest = max(LAYOUTS[p["layout"]], LAYOUTS[p["then"] or "single"], 2 * ("chunks" in p.needs))
     parts = 1 if moves else fewest * (draw.choice([1, 1, 2, 4]) if fewest < 4 else 1)
     batch = parts * draw.choice([2, 3, 5])
     losses = [*blocks.SHARED] if p["shared"] else [*blocks.LOSSES][:-1]

@@ -15,7 +15,7 @@ from conf.instantiate import target_of
 from models.chain import Chain
 from parallel.plan import Plan
 from parallel.strategies import names_where
-from training.optimizer.groups import build_optimizer, check_module
+from training.optimizer.groups import build_optimizer, check_module, is_within
 from training.optimizer.kinds import ELEMENTWISE, PER_PARAMETER, update_of
 from training.optimizer.muon import hidden_matrices
 
@@ -107,6 +107,9 @@ def check_by_module(key: str, numbers: Mapping[str, float] | None, chain: Chain,
         raise TrainingError(f"{key}={numbers} must be {example}")
     names = [name for name, _ in chain.skeleton().named_parameters()]
     for module, number in (numbers or {}).items():
+        tied = next((owner for alias, owner in chain.tied.items() if is_within(alias, str(module))), None)
+        if tied is not None and not any(is_within(name, str(module)) for name in names):
+            raise TrainingError(f"{key}: all parameters of {module} are tied to others; name the module of {tied}")
         check_module(key, module, names)
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
             raise TrainingError(f"{key}.{module}={number} must be a number of at least 0, and finite")

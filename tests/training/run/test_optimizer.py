@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from models.sequential import chain_of
 from parallel.strategy import Options, build_strategy
 from planner.memory import memory_of_ranks
 from training.optimizer import WSD, Constant, CosineWarmup, Linear, Optimizer, Step
-from training.optimizer.checks import check_optimizer
+from training.optimizer.checks import check_by_module, check_optimizer
 from training.optimizer.groups import decay_of, is_within
 from training.optimizer.kinds import mean_states
 from training.optimizer.muon import hidden_matrices
@@ -227,6 +228,15 @@ def test_vectors_do_not_decay_by_an_optimizer_that_passes_its_options_on(restles
         "net1.weight",
         "net2.weight",
     }
+
+
+def test_a_module_whose_parameters_are_all_tied_is_not_unknown():
+    first, last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    last.weight = first.weight
+    chain = chain_of(nn.Sequential(OrderedDict(first=first, last=last)), nn.MSELoss())
+    check_by_module("optim.rates", {"first": 2}, chain, "")
+    with pytest.raises(TrainingError, match=r"all parameters of last are tied to others; .* module of first\.weight"):
+        check_by_module("optim.rates", {"last": 2}, chain, "")
 
 
 def test_a_child_of_a_sequential_is_not_every_child_of_its_number():
