@@ -109,11 +109,8 @@ class Loop:
         elif self.program["shared"]:
             output, y = output.movedim(1, -1), y.movedim(1, -1)
         if isinstance(loss, nn.BCEWithLogitsLoss):
-            output, y, given = (
-                output.sigmoid(),
-                y.long(),
-                {**given, "task": "multilabel", "num_labels": output.shape[1]},
-            )
+            output, y = output.sigmoid(), y.long()
+            given = {**given, "task": "multilabel", "num_labels": output.shape[1]}
         return {name: getattr(load_torchmetrics(), made)(**given)(output, y).item()}
 
     def factor(self, step: int) -> float:
@@ -321,7 +318,7 @@ def outcome(program: Program, folder: Path) -> Outcome:
     try:
         try:
             wanted = Loop(program).train()
-        except (RuntimeError, ValueError, OverflowError) as error:
+        except (RuntimeError, ValueError) as error:
             return Outcome("torch refuses", str(error))
         if not all(abs(value) < 1e6 for (_, name), value in wanted.items() if name.endswith("loss")):
             return Outcome("diverges")
@@ -338,10 +335,9 @@ def outcome(program: Program, folder: Path) -> Outcome:
             since, resumed = int(saved.name[5:]), [f"train.resume='{saved}'"]
             if since == program.total:
                 break
-    except UserError as error:
-        return Outcome("refused", str(error))
-    except TimeoutError as error:
-        return Outcome("hangs", str(error))
+    except (UserError, TimeoutError, OverflowError) as error:
+        kinds = {TimeoutError: "hangs", OverflowError: "torch refuses"}
+        return Outcome(kinds.get(type(error), "refused"), str(error))
     except Exception as error:
         return Outcome("crash", f"{type(error).__name__}: {error}")
     finally:
