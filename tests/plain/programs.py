@@ -244,7 +244,7 @@ def drawn(seed: int, number: int) -> Program:
 def simpler(program: Program) -> Iterator[Program]:
     """Programs with one thing less."""
     for key, value in program.items():
-        if key not in FIXED:
+        if key not in FIXED or program["optim"] == "sgd":
             yield Program({k: v for k, v in program.items() if not f"{k}.".startswith(f"{key}.")})
         for i in range(len(value)) if isinstance(value, tuple) else ():
             yield Program({**program, key: value[:i] + value[i + 1 :]})
