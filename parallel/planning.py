@@ -143,7 +143,10 @@ def _check_world(wanted: Layout, hardware: Hardware, world_size: int | None) -> 
     shown = (f"{key}={n}" for key, n in numbers.items() if n > 1 or key in ("parallel.dp", "parallel.pp"))
     layout = f"{' x '.join(shown)} = {processes} processes"
     if world_size is not None and world_size != processes:
-        raise PlanError(f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or change these")
+        raise PlanError(
+            f"{layout}, but {world_size} were started (WORLD_SIZE); start {processes}, or choose numbers whose "
+            f"product is {world_size}"
+        )
     if hardware.device_type == "mps" and processes > 1:
         raise PlanError(f"{layout}, but device=mps supports one process only; use one, or device=cpu for any number")
 
