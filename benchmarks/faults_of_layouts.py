@@ -1,6 +1,6 @@
 """Faults of layouts that others have met, and right layouts: what ``mode=verify`` says of each, in fp64, bf16 and fp16.
 
-    python -m benchmarks faults_of_layouts          all of them, about half an hour on two cores
+    python -m benchmarks faults_of_layouts          all of them, three quarters of an hour on two busy cores
     python -m benchmarks faults_of_layouts bf16     the faults in bf16 alone
 
 A fault is found if its layout fails, and named if the sentence about the first difference has the culprit: the layer
@@ -46,11 +46,11 @@ def right(model: str, runs: Runs) -> Found:
             yield {"holds": result.holds}, result
 
 
-# The precisions and seeds of each part.
+# The models of each precision in each part.
 PARTS = {
-    "fp64": (faults, (("fp64", 0),)),
-    "bf16": (faults, (("bf16", 0),)),
-    "right": (right, (("bf16", 0), ("fp16", 0), ("bf16", 1))),
+    "fp64": (faults, {"fp64": MODELS}),
+    "bf16": (faults, {"bf16": MODELS}),
+    "right": (right, {"bf16": MODELS, "fp16": ("gpt2", "llama")}),
 }
 
 
@@ -58,18 +58,18 @@ def measure(chosen: Namespace) -> Iterator[Table]:
     """Yield a table of the faults for each precision, and one of the right layouts; if ``quick``, of one model."""
     start_fork_server(["training.command.preload", "wrong_layouts"])
     for part in chosen.parts or PARTS:
-        what, runs = PARTS[part]
-        models = ["normed"] if chosen.quick else MODELS
-        each = (compared(what, model, *run) for run in runs for model in models)
+        what, models = PARTS[part]
+        runs = ((model, precision) for precision, some in models.items() for model in some)
+        each = (compared(what, *run) for run in runs if not chosen.quick or run[0] == "normed")
         yield Table(f"faults_of_layouts_{part}", (row for rows in each for row in rows))
 
 
-def compared(what: Callable[[str, Runs], Found], model: str, precision: str, seed: int) -> Iterator[dict]:
+def compared(what: Callable[[str, Runs], Found], model: str, precision: str) -> Iterator[dict]:
     """Yield the row of each comparison of a model."""
-    with reference(model, precision, seed) as runs:
+    with reference(model, precision) as runs:
         for about, result in what(model, runs):
             yield {
-                "model": model, "precision": precision, "seed": seed, "run": result.name, **about,
+                "model": model, "precision": precision, "run": result.name, **about,
                 "limit": f"{max(result.ratios.values(), default=0):.2g}",
                 "verdict": result.reason.partition("; ")[0] or max(result.ratios, key=lambda kind: result.ratios[kind]),
             }  # fmt: skip
