@@ -1,12 +1,15 @@
 """Random programs beside a loop in plain torch, in short; by the hundred: python -m benchmarks plain SEED COUNT."""
 
 import math
+import time
 
 import pytest
 import torch
 from plain import loop
 from plain.loop import differences, first_bad, limits, outcome, sentence, shrunk
 from plain.programs import Program, drawn
+
+from benchmarks import plain
 
 PROGRAM = Program({
     "blocks": ("residual", "BatchNorm1d", "begins in place"), "targets": ("ignored", "huber"), "factors": (1.0, 0.3),
@@ -34,6 +37,12 @@ def test_a_program_is_the_training_of_the_loop_and_a_fault_in_one_of_them_is_fou
         ("bad", True) if wrong else ("equal", False)
     )
     assert wrong or 0 < found.difference < 1e-13
+
+
+def test_a_program_that_hangs_ends(monkeypatch):
+    monkeypatch.setattr(plain, "LIMIT_S", 1)
+    monkeypatch.setattr(loop.Loop, "train", lambda _: time.sleep(60))
+    assert plain.ended(Program()) == ("hangs", "takes longer than 1 s", 0.0)
 
 
 def test_the_first_difference_is_named():
