@@ -26,15 +26,15 @@ linear = partial(nn.Linear, WIDTH, WIDTH)
 conv = partial(nn.Conv2d, WIDTH, WIDTH, 3, padding=1)
 attention = partial(nn.MultiheadAttention, WIDTH, 2, batch_first=True)
 encoder = partial(nn.TransformerEncoderLayer, WIDTH, 2, 12, 0.0, batch_first=True)
-# What layers call so that ranks can divide sequences, as torch has it, and how ranks divide modules of these names.
+# What layers call so that ranks can divide sequences, as torch has it; and how ranks divide modules of these names.
 TORCHS = {
     "attend": partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True),
     "positions": lambda length, device: torch.arange(length, device=device),
 }
 CUT = {
-    "*.words": Vocabulary(), "*projection": Vocabulary(), "*.experts": Experts(), "*.up": Columns(),
-    "*.gate": Columns(), "*.down": Rows(), "*.linear1": Columns(), "*.linear2": Rows(), "*.q": Columns(unit=4),
-    "*.k": Columns(unit=4, shared=True), "*.v": Columns(unit=4, shared=True), "*.o": Rows(),
+    "words": Vocabulary(), "projection": Vocabulary(), "experts": Experts(), "up": Columns(),
+    "gate": Columns(), "down": Rows(), "linear1": Columns(), "linear2": Rows(), "q": Columns(unit=4),
+    "k": Columns(unit=4, shared=True), "v": Columns(unit=4, shared=True), "o": Rows(),
 }  # fmt: skip
 
 

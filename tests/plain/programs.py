@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from random import Random
 
 import torch
@@ -150,8 +150,8 @@ class Program(dict):
 
     def cut(self, net: nn.Module) -> dict:
         """How ranks divide modules of the net."""
-        names = [name for name, _ in net.named_modules()]
-        return {key: cut for key, cut in blocks.CUT.items() if any(fnmatchcase(name, key) for name in names)}
+        names = [name for name, _ in net.named_modules(remove_duplicate=False)]
+        return {name: blocks.CUT[last] for name in names if (last := name.rpartition(".")[2]) in blocks.CUT}
 
     def words(self, layout: str) -> list[str]:
         """The words of a run, without those that name folders."""
@@ -166,12 +166,8 @@ class Program(dict):
 
 
 def word(value: object) -> str:
-    """A value as it is typed."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {word(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(word, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """A value as it is typed: JSON without quotes."""
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")
 
 
 def drawn(seed: int, number: int) -> Program:
