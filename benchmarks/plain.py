@@ -81,7 +81,8 @@ def measure(chosen: Namespace) -> Iterator[Table]:
             print(f"program {number} of seed {seed}: {kind}", words or f"{difference:.0e}", file=sys.stderr, flush=True)
             if kind in ("bad", "crash", "hangs"):
                 print(f"    {program}", file=sys.stderr, flush=True)
-                shrinking += [(number, pool.submit(simplest, program, kind))] * (kind != "hangs")
+            if kind in ("bad", "crash"):
+                shrinking.append((number, pool.submit(simplest, program, kind)))
         for number, result in shrinking:
             print(f"program {number}, as simple as it can be: {result.result()}", file=sys.stderr, flush=True)
     rows = [{"ended": kind, "said": said, "programs": n} for (kind, said), n in sorted(found.items())]
