@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -34,8 +35,14 @@ from plain.programs import Program, drawn  # noqa: E402
 LIMIT_S = 600
 
 
-def silence() -> None:
-    """Discard what this process prints, and those that it starts."""
+def begin() -> None:
+    """Discard what this process prints, and those that it starts; and end it with its parent, even a killed one."""
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -66,7 +73,7 @@ def measure(chosen: Namespace) -> Iterator[Table]:
     found, worst, seed, shrinking = Counter[tuple[str, str]](), 0.0, chosen.seed, []
     programs = [drawn(seed, number) for number in range(3 if chosen.quick else chosen.count)]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(usable_cores(), context, silence) as pool:
+    with ProcessPoolExecutor(usable_cores(), context, begin) as pool:
         for number, (program, result) in enumerate(
             zip(programs, [pool.submit(ended, p) for p in programs], strict=True)
         ):
