@@ -351,8 +351,9 @@ class TensorParallel(AxisOfStage):
         if any(x.dim() < 3 or x.shape[1] % self.ranks.size or x.shape != tensors[0].shape for x in tensors):
             shape = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise PlanError(
-                f"parallel.sequence=true divides dimension 1 of what the first layer returns among {self.ranks.size} "
-                f"ranks, and that is {shape}; set data.seq_len to a multiple, or leave parallel.sequence out"
+                "parallel.sequence=true divides dimension 1 of what the first layer returns, [b, t, ...], among "
+                f"parallel.tp={self.ranks.size} ranks, and that is {shape}; set data.seq_len to a multiple, or leave "
+                "parallel.sequence out"
             )
         # From the whole tensor on all ranks.
         parts = tuple(_Collective.apply(x, _local_chunk, _all_gather, self.ranks) for x in tensors)

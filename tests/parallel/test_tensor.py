@@ -249,8 +249,8 @@ def test_automatic_layouts_divide_no_sequence_where_a_run_refuses_that(chain):
         ({"h.*.mlp.c_fc": Vocabulary()}, r"h.0.mlp.c_fc is not the projection of a FusedHead"),
         ({"h.*.attn": Rows()}, r"h.0.attn is of the class Attention, and Rows\(\) cuts an nn.Linear"),
         ({"h.*.ln_1": Vocabulary()}, r"of the class LayerNorm, and Vocabulary\(\) cuts an nn.Embedding or nn.Linear"),
-        ({"head.lm_head": Vocabulary()}, r"parameter, so head.lm_head and embedding.wte must be cut in the same"),
-        ({"embedding.wte": Vocabulary()}, r"parameter, so head.lm_head and embedding.wte must be cut in the same"),
+        ({"head.lm_head": Vocabulary()}, r"parameter, so cut head.lm_head and embedding.wte alike"),
+        ({"embedding.wte": Vocabulary()}, r"parameter, so cut head.lm_head and embedding.wte alike"),
     ],
 )
 def test_a_table_that_does_not_fit_the_model_is_refused(table, words):

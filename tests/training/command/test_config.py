@@ -130,7 +130,7 @@ EXPLAINED = [
     ("model.lora", "  model.lora.rank=null "),
     ("data.field", "data=jsonl\n  data.field=text "),
     ("mode", "verify | compare)"),
-    ("model=toy verify", "verify.steps=5 "),
+    ("model=toy verify", "verify.steps=2 "),
     ("callbacks=[early_stop,gradient_histogram]", "callbacks.gradient_histogram.bins=32 "),
 ]
 
