@@ -150,7 +150,8 @@ class Images(Source):
         """
         if len(images) != len(labels) or not len(labels):
             raise DataError(
-                f"{origin} has {len(images):,} images and {len(labels):,} labels; give one label for each image"
+                f"{origin} has {len(images):,} images and {len(labels):,} labels; give one label for each image, and "
+                "at least one image"
             )
         classes, bad = data.num_classes, np.flatnonzero((labels < 0) | (labels >= data.num_classes))
         if len(bad):

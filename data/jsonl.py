@@ -209,8 +209,8 @@ def split_files(
         if any(any(folder.glob(mark)) for mark in _TABLES):
             raise DataError(
                 f"{folder} is a table of Delta Lake, Iceberg or Hudi, whose files also have deleted rows. Write the "
-                "others to a file, such as by polars: scan_delta(OLD), or scan_iceberg(OLD), "
-                '.sink_parquet("rows.parquet")'
+                'others to a file, such as by polars: scan_delta(OLD).sink_parquet("rows.parquet"), or scan_iceberg '
+                "instead"
             )
     splits: dict[str, list[Path]] = {}
     for path in files:

@@ -205,8 +205,8 @@ class Loop:
                 if step >= how["start"] and step % how["every"] == 0:
                     average.update_parameters(self.net)
             if not how["use_buffers"]:  # then buffers are those of the last step, not of the last average
-                for buffer, now in zip(average.module.buffers(), self.net.buffers(), strict=True):
-                    buffer.copy_(now)
+                for buffer, present in zip(average.module.buffers(), self.net.buffers(), strict=True):
+                    buffer.copy_(present)
             shown, last = average.module if average.n_averaged else self.net, step == total
             if last or (program["train.eval_every"] and step % program["train.eval_every"] == 0):
                 value = self.evaluate(shown, step, "val", *self.data[1])
@@ -289,10 +289,12 @@ def differences(found: Found, wanted: Found, since: int = 0) -> Found:
 def limits(program: Program, wanted: Found, runs: int) -> Found:
     """What numbers may differ by: three times what they do in ``runs`` of the loop whose results rounding moves.
 
-    Or what half of the numbers do if that is more. What rounding does not change must be equal.
+    Or what half of the numbers do if that is more. What rounding does not change must be equal. In fp64 a constant is
+    enough, and only 50 runs measure what exceeds it.
     """
+    # torchmetrics adds up in float32.
     near = {(at, name): 1e-5 if name.partition("_")[2] in blocks.METRICS else NEAR for at, name in wanted}
-    if (exact := program["train.precision"] == "fp64") and runs < 50:  # torchmetrics adds up in float32
+    if (exact := program["train.precision"] == "fp64") and runs < 50:
         return near
     moved = []
     torch.backends.mha.set_fastpath_enabled(False)  # one operator, inside of which there is no autocast then
