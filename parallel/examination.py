@@ -64,7 +64,7 @@ class Facts:
         stale: Whether the layer uses a parameter that a run would not train, because a run replaces the parameters of
             modules.
         reentrant: Whether the layer calls ``torch.utils.checkpoint`` with ``use_reentrant=True``.
-        changes: The name of a tensor in the layer's state that each forward changes; None if there is none.
+        changes: The names of the tensors in the layer's state that each forward changes.
         norms: The number of calls that update the statistics of each BatchNorm, by the BatchNorm's name.
         auxiliary: Whether the layer has an auxiliary loss (``models.auxiliary``).
         sums: The number of sums that the layer attaches, by their key.
@@ -87,7 +87,7 @@ class Facts:
     reads_numbers: bool = False
     stale: bool = False
     reentrant: bool = False
-    changes: str | None = None
+    changes: Sequence[str] = ()
     norms: Mapping[str, int] = field(default_factory=dict)
     auxiliary: bool = False
     sums: Mapping[str, int] = field(default_factory=dict)
@@ -145,6 +145,7 @@ class Examination:
         """Return the fields ``facts``, ``sample_dims`` and ``auxiliary`` of a plan."""
         facts = {fact: sorted(self.may(fact)) for fact in ("writes", "fills", "random")}
         facts |= {fact: self.which(fact) for fact in ("draws", "passes", "auxiliary")}
+        facts["changes"] = [f"{of.name}.{tensor}" for of in self.layers for tensor in of.changes]
         sums = {key: n for of in self._found for key, n in of.sums.items()}
         return {"facts": facts, "sample_dims": self.sample_dims, "auxiliary": sums}
 
@@ -273,10 +274,10 @@ class _Examiner:
         if facts.error is not None:
             return facts
         others, changed = self.training and effects.wrote_others(), effects.changed()
-        if others or changed is not None:
+        if others or changed:
             again = Effects(module)
             following = self._called(call, module, tuple(tensor.clone() for tensor in tensors), batch, [], again)
-            facts.changes = changed and again.changed()  # or has a cache been filled?
+            facts.changes = again.changed() if changed else ()  # or has a cache been filled?
             facts.spoils = others and _is_spoilt(following, [*tensors, *module.parameters()])
         starts = {tensor.grad_fn for tensor in tensors}
         own = (node for node in backward_nodes(tree_leaves(output), starts.__contains__) if node not in starts)

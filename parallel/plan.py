@@ -49,7 +49,8 @@ class Plan(Layout):
         sync_batchnorm: Whether BatchNorm normalizes over the micro-batches of all replicas together.
         facts: The names of layers, by fact of ``parallel.examination``. "draws" and "passes" have the layers for which
             the fact is true. "writes", "fills" and "random" also have the layers for which the fact is unknown.
-            "auxiliary" has those with an auxiliary loss. ``LOSS`` stands for the loss.
+            "auxiliary" has those with an auxiliary loss. ``LOSS`` stands for the loss. "changes" has the tensors that
+            each forward changes.
         sample_dims: The dimensions of samples of each tensor that the loss gets from the model; empty if unknown.
         auxiliary: The number of sums of each key of ``models.auxiliary``.
     """

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from common.errors import add_note
 from data.dataset import Batch
-from models.chain import LOSS, Chain
+from models.chain import LOSS, Chain, is_within
 from models.losses import Several, means
 from models.step import current_step, set_step
 from parallel.auxiliary import AuxiliaryLosses
@@ -133,6 +133,12 @@ class Strategy(ABC):
                 stage.compile(random=packed or not names.isdisjoint(plan.facts["random"]))
         self.gradients = Gradients(plan, self.stages, mesh, options.timeout_s, self.placement, self.axes)
         self.statistics = RunningStatistics(self.stages, plan.chunks, mesh.dp_group, plan.sync_batchnorm)
+        self._changed = [  # the owner and the name of each tensor that forwards change
+            (stage.layers.get_submodule(owner), name)
+            for stage in self.stages
+            for owner, _, name in (tensor.rpartition(".") for tensor in plan.facts["changes"])
+            if is_within(f"{owner}.", stage.layers.names)
+        ]
         self.auxiliary = AuxiliaryLosses(plan, self.stages, mesh, self.device, divides)
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -141,7 +147,7 @@ class Strategy(ABC):
         """Compute forward and backward of this replica's batch, in ``plan.chunks`` micro-batches.
 
         On return, gradients are averaged over replicas, summed over tied parameters, and unscaled. If the result is not
-        ``usable``, BatchNorm's running statistics do not change.
+        ``usable``, the state that forwards change, such as BatchNorm's running statistics, is as before.
 
         Args:
             batch: This replica's equal part of the global batch, on any device.
@@ -154,6 +160,7 @@ class Strategy(ABC):
         """
         self.gradients.clear()
         self.statistics.begin()
+        changed = [(*where, tensor := getattr(*where), tensor.detach().clone()) for where in self._changed]
         # The gradient of the global mean loss, over ``count`` targets that are not padding, is computed in this order:
         #     sum over a replica's targets  x  loss scale / (averaged x terms)   here, as the loss's factor
         #     mean over the dp replicas                                          by DistributedDataParallel or FSDP2
@@ -184,6 +191,9 @@ class Strategy(ABC):
             self.auxiliary.after_step()
         else:
             set_step(before)
+            for owner, name, tensor, old in changed:
+                tensor.data.copy_(old)
+                setattr(owner, name, tensor)  # a forward may have set another one
         return result
 
     def eval_step(self, batch: Batch, number: int = 1, taker: Taker | None = None) -> Tensor:

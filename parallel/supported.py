@@ -74,9 +74,10 @@ def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: boo
                 "sequence between the first layer and the last one; leave parallel.sequence out"
             )
         _check_layer(facts, layout, recompute, trains)
-        if trains and f"{facts.name}.{facts.changes}" in {*chain.copied, *chain.copied.values()}:
+        copied = {*chain.copied, *chain.copied.values()}
+        if trains and (shared := next((name for name in facts.changes if f"{facts.name}.{name}" in copied), None)):
             raise ModelError(
-                f"layer {facts.name!r} ({facts.kind}): it changes its {facts.changes!r} in every training forward, and "
+                f"layer {facts.name!r} ({facts.kind}): it changes its {shared!r} in every training forward, and "
                 "another layer has the same tensor, of which each layer would have a copy: give each layer a tensor of "
                 "its own, or put the layers that share it into one module with its own forward"
             )
@@ -114,7 +115,7 @@ def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) ->
             f"{at}it has an auxiliary loss over the global batch (models.auxiliary), and parallel={layout.strategy} "
             "computes copies of the model in threads; use parallel=ddp"
         )
-    if facts.changes is None or not trains:
+    if not facts.changes or not trains:
         return
     cut = {f"parallel.dp={layout.dp}": layout.dp > 1, f"parallel.chunks={layout.chunks}": layout.chunks > 1}
     cut["train.activation_checkpointing=true"] = recompute
@@ -122,8 +123,8 @@ def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) ->
     reasons = [words for words, holds in cut.items() if holds]
     if reasons:
         raise PlanError(
-            f"{at}it changes its {facts.changes!r} in every training forward, so with {' and '.join(reasons)} it would "
-            "depend on how the batch is cut. Use models.batchnorm (BatchNorm1d, 2d and 3d, which update once per step) "
-            "for BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: parallel=single "
-            "parallel.chunks=1 train.activation_checkpointing=false"
+            f"{at}it changes its {facts.changes[0]!r} in every training forward, so with {' and '.join(reasons)} it "
+            "would depend on how the batch is cut. Use models.batchnorm (BatchNorm1d, 2d and 3d, which update once per "
+            "step) for BatchNorm, a layer without such state otherwise, or let the whole batch pass at once: "
+            "parallel=single parallel.chunks=1 train.activation_checkpointing=false"
         )

@@ -77,14 +77,14 @@ class Effects(Watch):
         """Return whether a tensor that does not belong to the module was changed in place."""
         return not self._written <= {*self._before.values()}
 
-    def changed(self) -> str | None:
-        """Return the name of a changed tensor that a later step, or an evaluation, may read; None if there is none.
+    def changed(self) -> list[str]:
+        """Return the names of the changed tensors that a later step, or an evaluation, may read.
 
         A tensor that is neither saved nor read is ignored, because it carries nothing from step to step.
         """
         saved, now = self._module.state_dict().keys(), _tensors_of(self._module)
         changed = ((n, s) for n, s in self._before.items() if s in self._written or now.get(n) != s)
-        return next((name for name, storage in changed if name in saved or storage in self._read), None)
+        return [name for name, storage in changed if name in saved or storage in self._read]
 
     def computes(self, tensor: Any) -> bool:
         """Return whether a tensor is followed, or is computed from a followed tensor."""

@@ -38,7 +38,9 @@ def test_a_run_is_planned_and_examined_once_and_a_rank_runs_the_plan_that_it_get
     monkeypatch.setattr(setups, "examine", examined)
     setup = preparing.prepare(config(*SHORT, *words))
     assert made.call_count == examined.call_count == 1
-    assert setup.plan.facts == dict.fromkeys(["writes", "fills", "random", "draws", "passes", "auxiliary"], [])
+    assert setup.plan.facts == dict.fromkeys(
+        ["writes", "fills", "random", "draws", "passes", "auxiliary", "changes"], []
+    )
     assert setup.plan.sample_dims == [[0]]
     if setup.plan.processes == 1:
         received = Plan.from_json(json.loads(json.dumps(asdict(setup.plan))))

@@ -2,16 +2,20 @@
 
 import json
 import math
+from copy import deepcopy
 
 import pytest
 import torch
 from composed import change_batches, losses, records, run, saved, steps
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from common.errors import CheckpointError, TrainingError
 from data.dataset import Batch
 from data.loader import TrainBatches
+from data.tensors import TensorData
 from models.losses import SquaredError
+from training import train
 
 SHORT = ["train.epochs=null", "train.steps=6"]
 TWENTY = ["train.epochs=null", "train.steps=20", "train.checkpoint_every=6", "train.keep_checkpoints=9"]
@@ -60,6 +64,55 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_schedule_goes_on(tmp_path,
         moved = before[name] - lines[3]["lr"] * momentum[f"{name}/momentum_buffer"]
         torch.testing.assert_close(after[name], moved)
     assert all(math.isfinite(line["loss"]) for line in lines[3:])
+
+
+class Moving(nn.Module):
+    """Adds a mean that every training forward moves."""
+
+    def __init__(self, kept, move):
+        super().__init__()
+        setattr(self, "mean", kept) if isinstance(kept, nn.Parameter) else self.register_buffer("mean", kept)
+        self.move = move
+
+    def forward(self, x):
+        if self.training:
+            self.move(self, x.detach().mean(dim=0))
+        return x + self.mean
+
+
+def in_place(module, mean):
+    module.mean.data.lerp_(mean, 0.1)
+
+
+def another(module, mean):
+    module.mean = torch.lerp(module.mean, mean, 0.1)
+
+
+MOVING = {
+    "a buffer": lambda: Moving(torch.zeros(3), in_place),
+    "a new tensor as buffer": lambda: Moving(torch.zeros(3), another),
+    "a frozen parameter": lambda: Moving(nn.Parameter(torch.zeros(3), requires_grad=False), in_place),
+    "the vectors of spectral_norm": lambda: spectral_norm(nn.Linear(3, 3)),
+    "two of them": lambda: nn.Sequential(MOVING["a buffer"](), nn.Linear(3, 3), MOVING["a buffer"]()),
+}
+
+
+@pytest.mark.parametrize("layer", MOVING.values(), ids=MOVING)
+def test_a_skipped_step_leaves_what_a_forward_changes_as_it_was(tmp_path, layer):
+    torch.manual_seed(1)
+    net = nn.Sequential(layer(), nn.Linear(3, 1))
+    plain, x, y = deepcopy(net), torch.randn(2, 3), torch.randn(2, 1)
+    (plain(x[:1]) - y[:1]).square().mean().backward()
+    torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1).step()
+    y[1] = math.nan  # one of the two steps is skipped
+    result = train(
+        "parallel=single", "train.epochs=null", "train.steps=2", "train.global_batch_size=1", "optim=sgd",
+        "optim.lr=0.1", "scheduler=constant", "train.precision=fp32", "logger=none", f"hydra.run.dir='{tmp_path}'",
+        model=net, loss=nn.MSELoss(), data=TensorData(x, y, valid=0, test=0),
+    )  # fmt: skip
+    state = result.state_dict()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, msg=lambda words, name=name: f"{name}: {words}")
 
 
 def test_such_steps_that_are_not_in_a_row_do_not_add_up_and_the_summary_is_json(tmp_path, spoil):
