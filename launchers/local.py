@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -34,6 +35,7 @@ _PRELOAD = ("torch", "torch.distributed")
 _END_S = 5.0
 # All ranks of a run that was asked to stop end within moments of each other.
 _LEAVE_S = 10.0
+_private_folder = partial(tempfile.TemporaryDirectory, prefix="launchers-", ignore_cleanup_errors=True)
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
@@ -96,25 +98,15 @@ def run_workers(
             KeyboardInterrupt.
         Stopped: If the workers have stopped on request. This is a KeyboardInterrupt, too.
     """
-    log_dir = os.path.abspath(log_dir)
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopSignals(stoppable))
-        private_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="launchers-", ignore_cleanup_errors=True))
-        for rank in range(1, processes):
-            stack.callback(remove_empty_log, log_dir, rank)
+    with StopSignals(stoppable) as stop:
         start_fork_server([entry.__module__])
         if stop.wanted:
             raise Stopped("stopped before the first step")
         for restarts in itertools.count():
-            folder = os.path.join(private_dir, str(restarts))
-            os.mkdir(folder)
-            job = Job(processes, folder, log_dir, restarts, stoppable, dict(os.environ))
-            workers = _Workers(job, entry, args, stop, timeout_s)
-            try:
-                workers.start()
-                failure, may_restart = workers.watch()
-            finally:
-                workers.end()
+            with _private_folder() as folder:
+                job = Job(processes, folder, os.path.abspath(log_dir), dict(os.environ), restarts, stoppable)
+                with _Workers(job, entry, args, stop, timeout_s).running() as workers:
+                    failure, may_restart = workers.watch()
             # After a signal since the last poll, the caller must not treat a request to stop as a finished run.
             stop.check()
             if failure is None:
@@ -197,17 +189,11 @@ class WorkerPool:
 
     def _started(self, stop: StopSignals, function: Callable) -> _Workers:
         start_fork_server([function.__module__])
-        self._folder = self._open.enter_context(
-            tempfile.TemporaryDirectory(prefix="launchers-", ignore_cleanup_errors=True)
-        )
-        logs = os.path.join(self._folder, "logs") if self._log_dir is None else os.path.abspath(self._log_dir)
-        for rank in range(self.processes):
-            self._open.callback(remove_empty_log, logs, rank)
-        job = Job(self.processes, self._folder, logs, 0, False, dict(os.environ))
+        self._folder = self._open.enter_context(_private_folder())
+        logs = os.path.abspath(self._log_dir or os.path.join(self._folder, "logs"))
+        job = Job(self.processes, self._folder, logs, dict(os.environ))
         workers = _Workers(job, _serve, (self._folder, logs), stop, self._timeout_s)
-        self._open.callback(workers.end)
-        workers.start()
-        return workers
+        return self._open.enter_context(workers.running())
 
 
 def _serve(world: World, folder: str, logs: str) -> None:
@@ -270,7 +256,18 @@ class _Workers:
         may_restart = not self.stop.wanted and not any(death.report.get("repeats") for death in deaths)
         return stall or root_cause(deaths, self._job.log_dir), may_restart
 
-    def end(self) -> None:
+    @contextmanager
+    def running(self) -> Iterator[_Workers]:
+        """Start the workers. At the end, end them and remove the logs that stayed empty."""
+        try:
+            self._start()
+            yield self
+        finally:
+            self._end()
+            for rank in range(self._job.processes):
+                remove_empty_log(self._job.log_dir, rank)
+
+    def _end(self) -> None:
         """End all workers, and the processes that they have started, by SIGKILL; wait until they have ended."""
         started = [(process, process.pid) for process in self._processes if process.pid is not None]
         for process, pid in started:
@@ -283,7 +280,7 @@ class _Workers:
         for process, _ in started:
             process.join(max(0.0, deadline - time.monotonic()))
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Fork the workers, as soon as the fork server has imported its modules."""
         try:
             with _without_main():

@@ -33,17 +33,17 @@ class Job:
         processes: Number of workers.
         folder: A private folder of this start, with the workers' store and error reports.
         log_dir: The folder for the output of ranks other than 0.
+        environment: The launching process's environment variables.
         restarts: How often the workers of this run were started before.
         stoppable: Whether entry checks launchers.stopping between its steps.
-        environment: The launching process's environment variables.
     """
 
     processes: int
     folder: str
     log_dir: str
-    restarts: int
-    stoppable: bool
     environment: Mapping[str, str]
+    restarts: int = 0
+    stoppable: bool = False
 
     @property
     def store_path(self) -> Path:
