@@ -109,7 +109,7 @@ class Examination:
         names: The names of the layers, and ``LOSS``.
         layers: The facts of the layers, up to the first one that cannot be computed.
         loss: The facts of the loss: the last layer's method if that layer computes the loss, otherwise the chain's
-            loss. None if a layer cannot be computed.
+            loss. None if a layer cannot be computed, or reads numbers.
         sample: Some samples; None if nothing was examined.
         needs_others: A sentence about a layer, or the loss, that needs other positions of a sequence than a process has
             (``parallel.mixing``); empty if there is none, None if it is unknown.
@@ -163,7 +163,8 @@ def examine(
 ) -> Examination:
     """Pass a micro-batch, and then twice as many samples, through the layers and the loss.
 
-    The examination ends at a layer that cannot be computed.
+    The examination ends at a layer that cannot be computed, and before the loss if a layer reads numbers, because
+    shapes may then be others in a run.
 
     Args:
         chain: The model.
@@ -214,6 +215,8 @@ class _Examiner:
             if not facts.outputs:
                 return found
             before, given = given, [as_tuple(output) for output in facts.outputs]
+        if found.which("reads_numbers"):
+            return found
         several, loss, own = isinstance(found.layers[-1].outputs[0], tuple), copy_to_try(chain.loss), loss_of(module)
 
         def call(module: Any, x: tuple[Tensor, ...], batch: Batch) -> Sums:
@@ -233,7 +236,7 @@ class _Examiner:
         A loss may read numbers, because no shape depends on the loss.
         """
         facts = self._seen(name, module, call, given, self.meta)
-        if facts.error is None or (facts.reads_numbers and not loss) or isinstance(facts.error, Refused):
+        if facts.error is None or isinstance(facts.error, Refused):
             return facts
         error, first = facts.error, given is self.inputs
         numbers = [batch.input_tensors if first else made_up(x) for x, batch in zip(given, self.batches, strict=False)]
@@ -244,6 +247,7 @@ class _Examiner:
             if seen.error is None:
                 outputs = [o if isinstance(o, Sums) else made_up(o, "meta") for o in seen.outputs]
                 seen.reads_numbers |= facts.reads_numbers
+                seen.watched &= loss or not seen.reads_numbers  # other numbers may lead to other operators
                 return replace(seen, given=given, outputs=outputs, stale=facts.stale, error=error)
             facts.error = seen.error
         return facts

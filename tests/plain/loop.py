@@ -210,7 +210,7 @@ class Loop:
             shown, last = average.module if average.n_averaged else self.net, step == total
             if last or (program["train.eval_every"] and step % program["train.eval_every"] == 0):
                 value = self.evaluate(shown, step, "val", *self.data[1])
-                if program["scheduler"] == "plateau":
+                if program["scheduler"] == "plateau" and value < math.inf:
                     plateau.step(value)
                 if value < best:
                     best = value

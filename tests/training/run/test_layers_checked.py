@@ -170,6 +170,15 @@ def test_a_layer_that_reads_numbers_is_named_where_shapes_must_be_known(forward)
     check_examined(setup_of(layer))
 
 
+@pytest.mark.parametrize("forward", [item, as_array, by_mask])
+@pytest.mark.parametrize("layer, tensor", CHANGED.values(), ids=CHANGED)
+def test_a_layer_that_reads_numbers_does_not_hide_what_is_wrong_with_later_layers(forward, layer, tensor):
+    reads_before = setup_of(layer, chunks=4)
+    reads_before.chain.layers[0] = LayerSpec("first", partial(Own, forward))
+    with pytest.raises(PlanError, match=f"'h.0' .* changes its '{tensor}' .* with parallel.chunks=4"):
+        check_examined(reads_before)
+
+
 class ReadsNumbers(ClassCrossEntropy):
     """A loss of the outputs that ``read`` chooses."""
 
