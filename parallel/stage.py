@@ -334,6 +334,8 @@ class Stage(nn.Module):
         auxiliary.leave_uncompiled()
         step.leave_uncompiled()
         config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
+        # The operator of torch's encoder layers, compiled, fails under autocast on CPUs (torch 2.13).
+        torch.backends.mha.set_fastpath_enabled(False)
         if self._compiled_whole:
             self._compute = torch.compile(self._compute)
             return

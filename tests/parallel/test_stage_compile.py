@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch._dynamo.config
+from torch import nn
 
+from models.losses import SquaredError
 from models.resnet50 import resnet50
+from models.sequential import chain_of
 from models.transformer import transformer
 from parallel.stage import Stage
 
@@ -50,3 +53,20 @@ def test_dropout_draws_the_same_masks_compiled(tracing):
             losses.append(stage(tokens, samples=(first, 4), targets=tokens).item())
             stage.end()
     assert losses[2:] == losses[:2] and losses[0] != losses[1]
+
+
+@pytest.mark.slow
+def test_an_encoder_layer_of_torch_is_evaluated_in_half_precision():
+    net = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    chain = chain_of(net, SquaredError())
+    x, losses = torch.randn(3, 4, 8), []
+    for compiled in (False, True):
+        stage = Stage(chain, chain.names, seed=1, device=torch.device("cpu"))
+        if compiled:
+            stage.compile(random=False)
+        stage.begin(training=False)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            losses.append(stage(x, samples=(0, 3), targets=x).item())
+        stage.end()
+    torch.backends.mha.set_fastpath_enabled(True)
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
