@@ -100,8 +100,8 @@ class Compared:
         if not self.differences:
             return f"{self.name}: {self.reason}"
         kind, size, at = self.largest
-        own = f"with your {self.optimizer} {self.differences[OWN][0]:.0e}" if OWN in self.differences else "by rounding"
-        text = f"{self.name}: largest difference {size:.0e} ({kind} {at}), {own}, {self.seconds:.1f} s"
+        own = f", with your {self.optimizer} {self.differences[OWN][0]:.0e}" if OWN in self.differences else ""
+        text = f"{self.name}: largest difference {size:.0e} ({kind} {at}){own}, {self.seconds:.1f} s"
         return text + f"\n      {self.reason}" * bool(self.reason)
 
 
@@ -195,6 +195,7 @@ class Runs:
         self._limits: dict[str, Mapping[Any, float]] = {}  # by kind and name
         self._setup: Setup | None = None  # of the first layout; examined once
         self._plans: dict[str, Plan] = {}  # by the layout's name
+        self._optimized: set[Layout] = set()  # layouts, without their schedules, that the user's optimizer has trained
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
         self._pool, self._reused = WorkerPool(0), False  # ``launch`` starts processes
 
@@ -241,19 +242,24 @@ class Runs:
         return result
 
     def _judge(self, result: Compared, before: Compared) -> None:
-        jobs = [("plain", None, self.steps), ("own", None, self.steps), ("next", before, self.steps + 1)]
+        jobs = [("plain", None, self.steps), ("next", before, self.steps + 1)]
+        weights = replace(result.layout, schedule=None, chunks=1)  # an optimizer depends on their division alone
+        if weights not in self._optimized and not result.perturbed:
+            jobs.insert(1, ("own", None, self.steps))
         result.reason = ""
         try:
-            self.launch(result, self.path(result), [job for job in jobs if not result.perturbed or job[0] != "own"])
+            self.launch(result, self.path(result), jobs)
             result.losses = [float(loss) for loss in self.results(result, OWN).values()]
             for kind in COMPARED:
-                asked = kind != OWN or not result.perturbed
-                if asked and (found := self.largest(kind, partial(self.results, kind=kind), result)):
+                if (kind != OWN or result.losses) and (
+                    found := self.largest(kind, partial(self.results, kind=kind), result)
+                ):
                     ratio, size, at = found
                     result.differences[kind] = size, at
                     result.ratios |= {kind: ratio} if kind != OWN else {}
             equal = not result.apart and all(ratio <= 1 for ratio in result.ratios.values())
             result.holds = bool(result.perturbed) or equal
+            self._optimized |= {weights} if result.losses else set()
         except UserError as error:
             result.holds, result.reason = False, str(error)
 
