@@ -21,21 +21,20 @@ from parallel.layout import Layout
 from training.run.prepare import prepare
 from training.studies.verification.layouts import Compared, Runs, layouts, variants
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/training/studies/verify"))
 
-from wrong_layouts import FAULTS, MICROBATCHES, MODELS, reference, tried  # noqa: E402
+from wrong_layouts import MICROBATCHES, MODELS, reference, tried  # noqa: E402
 
-Found = Iterator[tuple[dict, Compared]]
+Rows = Iterator[tuple[dict, Compared]]  # what is said of a comparison beside its result
 
 
-def faults(model: str, runs: Runs) -> Found:
+def faults(model: str, runs: Runs) -> Rows:
     """Try the faults of a model."""
-    for fault in (fault for fault in FAULTS.values() if fault.model == model):
-        result, named = tried(fault, runs)
+    for fault, result, named in tried(model, runs):
         yield {"fault": fault.name, "source": fault.source, "found": result.holds is False, "named": named}, result
 
 
-def right(model: str, runs: Runs) -> Found:
+def right(model: str, runs: Runs) -> Rows:
     """Compare a model in all layouts of two processes, in other micro-batches, and with recomputation."""
     cases = [(layout, {}) for layout in layouts(2, MICROBATCHES, divided=variants(prepare(runs.cfg)))]
     cases += [] if model == "normed" else [(Layout(chunks=chunks), {}) for chunks in (8, 2)]
@@ -64,7 +63,7 @@ def measure(chosen: Namespace) -> Iterator[Table]:
         yield Table(f"faults_of_layouts_{part}", (row for rows in each for row in rows))
 
 
-def compared(what: Callable[[str, Runs], Found], model: str, precision: str) -> Iterator[dict]:
+def compared(what: Callable[[str, Runs], Rows], model: str, precision: str) -> Iterator[dict]:
     """Yield the row of each comparison of a model."""
     with reference(model, precision) as runs:
         for about, result in what(model, runs):
