@@ -20,45 +20,43 @@ from models.huggingface import HuggingFace
 _HERE = f"{__name__}."
 
 
-class SlowsDown(torch.optim.SGD):
+class Changed(torch.optim.SGD):
+    """Changes its groups before each step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            self.change(group)
+        return super().step(closure)
+
+
+class SlowsDown(Changed):
     """Counts its steps in an attribute."""
 
     count = 0
 
-    def step(self, closure=None):
+    def change(self, group):
         self.count += 1
-        for group in self.param_groups:
-            group["lr"] /= self.count
-        return super().step(closure)
+        group["lr"] /= self.count
 
 
-class Counts(torch.optim.SGD):
-    """Counts its steps, which changes nothing yet."""
+class Counts(Changed):
+    """Counts its steps in a container, which changes nothing yet."""
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.memory = {"count": [0]}
-
-    def step(self, closure=None):
-        self.memory["count"][0] += 1
-        return super().step(closure)
+    def change(self, group):
+        self.__dict__.setdefault("memory", {"count": []})["count"].append(1)
 
 
-class OfRank(torch.optim.SGD):
+class OfRank(Changed):
     """Has another learning rate on each rank."""
 
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["lr"] /= 1 + (dist.get_rank() if dist.is_initialized() else 0)
-        return super().step(closure)
+    def change(self, group):
+        group["lr"] /= 1 + (dist.get_rank() if dist.is_initialized() else 0)
 
 
-class Noisy(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.add_(float(np.random.default_rng().normal()))
-        return super().step(closure)
+class Noisy(Changed):
+    def change(self, group):
+        for parameter in group["params"]:
+            parameter.grad.add_(float(np.random.default_rng().normal()))
 
 
 class Patience:
@@ -94,24 +92,22 @@ class Draws:
                 parameter.mul_(random.random())
 
 
-class MeanOfMeans:
-    """A metric that is the mean of the accuracies of batches."""
+class Mean:
+    """A metric that is the mean over samples."""
 
     def __init__(self):
-        self.means = []
+        self.batches = []
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.means.append((outputs.argmax(1) == targets).double().mean() + outputs.double().mean())
+        self.batches.append((outputs.argmax(1) == targets).double() + outputs.double().mean(1))
 
     def compute(self) -> float:
-        return float(torch.stack(self.means).mean())
+        return float(torch.cat(self.batches).mean())
 
 
-class Mean(MeanOfMeans):
-    """The same, right."""
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.means += [*((outputs.argmax(1) == targets).double() + outputs.double().mean(1))]
+class MeanOfMeans(Mean):
+    def compute(self) -> float:
+        return float(torch.stack([batch.mean() for batch in self.batches]).mean())
 
 
 def guess(outputs: Tensor, targets: Tensor) -> float:
@@ -130,71 +126,34 @@ class Tracks(nn.Module):
 
 
 class Samples(Source):
-    """32 samples of 8 numbers and a class."""
+    """32 samples of 8 numbers and a class; ``change`` gets the source, and the numbers and indices that are read."""
 
-    reads = 0
+    def __init__(self, change: Callable[..., Tensor]) -> None:
+        self.change, self.reads, self.drawn = change, 0, torch.randn(8)
 
     def __len__(self) -> int:
         return 32
 
     def read(self, indices, epoch):
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(32, 8, generator=generator)[torch.from_numpy(indices)]
-        Samples.reads += 1
-        return self.changed(inputs, indices), torch.from_numpy(indices) % 3
-
-    def changed(self, inputs: Tensor, indices) -> Tensor:
-        return inputs
-
-
-class ByReads(Samples):
-    def changed(self, inputs, indices):
-        return inputs * Samples.reads
-
-
-class TorchNoise(Samples):
-    def changed(self, inputs, indices):
-        return inputs + torch.randn_like(inputs)
-
-
-class NumpyNoise(Samples):
-    def changed(self, inputs, indices):
-        return inputs + torch.from_numpy(np.random.normal(size=inputs.shape)).float()
-
-
-class Normalized(Samples):
-    """By the samples that are read together."""
-
-    def changed(self, inputs, indices):
-        return inputs - inputs.mean(0)
-
-
-class Seeded(Samples):
-    def changed(self, inputs, indices):
-        noise = [torch.randn(8, generator=torch.Generator().manual_seed(int(i))) for i in indices]
-        return inputs + torch.stack(noise)
-
-
-class Drawn(Samples):
-    """Draws when it is made."""
-
-    def __init__(self):
-        self.noise = torch.randn(8)
-
-    def changed(self, inputs, indices):
-        return inputs + self.noise
+        self.reads += 1
+        numbers = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))[torch.from_numpy(indices)]
+        return self.change(self, numbers, indices), torch.from_numpy(indices) % 3
 
 
 class Data(DataSet):
-    """The samples to validate on are others."""
+    """The samples to validate on are changed."""
 
-    def __init__(self, source: type[Samples] = Samples):
+    def __init__(self, change: Callable[..., Tensor] = lambda source, x, indices: x) -> None:
         super().__init__()
-        self.source = source
+        self.change = change
 
     def prepare(self) -> None:
-        self.train, self.valid, self.test = Samples(), self.source(), None
+        self.train, self.valid, self.test = Samples(lambda source, x, indices: x), Samples(self.change), None
         self.description = "32 samples"
+
+
+def seeded(source: Samples, x: Tensor, indices: np.ndarray) -> Tensor:
+    return x + torch.stack([torch.randn(8, generator=torch.Generator().manual_seed(int(i))) for i in indices])
 
 
 class Halved(HuggingFace):
@@ -245,7 +204,7 @@ def _metric(name: str) -> tuple[str, ...]:
 
 BROUGHT = [
     Brought("right ones", typed=(*_callback("Remembers"), *_metric("Mean"))),
-    Brought("seeded data", data=partial(Data, Seeded)),
+    Brought("seeded data", data=partial(Data, seeded)),
     Brought("an attribute", "resume", "optim: SlowsDown: its attribute count begins", typed=_optimizer("SlowsDown")),
     Brought("a container", "resume", "optim: Counts: its attribute memory begins", typed=_optimizer("Counts")),
     Brought("a random optimizer", "resume", "two runs of the same two steps", typed=_optimizer("Noisy")),
@@ -257,9 +216,11 @@ BROUGHT = [
     Brought("a random metric", "evaluation", "metrics: brought.guess", typed=_metric("guess")),
     Brought("a mean", "evaluation", "the loss: loss of 7 samples", partial(sound, loss=MeanOfSome())),
     Brought("an export", "export", "h.0.mlp.c_fc.weight is another after an export", halved, tokens),
-    Brought("reads counted", "data", "of a sample of valid changes when it is read a", data=partial(Data, ByReads)),
-    Brought("torch's numbers", "data", "when it is read a second", data=partial(Data, TorchNoise)),
-    Brought("numpy's numbers", "data", "when it is read a second", data=partial(Data, NumpyNoise)),
-    Brought("normalized", "data", "read without others", data=partial(Data, Normalized)),
-    Brought("drawn by each process", "data", "read by another process", data=partial(Data, Drawn)),
+    *(Brought(name, "data", words, data=partial(Data, change)) for name, words, change in [
+        ("reads counted", "of a sample of valid changes when it is read a", lambda source, x, _: x * source.reads),
+        ("torch's numbers", "when it is read a second", lambda source, x, _: x + torch.randn_like(x)),
+        ("numpy's numbers", "when it is read a second", lambda source, x, _: x + np.random.normal()),
+        ("normalized", "read without others", lambda source, x, _: x - x.mean(0)),
+        ("drawn by each process", "read by another process", lambda source, x, _: x + source.drawn),
+    ]),
 ]  # fmt: skip
