@@ -72,7 +72,7 @@ def smaller(words: tuple[str, ...], number: int, folder: Path) -> list[str]:
     if "-m" in words:
         words = tuple(re.sub(r"^([^,\[]+,[^,]+),.*", r"\1", word) for word in words)
     steps = 2 + 2 * number if "train.resume" in said else 2
-    few = {None: [f"train.steps={steps}", "train.epochs=null"], "verify": ["verify.steps=2"]}.get(said.get("mode"), [])
+    few = {None: [f"train.steps={steps}", "train.epochs=null"]}.get(said.get("mode"), [])
     small = [] if {"checkpoint", "train.resume"} & set(said) else SMALL.get(said.get("model", ""), [])
     return [*words, *EVERY, *few, *small]
 

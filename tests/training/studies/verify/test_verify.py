@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import time
 from functools import partial
 from unittest.mock import Mock
 
@@ -21,9 +22,11 @@ from models.given import set_given
 from models.losses import ClassCrossEntropy, Sums, gather
 from parallel.axes.experts import ExpertParallel
 from parallel.axes.tensor import TensorParallel
+from parallel.gradients import _copies
 from parallel.layout import Layout
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
+from parallel.strategy import LocalStrategy, Strategy
 from train import main
 from training import load_config, verify
 from training.command.api import with_given
@@ -309,85 +312,53 @@ def test_a_broken_model_is_wrong_in_a_layout_and_the_probe_explains_it(name, tmp
         assert "Probe: draws from numpy's generator in training" in failed.reason
 
 
-def doubled():
-    from parallel.strategy import Strategy
-
-    agree = Strategy._agree
-
-    def broken(self, *args):
-        for stage in self.stages:
-            for parameter in stage.layers.parameters() if stage.ends_chain else ():
-                parameter.grad *= 2
-        return agree(self, *args)
-
-    Strategy._agree = broken if "broken" not in agree.__qualname__ else agree
+def doubled(agree, self, *args):
+    for stage in self.stages:
+        for parameter in stage.layers.parameters() if stage.ends_chain else ():
+            parameter.grad *= 2
+    return agree(self, *args)
 
 
-def shifted():
-    from parallel.strategy import Strategy
-
-    placed = Strategy._placed
-
-    def broken(self, batch):
-        if self.mesh.replica == 1:
-            batch = batch.map(lambda tensor: torch.cat([tensor[:1], tensor[:-1]]))
-        return placed(self, batch)
-
-    Strategy._placed = broken if "broken" not in placed.__qualname__ else placed
+def shifted(placed, self, batch):
+    if self.mesh.replica == 1:
+        batch = batch.map(lambda tensor: torch.cat([tensor[:1], tensor[:-1]]))
+    return placed(self, batch)
 
 
-def lost():
-    from parallel.strategy import LocalStrategy
-
-    def broken(self, batch):
-        self.samples_of(batch)
-        for samples, chunk in list(zip(self.samples_of(batch).tolist(), batch.chunks(self.plan.chunks), strict=True))[
-            1:
-        ]:
-            self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights).backward()
-
-    LocalStrategy.forward_backward = broken
+def lost(forward_backward, self, batch):
+    chunks = zip(self.samples_of(batch).tolist(), batch.chunks(self.plan.chunks), strict=True)
+    for samples, chunk in [*chunks][1:]:
+        self._model(*chunk.input_tensors, samples=samples, targets=chunk.targets, weights=chunk.weights).backward()
 
 
-def stale():
-    step = torch.optim.SGD.step
-
-    def broken(self, closure=None):
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        kept = [p.detach().clone() for p in parameters]
-        step(self, closure)
-        for parameter, old in zip(parameters, kept, strict=True) if os.environ["RANK"] == "1" else ():
-            parameter.data.copy_(old)
-
-    torch.optim.SGD.step = broken if "broken" not in step.__qualname__ else step
+def stale(step, self, closure=None):
+    parameters = [p for group in self.param_groups for p in group["params"]]
+    kept = [p.detach().clone() for p in parameters]
+    step(self, closure)
+    for parameter, old in zip(parameters, kept, strict=True) if os.environ["RANK"] == "1" else ():
+        parameter.data.copy_(old)
 
 
-def not_summed():
-    from parallel.gradients import Gradients
-
-    finish = Gradients.finish
-
-    def broken(self):
-        self._copies = []
-        finish(self)
-
-    Gradients.finish = broken if "broken" not in finish.__qualname__ else finish
+def not_summed(*_):
+    return []
 
 
 WRONG = {
-    "gradients doubled": (doubled, DDP, "first in the gradient of a."),
-    "of a stage": (doubled, PIPE, "first in the gradient of c.linear"),
-    "a batch shifted": (shifted, DDP, "first in the forward of a on rank 1, micro-batch 2"),
-    "a micro-batch lost": (lost, DDP, "micro-batch 0 (samples 0 to 1) was not computed"),
-    "stale weights": (stale, PIPE, "of step 2 on rank 1"),
-    "a tied gradient": (not_summed, PIPE, "first in the gradient of a.weight (tied: d.weight)"),
-}
+    "gradients doubled": (Strategy._agree, doubled, chain, DDP, "first in the gradient of a."),
+    "of a stage": (Strategy._agree, doubled, chain, PIPE, "first in the gradient of c.linear"),
+    "a batch shifted": (Strategy._placed, shifted, chain, DDP, "first in the forward of a on rank 1, micro-batch 2"),
+    "a micro-batch lost": (
+        LocalStrategy.forward_backward, lost, chain, DDP, "micro-batch 0 (samples 0 to 1) was not computed",
+    ),
+    "stale weights": (torch.optim.SGD.step, stale, chain, PIPE, "of step 2 on rank 1"),
+    "a tied gradient": (_copies, not_summed, tied, PIPE, "first in the gradient of a.weight (tied: d.weight)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", with_slow(WRONG, WRONG.keys() - {"a batch shifted"}))
 def test_a_broken_strategy_is_found_and_the_first_difference_named(name, tmp_path):
-    patch, layout, says = WRONG[name]
-    _, failed = only(tmp_path, elsewhere(patch, tied if patch is not_summed else chain), *layout)
+    right, wrong, model, layout, says = WRONG[name]
+    _, failed = only(tmp_path, elsewhere(right, wrong, model), *layout)
     assert says in failed.reason, failed.reason
 
 
@@ -397,18 +368,13 @@ def test_the_command_ends_with_code_1_where_a_probe_finds_something(tmp_path, ca
     assert "is not the same in every layout" in capsys.readouterr().err
 
 
-def waiting():
-    import time
-
-    def forward(self, x):
-        if os.environ["RANK"] == "1" and self.training and torch.is_grad_enabled():
-            time.sleep(100)
-        return x.tanh()
-
-    torch.nn.Tanh.forward = forward
+def waiting(forward, self, x):
+    if os.environ["RANK"] == "1" and self.training and torch.is_grad_enabled():
+        time.sleep(100)
+    return forward(self, x)
 
 
 @pytest.mark.slow
 def test_a_layout_whose_ranks_wait_for_each_other_is_ended_and_named(tmp_path):
-    _, failed = only(tmp_path, elsewhere(waiting), *DDP, "verify.timeout_s=4")
+    _, failed = only(tmp_path, elsewhere(torch.nn.Tanh.forward, waiting), *DDP, "verify.timeout_s=4")
     assert "rank 1 has not moved before step 1" in failed.reason and "in forward" in failed.reason, failed.reason

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo import SQUARE, chain_of
+from zoo import SQUARE, chain_of, planted
 
 from conf.instantiate import to_config, to_dict
 from data.tensors import TensorData
@@ -216,9 +216,8 @@ FAULTS = {fault.name: fault for fault in [
 
 def _run_wrong(name: str, world: World, *args: Any) -> str:
     """Run jobs in a worker, wrong if there is more than one rank."""
-    right, wrong = FAULTS[name].right, FAULTS[name].wrong
-    planted = patch(f"{right.__module__}.{right.__qualname__}", lambda *a, **named: wrong(right, *a, **named))
-    with planted if world.size > 1 else nullcontext():
+    fault = FAULTS[name]
+    with planted(fault.right, fault.wrong) if world.size > 1 else nullcontext():
         return _run_jobs(world, *args)
 
 

@@ -4,7 +4,9 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -222,12 +224,20 @@ ZOO = [
 ]
 
 
-def elsewhere(patch: Callable[[], None], model: Callable[..., Chain] = chain) -> Chain:
-    """A sound model that breaks the program by ``patch``, in a process that has others beside it."""
+def planted(right: Callable, wrong: Callable) -> Any:
+    """A patch of the program: ``wrong`` gets the function that it replaces before the arguments."""
+    right = getattr(right, "replaced", right)  # planted before, in a process that is used again
+    new = wraps(right)(lambda *args, **named: wrong(right, *args, **named))
+    new.replaced = right
+    return patch(f"{right.__module__}.{right.__qualname__}", new)
+
+
+def elsewhere(right: Callable, wrong: Callable, model: Callable[..., Chain] = chain) -> Chain:
+    """A sound model in a program that is wrong in processes which have others beside them."""
 
     def b() -> nn.Module:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            patch()
+            planted(right, wrong).start()
         return nn.Tanh()
 
     return model(b)
