@@ -29,7 +29,7 @@ from common.machine import usable_cores
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from plain.loop import Outcome, outcome, sentence, shrunk  # noqa: E402
+from plain.comparison import Outcome, outcome, sentence, shrunk  # noqa: E402
 from plain.programs import Program, drawn  # noqa: E402
 
 LIMIT_S = 600

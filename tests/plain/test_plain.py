@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from plain import loop
-from plain.loop import differences, first_bad, limits, outcome, sentence, shrunk
+from plain.comparison import differences, first_bad, limits, outcome, sentence, shrunk
 from plain.programs import Program, drawn
 
 from benchmarks import plain
