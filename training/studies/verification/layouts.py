@@ -259,7 +259,7 @@ class Runs:
                     result.ratios |= {kind: ratio} if kind != OWN else {}
             equal = not result.apart and all(ratio <= 1 for ratio in result.ratios.values())
             result.holds = bool(result.perturbed) or equal
-            self._optimized |= {weights} if result.losses else set()
+            self._optimized |= {weights} if result.holds else set()
         except UserError as error:
             result.holds, result.reason = False, str(error)
 

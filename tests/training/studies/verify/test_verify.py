@@ -269,6 +269,21 @@ def test_a_layout_goes_on_from_the_last_right_one(tmp_path, monkeypatch):
     assert begun == ["one", "one", "right", "right"]
 
 
+def test_a_layout_that_fails_runs_again_with_the_users_optimizer_too(tmp_path, monkeypatch):
+    cfg = plain(load_config("model=toy", "verify.steps=1", "verify.processes=2", *WORDS))
+    monkeypatch.setattr(verified, "prepare", Mock())
+    runs = verified.Runs(cfg, tmp_path, chain(), 2)
+
+    def launch(result, folder, jobs):
+        runs._reused = True
+        result.apart = "the ranks differ" * (result.layout.dp > 1 and "own" in [part for part, *_ in jobs])
+
+    monkeypatch.setattr(runs, "launch", launch)
+    monkeypatch.setattr(runs, "results", lambda result, kind: {"loss": torch.tensor(1.0)})
+    found = [runs.compare(layout) for layout in (_single(cfg, 2), *[Layout("ddp", dp=2, pp=1, chunks=1)] * 2)]
+    assert [one.holds for one in found] == [True, False, False]
+
+
 def test_batchnorm_over_replicas_is_refused_with_what_to_compare(tmp_path):
     model = chain(partial(torch.nn.BatchNorm1d, 8))
     words = ("parallel=ddp", "parallel.dp=2", "parallel.sync_batchnorm=true", f"hydra.run.dir={tmp_path}/v")
