@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,15 @@ class MappedFile:
 
     def __reduce__(self) -> tuple:
         return MappedFile, (self.path, self.dtype, self.offset, self.count)
+
+
+def first_file(root: Path, names: Sequence[str], way_out: str) -> Path:
+    """Return the first of these files that ``data.root`` has. Raises DataError, with a ``way_out``, without any."""
+    if not root.is_dir():
+        raise DataError(f"data.root={root} is not a folder that exists. {way_out}")
+    if (path := next(filter(Path.is_file, map(root.joinpath, names)), None)) is None:
+        raise DataError(f"data.root={root} holds none of {', '.join(names)}. {way_out}")
+    return path
 
 
 @contextmanager

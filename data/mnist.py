@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import DataError
+from data.cache import first_file
 from data.images import Images, PublishedImages
 
 _NAMES = {"train": "train", "test": "t10k"}
+_FOLDERS = ("", "raw/", "MNIST/raw/")
 _WAY_OUT = (
     "Give a folder with the four published files, packed (.gz) or not, by data.root=FOLDER, or leave out data.root to "
     "download them on a machine with a network"
@@ -61,9 +63,4 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def _find(root: Path, name: str) -> Path:
-    if not root.is_dir():
-        raise DataError(f"data.root={root} is not a folder that exists. {_WAY_OUT}")
-    places = [folder / f"{name}{end}" for folder in (root, root / "raw", root / "MNIST/raw") for end in ("", ".gz")]
-    if (path := next(filter(Path.is_file, places), None)) is None:
-        raise DataError(f"data.root={root} holds no {name} and no {name}.gz. {_WAY_OUT}")
-    return path
+    return first_file(root, [f"{folder}{name}{end}" for folder in _FOLDERS for end in ("", ".gz")], _WAY_OUT)

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import DataError
 from common.files import expand_home
-from data.cache import cached_folder, downloading
+from data.cache import cached_folder, downloading, first_file
 from data.documents import Document, text_problem, whole_file
 from data.language import LanguageData
 
@@ -34,20 +34,12 @@ class WikiText2(LanguageData):
         root = self.root
         if root is None:
             root = cached_folder(self.cache_dir, "wikitext-2-v1", _download)
-        documents = {split: whole_file(_find(root, split)) for split in ("train", "valid", "test")}
+        names = {split: [name.format(split) for name in _NAMES] for split in ("train", "valid", "test")}
+        documents = {split: whole_file(first_file(root, those, _WAY_OUT)) for split, those in names.items()}
         for document in documents.values():
             if problem := text_problem(document):
                 raise DataError(f"{document.path} is not text: {problem}. {_WAY_OUT}")
         return {split: [document] for split, document in documents.items()}
-
-
-def _find(root: Path, split: str) -> Path:
-    if not root.is_dir():
-        raise DataError(f"data.root={root} is not a folder that exists. {_WAY_OUT}")
-    names = [name.format(split) for name in _NAMES]
-    if (name := next((name for name in names if (root / name).is_file()), None)) is None:
-        raise DataError(f"data.root={root} holds none of {', '.join(names)}. {_WAY_OUT}")
-    return root / name
 
 
 def _download(folder: Path) -> None:

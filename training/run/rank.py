@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -207,10 +207,8 @@ def _strategy(setup: Setup, world: World) -> Iterator[Strategy]:
         strategy = build_strategy(setup.plan, chain, mesh, options, setup.sample, world.local_rank)
         if chain.unsaved:
             start(cfg.model, chain, strategy)
-        try:
+        with closing(strategy):
             yield strategy
-        finally:
-            strategy.close()
 
 
 @contextmanager
@@ -371,10 +369,7 @@ def kept(cfg: Root) -> dict[str, Any]:
     tree = jsonable({name: whole[name] for name in ("seed", *TRAINED)})
     tree["train"].pop("resume")
     more = {"choices": whole[COMMAND]["choices"]} if COMMAND in whole else {}
-    if whole.get("recipe") is not None:
-        more["recipe"] = whole["recipe"]
-    if whole.get("metrics") is not None:
-        more["metrics"] = whole["metrics"]
+    more |= {key: whole[key] for key in ("recipe", "metrics") if whole.get(key) is not None}
     public = _public(tree, mask_secrets(tree))
     if left_out := flat(tree).keys() - flat(public).keys():
         more["left_out"] = sorted(left_out)

@@ -63,9 +63,14 @@ def ask(cfg: Root, setup: Setup, folder: Path, sound: Callable[[], bool]) -> Ite
         sound: Returns whether nothing was found so far. Otherwise only the data is asked.
     """
     found: Answers = {"data": [*_data(setup)][:1]}
-    yield from _findings(found)
-    if not sound():
-        return
+    if sound() and not found["data"]:
+        found |= _of_runs(cfg, setup, folder)
+    for name, texts in found.items():
+        yield from [Finding(name, text=text) for text in texts] or [Finding(name, holds=True)]
+
+
+def _of_runs(cfg: Root, setup: Setup, folder: Path) -> Answers:
+    """Ask in runs of two steps."""
     kept = {"callbacks": to_dict(cfg)["callbacks"], "scheduler": to_dict(cfg)["scheduler"]}
     often = {"eval_every": 1, "eval_batches": None, "checkpoint_every": 1, "keep_checkpoints": 2}
     count = 1 if setup.examination.which("gathers") else math.gcd(4, cfg.train.global_batch_size)
@@ -81,15 +86,9 @@ def ask(cfg: Root, setup: Setup, folder: Path, sound: Callable[[], bool]) -> Ite
         if not facts.which("draws") and not facts.which("gathers"):  # then numbers depend on the micro-batch
             plan = replace(plan, global_batch_size=_BATCH, chunks=1)
             runs["evaluated"] = PlannedRun(with_values(whole, evaluated), plan)
-        (found,) = call_in_workers(_answers, (runs, folder, tolerance), 1, folder / "logs")
+        return call_in_workers(_answers, (runs, folder, tolerance), 1, folder / "logs")[0]
     except UserError as error:
-        found = {"resume": [f"two steps, one after a resume, an evaluation or an export fails: {error}"]}
-    yield from _findings(found)
-
-
-def _findings(found: Answers) -> Iterator[Finding]:
-    for name, texts in found.items():
-        yield from [Finding(name, text=text) for text in texts] or [Finding(name, holds=True)]
+        return {"resume": [f"two steps, one after a resume, an evaluation or an export fails: {error}"]}
 
 
 def _data(setup: Setup) -> Iterator[str]:

@@ -84,8 +84,5 @@ def perturbed(precision: str, seed: int) -> Iterator[None]:
     def hook(module: nn.Module, _: Any, output: Any) -> Any:
         return output if any(True for _ in module.children()) else tree_map(moved, output)
 
-    handle = register_module_forward_hook(hook)
-    try:
+    with register_module_forward_hook(hook):
         yield
-    finally:
-        handle.remove()
