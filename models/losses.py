@@ -227,24 +227,6 @@ def loss_of(layer: Any) -> Callable[..., Any] | None:
     return loss if callable(loss) and not isinstance(loss, nn.Module) else None
 
 
-class SquaredError:
-    """Squared error summed over all elements of output and targets [b, ...].
-
-    The count is the number of elements, so the mean equals the mean of ``nn.MSELoss``.
-    """
-
-    metrics: tuple[str, ...] = ()
-
-    def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
-        """See ``Loss``. Raises ValueError if output and targets differ in shape."""
-        _check_same_shape(self, output, targets)
-        errors = F.mse_loss(_at_least_float32(output), targets, reduction="none")
-        scale = per_element(weights, errors)
-        return Sums((errors * scale).sum(), scale.sum())
-
-    count = staticmethod(torch.numel)
-
-
 class OneHotSquaredError:
     """Squared error between logits [b, c] and the one-hot class [b], summed over all c.
 
@@ -335,6 +317,16 @@ class ElementwiseLoss:
         return Sums((terms * scale).sum(), scale.sum())
 
     count = staticmethod(torch.numel)
+
+
+class SquaredError(ElementwiseLoss):
+    """Squared error summed over all elements of output and targets [b, ...].
+
+    The count is the number of elements, so the mean equals the mean of ``nn.MSELoss``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(nn.MSELoss(reduction="none"))
 
 
 class TorchCrossEntropy:
@@ -493,7 +485,8 @@ def _terms(loss: nn.Module, output: Tensor, targets: Tensor) -> Tensor:
     output = _at_least_float32(output)
     own = {name: buffer.to(output) for name, buffer in loss.named_buffers()}
     of_classes = isinstance(loss, nn.CrossEntropyLoss) and not targets.is_floating_point()
-    return torch.func.functional_call(loss, own, (output, targets if of_classes else targets.to(output.dtype)))
+    given = output, targets if of_classes else targets.to(output.dtype)
+    return torch.func.functional_call(loss, own, given) if own else loss(*given)  # which takes less time
 
 
 def _check_same_shape(loss: Any, output: Tensor, targets: Tensor) -> None:

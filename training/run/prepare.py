@@ -44,28 +44,8 @@ from planner.balance import equal_stages, seconds_per_layer, stage_shares
 from planner.memory import Rank
 from training.callbacks.averaging import states_of_run
 from training.checkpoint.init_from import unseen, vocabulary_with, with_base
-from training.run.checks.configuration import check_components, check_train
-from training.run.checks.data import check_length_of_run, check_read, check_splits
-from training.run.checks.layers import check_examined
-from training.run.checks.memory import check_gpu_memory, check_microbatch_fits
-from training.run.checks.metrics import check_metrics
-from training.run.checks.model import (
-    across_nodes,
-    check_compile,
-    check_divided_data,
-    check_evaluated,
-    check_fit,
-    check_kind,
-    check_length,
-    check_names,
-    check_optimizer_layout,
-    check_pairs,
-    check_parameters,
-    check_proof,
-    check_saved_weights,
-    reads_weights,
-    unreached,
-)
+from training.run.checks import order
+from training.run.checks.model import across_nodes, check_kind, reads_weights, unreached
 from training.run.setup import TERMS, Setup
 
 BALANCES = ("time", "size")  # values of parallel.balance that are measured
@@ -143,7 +123,7 @@ def prepare(
     """
     cfg, chain, data = checked_model_and_data(cfg) if like is None else (cfg, like.chain, like.data)
     setup = Setup(cfg, chain, data, plan_of(cfg, chain, world_size, nodes, hardware), nodes)
-    for check in (check_parameters, check_optimizer_layout, check_gpu_memory, check_compile):
+    for check in order.OF_PLAN:
         check(setup)
     if like is None:
         note(0, "preparing the data")
@@ -151,10 +131,7 @@ def prepare(
     elif like.plan.microbatch_size == setup.plan.microbatch_size:
         setup.examination = like.examination
     note(0, "checking the run")
-    for check in (
-        check_splits, check_evaluated, check_fit, check_length_of_run, check_read, check_pairs,
-        check_microbatch_fits, check_divided_data, check_examined, check_metrics,
-    ):  # fmt: skip
+    for check in order.OF_RUN:
         check(setup)
     setup.plan = replace(setup.plan, **setup.examination.for_plan())
     if cfg.parallel.balance in BALANCES and len(setup.plan.stages) > 1:
@@ -181,10 +158,10 @@ def plan_of(
 
 def checked_model_and_data(cfg: Root) -> tuple[Any, Chain, DataSet]:
     """Build the chain and the data, and check everything that does not depend on the layout. See ``model_and_data``."""
-    for check in (check_train, environment, check_components):
+    for check in order.OF_WORDS:
         check(cfg)
     cfg, chain, data = model_and_data(cfg)
-    for check in (check_names, check_saved_weights, check_length, check_proof):
+    for check in order.OF_MODEL:
         check(cfg, chain, data)
     return with_base(cfg, chain), chain, data
 
