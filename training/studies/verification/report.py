@@ -161,7 +161,7 @@ def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:
             report.probes.append(finding)
             note(finding)
         since = time.monotonic()
-        print(f"  probes: {since - began:.0f} s")
+        print(f"  probes and questions: {since - began:.0f} s")
         for layout in _layouts(report, cfg, setup, run_dir / "layouts", typed, own):
             report.layouts.append(layout)
             note(layout, f"{progress(len(report.layouts), report.planned or 0, since)}  ")

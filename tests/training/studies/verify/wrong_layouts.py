@@ -87,8 +87,8 @@ def _own_targets(right, self, batch):
 
 
 def _others_targets(right, self, batch):
-    others = self.attention.positions_of[1 - self.ranks.index]
-    return replace(right(self, batch), targets=batch.targets[:, others])
+    part = right(self, batch)
+    return replace(part, targets=batch.targets[:, self.attention.positions_of[1 - self.ranks.index]])
 
 
 def _others_recomputed(right, self, name, layer, where, given, *more):
