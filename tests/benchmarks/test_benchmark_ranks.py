@@ -54,6 +54,7 @@ def test_an_exception_on_one_rank_ends_the_call(capfd):
     assert "this is shown on standard error" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_process_answers_with_allocator_settings_unless_asked_and_its_death_is_an_error(workers, monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     plain = workers(Adder, keep_memory=False)

@@ -48,6 +48,7 @@ def test_step_times_are_off_by_no_more_than_the_page_says(table):
     assert off.mean() <= LIMITS[table]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "table", ["Megatron-LM 2021", "Korthikanti 2022", "KempnerForge", "llm-foundry", "llm-foundry H100", "vTrain"]
 )
@@ -148,6 +149,7 @@ def test_a_row_of_megatron_lm_can_be_typed_and_prints_what_the_page_says(tmp_pat
     assert len(copied) == len({*copied}), "a word is in it twice"
 
 
+@pytest.mark.slow
 def test_the_table_of_layouts_is_what_its_command_prints(tmp_path, capsys):
     command, shown = re.search(r"^\$ python train.py (mode=plan \S+ cluster=.*)\n([^`]*)```", LAYOUTS, re.M).groups()
     lines = [line.rstrip() for line in shown.splitlines() if "…" not in line]

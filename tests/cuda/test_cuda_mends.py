@@ -44,6 +44,7 @@ def test_peak_memory_is_that_of_all_gpus_of_a_process(gpus):
     assert counted == of_each
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu_exchange_its_tensors(environment):
     from ranks import Ranks
 

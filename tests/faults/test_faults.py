@@ -9,6 +9,7 @@ def wrong(trials):
     return [trial for trial in trials if not trial.survived or trial.equal is False or trial.problem]
 
 
+@pytest.mark.slow
 def test_a_run_whose_ranks_are_killed_ends_with_the_same_bits(tmp_path):
     faults = spaced([Fault("kill", 1, "backward", 0), Fault("kill", 0, "publish", 0)])
     assert not wrong(kill("pipelined", faults, tmp_path))

@@ -8,6 +8,7 @@ import torch
 from plain import loop
 from plain.comparison import differences, first_bad, limits, outcome, sentence, shrunk
 from plain.programs import Program, drawn
+from slow_cases import slow
 
 from benchmarks import plain
 
@@ -28,7 +29,7 @@ def means_of_all_targets(self, outputs, targets):
 RIGHT = loop.Loop.losses
 
 
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("wrong", [False, slow(True)])
 def test_a_program_is_the_training_of_the_loop_and_a_fault_in_one_of_them_is_found(tmp_path, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(loop.Loop, "losses", means_of_all_targets)

@@ -141,6 +141,7 @@ def test_an_automatic_layout_keeps_it(tmp_path):
     assert json.loads((run.folder / "summary.json").read_text())["world_size"] % 2 == 0
 
 
+@pytest.mark.slow
 def test_verification_compares_it_with_one_process(tmp_path):
     run = train([*TOY, "mode=verify", "parallel=ddp", "parallel.dp=2", TWO], tmp_path / "run")
     assert run.code == 0, run.console

@@ -40,6 +40,7 @@ def test_a_command_imports_only_what_it_needs(words, says, never, tmp_path):
     assert "conf" in imported and imported.isdisjoint(never)
 
 
+@pytest.mark.slow
 def test_the_compiler_that_a_run_has_put_off_is_imported_by_what_compiles():
     program = """
 import torch

@@ -84,6 +84,7 @@ def test_any_folder_that_does_not_exist_can_be_exported_to_is_said_and_is_whole(
         do(tmp_path / "run", *line)
 
 
+@pytest.mark.slow
 def test_a_model_of_words_is_exported_with_as_many_and_without_an_end_of_text(model, tmp_path):
     """Its vocabulary is padded in the model, and known only when the text has been read."""
     line = [*model, "data.vocabulary=words", "model.vocab_size=512"]

@@ -63,6 +63,7 @@ def test_wandb_gets_the_jobs_as_one_group_named_by_what_differs(three):
         assert b"three" in content and f"parallel.chunks={chunks}".encode() in content
 
 
+@pytest.mark.slow
 def test_the_same_command_runs_only_what_has_not_finished_which_goes_on_from_its_checkpoint(three):
     finished, stopped = (three.folder / name / "metrics.jsonl" for name in "02")
     before, losses = finished.stat().st_mtime_ns, stopped.read_text().count('"loss"')

@@ -200,6 +200,7 @@ def folders(ranks, tmp_path):
     return begin
 
 
+@pytest.mark.slow
 def test_gradients_of_all_stages_are_counted_once_and_alike_in_every_layout(folders, tmp_path):
     section = {"histogram": {"_target_": "training.callbacks.gradient_histogram.GradientHistogram", "every": 2}}
     found = {}

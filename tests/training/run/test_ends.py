@@ -240,6 +240,7 @@ def without_times(lines):
     return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in lines]
 
 
+@pytest.mark.slow
 def test_stopped_at_any_border_and_resumed_a_run_has_the_records_of_one_that_was_not(tmp_path, wish, monkeypatch):
     whole = train_here(tmp_path / "whole", *SHORT)
     asked = wish(10**9)

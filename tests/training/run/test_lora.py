@@ -139,6 +139,7 @@ def assert_exports_compute_what_the_adapters_compute(run_dir, published, tmp_pat
     assert "lora" not in "".join(load_file(tmp_path / "merged" / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_exports_compute_what_the_adapters_compute(trained, published, tmp_path):
     assert_exports_compute_what_the_adapters_compute(trained, published, tmp_path)
 

@@ -88,6 +88,7 @@ class Drift:
 """
 
 
+@pytest.mark.slow
 def test_replicas_that_have_come_apart_end_the_run_once_what_was_trained_is_saved(ranks, tmp_path):
     (tmp_path / "drifting.py").write_text(DRIFT)
     own = [f"import_from=['{tmp_path}']", "callbacks=[{_target_: drifting.Drift}]", "train.checkpoint_every=2"]

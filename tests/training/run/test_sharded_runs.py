@@ -37,6 +37,7 @@ def test_a_run_resumes_with_the_same_bits(train, layout):
     assert losses(again) == losses(whole)[2:] and same_bits(again, whole, 4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_shards(train):
     twelve = ["train.global_batch_size=12", "optim=adamw"]
     whole = train("fsdp", *twelve, "train.steps=6", "train.checkpoint_every=2", "train.keep_checkpoints=9")
