@@ -181,6 +181,7 @@ class Strategy(ABC):
                     self.auxiliary.close()
                 self.take_sums()
                 self.statistics.begin()
+                _put_back(changed)
             with self._step(step, factor):
                 self.forward_backward(placed)
         self.gradients.finish()
@@ -191,9 +192,7 @@ class Strategy(ABC):
             self.auxiliary.after_step()
         else:
             set_step(before)
-            for owner, name, tensor, old in changed:
-                tensor.data.copy_(old)
-                setattr(owner, name, tensor)  # a forward may have set another one
+            _put_back(changed)
         return result
 
     def eval_step(self, batch: Batch, number: int = 1, taker: Taker | None = None) -> Tensor:
@@ -439,6 +438,13 @@ class Strategy(ABC):
             if (sums := stage.take_sums()) is not None and self._counts_terms:
                 total += sums.to(self.device)
         return total
+
+
+def _put_back(changed: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    """Give modules their tensors (owner, name, tensor, its numbers) again, of which a forward may have set others."""
+    for owner, name, tensor, numbers in changed:
+        tensor.data.copy_(numbers)
+        setattr(owner, name, tensor)
 
 
 class LocalStrategy(Strategy):

@@ -344,3 +344,40 @@ def penalized() -> Chain:
 def penalty(layout: Layout, x: torch.Tensor) -> float:
     strategy = strategy_of(penalized(), layout, sample=Batch(x, x))
     return strategy.train_step(Batch(x, x), 1).metrics["auxiliary_loss"]
+
+
+class Leaning(nn.Linear):
+    """A layer whose outputs have a mean that the training loss contains."""
+
+    def forward(self, x):
+        x = super().forward(x).tanh()
+        return attach(x, "leaning", x.float().sum()[None], lambda totals: totals[0] / 64)
+
+
+class Following(nn.Module):
+    """Subtracts a mean that each training forward moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(dim=0).to(self.mean), 0.5)
+        return x - self.mean
+
+
+def moved(layout: Layout) -> dict[str, torch.Tensor]:
+    linear = [(name, partial(kind, 8, 8)) for name, kind in (("first", nn.Linear), ("lean", Leaning))]
+    layers = [LayerSpec(*spec) for spec in (*linear, ("follow", Following), ("last", partial(nn.Linear, 8, 8)))]
+    draw = torch.Generator().manual_seed(1)
+    batch = Batch(*torch.randn(2, 8, 8, generator=draw, dtype=torch.float64))
+    strategy = strategy_of(Chain(layers, SquaredError()), layout, sample=batch)
+    strategy.train_step(batch, 1)
+    return {name: tensor.clone() for name, tensor in strategy.state_dict().items() if name.endswith("mean")}
+
+
+def test_a_pass_in_advance_does_not_move_what_a_forward_changes(ranks):
+    ((one,), two) = ranks.run(1, moved, Layout()), ranks.run(2, moved, Layout("pipelined", pp=2))
+    torch.testing.assert_close({**two[0], **two[1]}, one)
+    assert one["follow.mean"].abs().min() > 0
