@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -128,11 +129,20 @@ def outcome(program: Program, folder: Path) -> Outcome:
         kinds = {TimeoutError: "hangs", OverflowError: "torch refuses"}
         return Outcome(kinds.get(type(error), "refused"), str(error))
     except Exception as error:
-        return Outcome("crash", f"{type(error).__name__}: {error}")
+        kind = "torch refuses" if program["train.compile"] and not is_compiled(program) else "crash"
+        return Outcome(kind, f"{type(error).__name__}: {error}")
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(folder, ignore_errors=True)
     return Outcome("equal", difference=worst)
+
+
+def is_compiled(program: Program) -> bool:
+    """Whether torch itself compiles the model."""
+    inputs, _ = program.tensors()[0]
+    with suppress(Exception):
+        return torch.compile(program.net(), backend="eager")(*several(inputs)) is not None
+    return False
 
 
 def sentence(words: str) -> str:
