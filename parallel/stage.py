@@ -198,20 +198,12 @@ class Stage(nn.Module):
         tensors = tuple(map(self._in_order, tensors))
         output: Tensors = tensors
         for name, layer in layers if head_loss is None else layers[:-1]:
+            compute: Callable[..., Any] = self.compute_layer
             if self.recompute and torch.is_grad_enabled():
                 # The layer is seeded again in the recomputation, so there is no random state to preserve.
-                output = checkpoint(
-                    self.compute_layer,
-                    name,
-                    layer,
-                    where,
-                    *tensors,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    early_stop=name not in self._filling,
-                )
-            else:
-                output = self.compute_layer(name, layer, where, *tensors)
+                how = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": name not in self._filling}
+                compute = partial(checkpoint, self.compute_layer, **how)
+            output = compute(name, layer, where, *tensors)
             if name != self._last:
                 output = converted(output, self._between_layers)
             tensors = tuple(map(self._in_order, output if isinstance(output, tuple) else (output,)))

@@ -64,21 +64,14 @@ def backward_inputs(
         for group in groups:
             for node in group.boundary:
                 hooks.enter_context(node.register_prehook(partial(group.entered.__setitem__, node)))
-        answers = iter(
-            torch.autograd.grad(
-                [output for output, _ in pairs],
-                wanted,
-                [gradient for _, gradient in pairs],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            if wanted  # nothing before this stage is trained
-            else ()
-        )
+        ends, sent = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        # Unless something before this stage is trained, nothing is wanted.
+        found = torch.autograd.grad(ends, wanted, sent, retain_graph=True, allow_unused=True) if wanted else ()
     for group in groups:
         for node in group.boundary:
             if node not in group.entered:  # an output without a path to an input, at which nothing was computed
                 group.given[node] = _gradients_of(node, pairs)
+    answers = iter(found)
     return [next(answers) if _has_gradient(t) else None for t in inputs], groups
 
 
