@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from training.reporting import plot
-from training.reporting.metrics import METRICS, Points, points_of, read_records, write_or_warn
+from training.reporting.metrics import METRICS, Points, points_of, read_records
 
 PICTURE = "curves.png"
 _HEIGHT = 2.9  # inches of a panel
@@ -22,10 +21,8 @@ _POINTS = 400  # points of a curve, however long the run
 
 def write_curves(run_dir: Path) -> None:
     """Draw all numbers in the metrics.jsonl of a run into curves.png; log a warning if it cannot be written."""
-    picture = BytesIO()
     if (figure := draw({"": [points_of(read_records(run_dir / METRICS))]}, columns=2)) is not None:
-        figure.savefig(picture)
-        write_or_warn(run_dir / PICTURE, picture.getvalue())
+        plot.save(figure, run_dir / PICTURE)
 
 
 @plot.style()

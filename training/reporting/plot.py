@@ -5,10 +5,13 @@ from __future__ import annotations
 from base64 import b64encode
 from functools import partial
 from io import BytesIO
+from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
+
+from training.reporting.metrics import write_or_warn
 
 BLUE, GREEN, ORANGE, GRAY, PALE = "#0072b2", "#009e73", "#e69f00", "#8a8a8a", "#c8c8c8"
 # The colors of curves. The first six are those of Okabe and Ito, which color-blind readers can distinguish.
@@ -37,6 +40,13 @@ style = partial(
         "legend.fontsize": "small",
     },
 )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as a whole; log a warning if it cannot be written."""
+    picture = BytesIO()
+    figure.savefig(picture)
+    write_or_warn(path, picture.getvalue())
 
 
 def embedded(figure: Figure) -> str:

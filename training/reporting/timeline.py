@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from statistics import median_low
@@ -195,9 +194,7 @@ def write_timeline(run_dir: Path, plan: Plan, model: str, ranks: Sequence[Steps]
         f"step {last_step + 1 + drawn}, of median duration among {len(steps)}.   Bubble: {bubble['this_step']:.1%} in "
         f"this step, {bubble['steady_steps']:.1%} over all {len(steps)}, ideal {bubble['ideal']:.1%}",
     )
-    picture = BytesIO()
-    figure.savefig(picture)
-    write_or_warn(run_dir / PICTURE, picture.getvalue())
+    plot.save(figure, run_dir / PICTURE)
     shown = {last_step + 1 + i: i for i in steps[-_MOST_STEPS:]}
     origin = min((i.start for rank in chain(*replicas) for n in shown.values() for i in ranks[rank][n]), default=0.0)
     events = [_name("process", replica, 0, f"replica {replica}") for replica in range(plan.dp)]
