@@ -91,6 +91,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def brief(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Add a note to an error, as ``error.add_note`` does from Python 3.11 on."""
     notes = [*getattr(error, "__notes__", ()), note]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from common.errors import ModelError
+from common.errors import ModelError, brief
 from common.packages import load_transformers
 from models import sequence
 from models.causal_lm_attention import cut, masks_of_layers
@@ -95,8 +95,7 @@ def refused(kind: str, why: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        said = (str(error).splitlines() or [""])[0]
-        raise ModelError(f"{kind} cannot be cut into layers: {why} ({type(error).__name__}: {said})") from error
+        raise ModelError(f"{kind} cannot be cut into layers: {why} ({brief(error)})") from error
 
 
 class Forward:

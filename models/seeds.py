@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.errors import ModelError
+from common.errors import ModelError, brief
 from models import sequence
 
 # The constants of a dropout mask, as int64: the distances of samples and of elements before hashing (the latter as in
@@ -376,7 +376,6 @@ def passes(what: str, check: Callable[[], None]) -> bool:
     except ImportError:
         return False
     except Exception as error:  # of Triton, the compiler or the driver
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(f"{what} is computed without its Triton kernel, which is slower: {reason}", stacklevel=3)
+        warnings.warn(f"{what} is computed without its Triton kernel, which is slower: {brief(error)}", stacklevel=3)
         return False
     return True

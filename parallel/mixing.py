@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common.errors import PlanError, UserError
+from common.errors import PlanError, UserError, brief
 from models.chain import CPU, LOSS, Chain, LayerSpec, as_tuple
 from models.losses import IGNORED, copy_to_try, loss_of
 from models.seeds import Samples, computing
@@ -266,7 +266,7 @@ class _Trial:
             except UserError as error:
                 raise PlanError(f"{name}: {error}") from error
             except Exception as error:  # a user's code
-                said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                said = brief(error)
                 raise _NotComputed(f"{name} does not compute {len(rows)} of {length} positions ({said})") from error
         return results
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.errors import PlanError
+from common.errors import PlanError, brief
 from data.dataset import DataSet
 from models.auxiliary import Collected, collecting
 from models.chain import CPU, Chain, Layers, LayerSpec, as_tuple
@@ -190,8 +190,7 @@ def _problem(chain: Chain, found: Examination) -> str:
                 if not all(_is_weighted_sum(experts, *args, **others) for args, others in seen[:1]):
                     return f"the output of {name} is not the sum over a token's experts of weight x output", ()
             except Exception as error:  # a user's code
-                said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                return f"{name} does not compute forward(x [n, c], chosen [n, k], weights [n, k]) ({said})", ()
+                return f"{name} does not compute forward(x [n, c], chosen [n, k], weights [n, k]) ({brief(error)})", ()
         return "", as_tuple(outputs)
 
     inputs = () if found.sample is None else found.sample.to("meta").input_tensors

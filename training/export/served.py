@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from common.errors import TrainingError, UserError
+from common.errors import TrainingError, UserError, brief
 from common.packages import load_transformers
 from data.dataset import DataSet
 from data.images import ImageData
@@ -327,5 +327,4 @@ def _trace(model: ServedModel) -> ExportedProgram:
 
 
 def _not_exported(model: ServedModel, error: Exception) -> TrainingError:
-    reason = str(error).strip().partition("\n")[0]
-    return TrainingError(f"torch cannot export model={model.name}: {type(error).__name__}: {reason}")
+    return TrainingError(f"torch cannot export model={model.name}: {brief(error)}")

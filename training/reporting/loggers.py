@@ -8,7 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.errors import UserError
+from common.errors import UserError, brief
 from conf.schema import Root
 from training.reporting.metrics import METRICS, read_records, write_table
 
@@ -104,8 +104,7 @@ class Loggers:
 
 
 def _warn(kind: str, error: Exception) -> None:
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    log.warning("%s failed (%s). Training goes on without it; metrics.jsonl has every number", kind, text)
+    log.warning("%s failed (%s). Training goes on without it; metrics.jsonl has every number", kind, brief(error))
 
 
 def sections(cfg: Root) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from common.errors import brief
 from common.files import write_atomically
 from common.machine import changed_environment
 from conf.masking import mask_secrets
@@ -120,7 +121,7 @@ class WandbRun:
                 return run
             reason = "no API key is set up on this machine; run `wandb login` once"
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+            reason = brief(error)
         log.warning("wandb cannot log online (%s). This run logs offline instead; upload it later with: "
                     "wandb sync %s/offline-run-*", reason, shlex.quote(str(self._run_dir / "wandb")))  # fmt: skip
         _end_service()  # it still holds the failed run, and would refuse its id to the offline one

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from common.errors import brief
 from common.machine import available_memory
 from data.dataset import Batch, mapped
 from launchers import Interrupted, stopping
@@ -320,7 +321,7 @@ def probe(setup: Setup, own: int = 0) -> Iterator[Finding]:
             try:
                 texts = [*same(layer, tolerance)]
             except Exception as error:  # a user's code
-                texts = [(f"some numbers of samples cannot be computed: {_first_line(error)}", False)]
+                texts = [(f"some numbers of samples cannot be computed: {brief(error)}", False)]
             for text, holds in texts:  # of training and evaluation alike, once
                 found.setdefault(layer.kind + text.partition(" (by ")[0], Finding(name, layer.kind, text, holds))
         if name in ("unchanged", "repeats", "halves"):
@@ -345,7 +346,7 @@ def _layers(setup: Setup, own: int, kept: Sequence[float]) -> tuple[list[Layer],
             stage = Stage(chain, [name], seed=setup.cfg.seed, device=CPU, dtype=dtype)
             layer, evaluated = (Layer(stage, inputs, samples, *each) for each in found)
         except Exception as error:  # a user's code
-            text = f"{_SAMPLES} samples cannot be computed in {setup.plan.precision}: {_first_line(error)}"
+            text = f"{_SAMPLES} samples cannot be computed in {setup.plan.precision}: {brief(error)}"
             if "double" in text.lower():
                 text += ". If the layer always computes in float32, verify it with train.precision=fp32"
             too_large.append(Finding("sizes", f"{name} ({type(chain.skeleton([name])[name]).__name__})", text))
@@ -365,10 +366,6 @@ def _layers(setup: Setup, own: int, kept: Sequence[float]) -> tuple[list[Layer],
         inputs = tuple(t.detach().requires_grad_(t.requires_grad) for t in seen["given"].values())
         samples = samples.map(lambda t, count=count: t[:count])
     return layers, too_large
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _check_stopped() -> None:

@@ -108,10 +108,9 @@ class Report:
     def __str__(self) -> str:
         """Return the failures and the number of layouts that hold."""
         held = sum(layout.holds is True for layout in self.compared)
-        lines = [*map(str, self.failed), f"{held} of {len(self.compared)} layouts hold"]
-        lines += filter(None, [self.left_out])
         partly = f"partial: it ended after {self.reached}, and says nothing of those that are left"
-        return "\n".join(lines + [partly] * (not self.complete))
+        lines = [f"{held} of {len(self.compared)} layouts hold", self.left_out, partly * (not self.complete)]
+        return "\n".join([*map(str, self.failed), *filter(None, lines)])
 
 
 def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:

@@ -166,7 +166,7 @@ def test_the_gradient_of_a_number_that_all_samples_share_is_no_finding():
 
 def test_an_error_with_some_numbers_of_samples_is_a_finding():
     (found,) = [one for one in findings(chain(InFours)) if not one.holds]
-    assert "b (InFours): some numbers of samples cannot be computed: shape" in str(found)
+    assert "b (InFours): some numbers of samples cannot be computed: RuntimeError: shape" in str(found)
 
 
 def test_probes_end_when_the_process_is_told_to_stop(monkeypatch):
