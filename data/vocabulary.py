@@ -49,7 +49,6 @@ _AROUND, _MOST_SPECIAL = ("@a", "a@ b", " @  c"), 100
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # Half of a character, a lone surrogate, which JSON can contain but text cannot. Tokenizers fail on it.
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-Placed = tuple[int, tuple[int, int]]  # a token, and the characters [start, end) of a text from which it is made
 # The argument of parse_extra_tokens.
 ExtraTokens = str | Mapping[str, str | None] | None
 
@@ -137,8 +136,9 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def tokens(self, texts: Sequence[str], threads: int = 1, rendered: bool = False, placed: bool = False) -> list[Any]:
-        """Return the tokens of each text or part of a text; with ``placed``, each with its place (see Placed).
+        """Return the tokens of each text or part of a text; or with ``placed`` pairs of a token and its place.
 
+        A place is (start, end): the characters [start, end) of the text from which the token is made.
         Special tokens in it are recognized; GPT-2's <|endoftext|> only if the text was ``rendered`` by a template.
         """
 
