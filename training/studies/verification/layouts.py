@@ -44,6 +44,8 @@ _PLAIN = {"_target_": "torch.optim.SGD", "lr": 1e-4, "momentum": MOMENTUM}
 # In bf16 and fp16: the runs of one process that measure rounding, and how many times what they show counts as rounding.
 PERTURBED, _SPREADS = 3, 3.0
 _TINY = 1e-300  # in place of a limit of 0
+# In fp16: at the usual 65,536 the first gradients of many models overflow, and their steps would be skipped.
+LOSS_SCALE = 128.0
 OWN = "with your optimizer"
 _KINDS = {"loss": "loss", "grad_norm": "gradient norm", "step": "", "lr": "", "skipped": ""}
 COMPARED = (
@@ -397,13 +399,13 @@ def _run_jobs(world: World, planned: PlannedRun, jobs: list[tuple[Root, Path]], 
     folder, found = jobs[0][1].parent, list[str]()
     moved = perturbed(planned.plan.precision, seed) if seed else nullcontext()
 
-    def note_warnings(loop: Loop) -> None:
-        check = loop.checkpoints.check
+    def begin(loop: Loop) -> None:
+        loop.strategy.loss_scale.scale, check = LOSS_SCALE, loop.checkpoints.check
         loop.checkpoints.check = lambda: found.append(check() or "")  # the verdict replaces the warning
 
     with recorded(record, folder / f"record_{world.rank}.pt") if record else nullcontext(), moved:
         for cfg, run_dir in jobs:
             setup = replace(planned, cfg=cfg).setup(world)
             setup.data.test = None  # nothing compares its results
-            run(setup, run_dir, world, note_warnings)
+            run(setup, run_dir, world, begin)
     return next(filter(None, found), "").removesuffix(" (launcher.allow_mixed=true)")

@@ -31,7 +31,7 @@ from training.run.rank import run
 from training.run.restore import restore
 from training.run.setup import Setup
 from training.run.split_metrics import entries
-from training.studies.verification.layouts import in_layout, numbers_of, tensors_of
+from training.studies.verification.layouts import LOSS_SCALE, in_layout, numbers_of, tensors_of
 from training.studies.verification.probes import Finding, difference, largest_difference
 
 _BATCH, _EVALUATED = 4, 7
@@ -183,6 +183,7 @@ def _seen(planned: PlannedRun, world: World, run_dir: Path) -> dict[tuple[str, s
     setup.data.test = None
 
     def see(loop: Loop) -> None:
+        loop.strategy.loss_scale.scale = LOSS_SCALE
         layers = (pair for stage in loop.strategy.stages for pair in stage.layers.named_modules())
         seen.extend(("optim", "optim", one) for one in loop.optimizer.made)
         seen.extend(("callbacks", f"callbacks.{name}", one) for name, one in loop.callbacks.all.items())

@@ -303,6 +303,14 @@ def test_the_rounding_of_partial_sums_in_bf16_is_no_difference(tmp_path):
     assert tensor.ratios["gradients"] < 1 < tensor.differences["gradients"][0] / 1e-5
 
 
+@pytest.mark.slow
+def test_a_model_whose_first_gradients_overflow_in_fp16_is_verified(tmp_path):
+    loud = layer("Loud", lambda self, x: x / 1000 * 1000)
+    words = (*DDP, "train.precision=fp16", "device=cpu", "logger=none", f"hydra.run.dir={tmp_path}/v")
+    report = verify(*words, model=chain(loud), data=DATA)
+    assert report.ok and [layout.name for layout in report.compared] == ["parallel=ddp dp=2"], report
+
+
 def only(tmp_path, model, *words):
     report = verify(*WORDS, "verify.steps=2", *words, f"hydra.run.dir={tmp_path}/v", model=model, data=DATA)
     assert not report.ok
