@@ -103,7 +103,8 @@ class Compared:
             return f"{self.name}: {self.reason}"
         kind, size, at = self.largest
         own = f", with your {self.optimizer} {self.differences[OWN][0]:.0e}" if OWN in self.differences else ""
-        text = f"{self.name}: largest difference {size:.0e} ({kind} {at}){own}, {self.seconds:.1f} s"
+        found = f"largest difference {size:.0e} ({kind} {at})" if size else "no difference"
+        text = f"{self.name}: {found}{own}, {self.seconds:.1f} s"
         return text + f"\n      {self.reason}" * bool(self.reason)
 
 
