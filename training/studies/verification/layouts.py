@@ -253,10 +253,8 @@ class Runs:
         try:
             self.launch(result, self.path(result), jobs)
             result.losses = [float(loss) for loss in self.results(result, OWN).values()]
-            for kind in COMPARED:
-                if (kind != OWN or result.losses) and (
-                    found := self.largest(kind, partial(self.results, kind=kind), result)
-                ):
+            for kind in (kind for kind in COMPARED if kind != OWN or result.losses):
+                if found := self.largest(kind, partial(self.results, kind=kind), result):
                     ratio, size, at = found
                     result.differences[kind] = size, at
                     result.ratios |= {kind: ratio} if kind != OWN else {}
