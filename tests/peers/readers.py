@@ -5,7 +5,6 @@ Each is ``read(folder, tokens, half, room, bf16)`` -> the logits [tokens, words]
 None. It may write to the folder ``room``.
 """
 
-import json
 import os
 import runpy
 import sys
@@ -30,11 +29,10 @@ def transformers(folder, tokens, half, room, bf16):
 
 
 def peft(folder, tokens, half, room, bf16):
-    from peft import PeftModel
+    load_transformers()
+    from peft import AutoPeftModelForCausalLM
 
-    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    model = load_transformers().AutoModelForCausalLM.from_pretrained(base)
-    return _of_transformers(PeftModel.from_pretrained(model, folder).eval(), tokens, half)
+    return _of_transformers(AutoPeftModelForCausalLM.from_pretrained(folder).eval(), tokens, half)
 
 
 def lm_eval(folder, tokens, half, room, bf16):
@@ -61,7 +59,7 @@ def ctranslate2(folder, tokens, half, room, bf16):
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(folder)).convert(str(room / "ct2"))
-    generator = Generator(str(room / "ct2"), compute_type="float32")
+    generator = Generator(str(room / "ct2"), compute_type="float32", intra_threads=1)
     words = hub.AutoTokenizer.from_pretrained(folder).convert_ids_to_tokens(tokens[:half])
     (drawn,) = generator.generate_batch([words], max_length=COUNT, sampling_topk=1, include_prompt_in_result=False)
     return torch.from_numpy(np.array(generator.forward_batch([tokens])))[0], drawn.sequences_ids[0]
@@ -87,7 +85,8 @@ def llama_cpp(folder, tokens, half, room, bf16):
     with patch.object(sys, "argv", words), patch.object(sys, "path", [os.path.dirname(script), *sys.path]):
         runpy.run_path(script, run_name="__main__")
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.cpuparams.n_threads = str(file), 64, 1
+    params.model.path, params.n_ctx, params.warmup = str(file), 64, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it computes in float16
     server = xllamacpp.Server(params)

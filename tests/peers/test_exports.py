@@ -21,7 +21,7 @@ from training.run.restore import continued, restore
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, vocab_size=50257)
-SIZES |= dict(intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=True, head_dim=16, initializer_range=0.3)
+SIZES |= dict(intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=True, head_dim=16, initializer_range=0.1)
 SIZES |= dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rms_norm_eps=1e-3)  # not the defaults
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -89,6 +89,7 @@ def export(tmp_path_factory):
     """``export(model, format)``: the folder of an export, some tokens, the log-probabilities of those from HALF on by
     the run's own model, and the tokens that mode=sample continues the others with."""
     made, hub = {}, load_transformers()
+    torch.set_num_threads(1)
 
     def trained(name):
         kind, sizes, more = MODELS[name]
@@ -162,7 +163,7 @@ def test_an_export_is_read_as_the_page_says(export, model, name, tmp_path):
     difference = float((theirs - own).abs().max())
     print(f"{model}, {name}: {difference:.2g}; {continuation} and {drawn}")
     if said == "differs":
-        assert difference > 0.1
+        assert difference > 0.2, "twice the limit of bf16"
     else:
         assert difference <= float(said)
         assert bf16 or continuation in (None, drawn)
