@@ -11,8 +11,10 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q --disable-pip-version-check torch==2.13.0 numpy==2.3.4 transformers==5.24.0 \
-    "lm_eval==0.4.13"
+# What lm_eval.api imports, without models, metrics and data sets.
+"$folder/venv/bin/pip" install -q --no-compile --disable-pip-version-check numpy==2.3.4 requests==2.34.2 pyyaml==6.0.4 \
+    jinja2==3.1.6 tqdm==4.70.1
+"$folder/venv/bin/pip" install -q --no-compile --disable-pip-version-check --no-deps lm_eval==0.4.13
 cd "$folder"
 cat > finding.py << 'PROGRAM'
 from importlib.metadata import version

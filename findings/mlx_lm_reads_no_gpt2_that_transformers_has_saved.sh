@@ -10,8 +10,8 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q --disable-pip-version-check torch==2.13.0 numpy==2.3.4 transformers==5.24.0 \
-    "mlx[cpu]==0.32.4" mlx-lm==0.32.2
+"$folder/venv/bin/pip" install -q --no-compile --disable-pip-version-check torch==2.13.0 numpy==2.3.4 \
+    transformers==5.24.0 "mlx[cpu]==0.32.4" mlx-lm==0.32.2
 cd "$folder"
 cat > finding.py << 'PROGRAM'
 import json
