@@ -96,8 +96,8 @@ def llama_cpp(folder, tokens, half, room, bf16):
         return answer["choices"][0]["logprobs"]["content"]
 
     drawn = [entry["id"] for entry in ask(tokens[:half], COUNT, logprobs=1)]
-    found = []
+    found, the = [], {"262": 100}  # a whole word is drawn: an end, or a part of a character, has no entry
     for at in range(half, len(tokens)):
-        (entry,) = ask(tokens[:at], 1, logprobs=40)
+        (entry,) = ask(tokens[:at], 1, logprobs=40, logit_bias=the)
         found.append({word["id"]: word["logprob"] for word in entry["top_logprobs"]}.get(tokens[at], -torch.inf))
     return torch.tensor(found), drawn

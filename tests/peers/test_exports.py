@@ -32,7 +32,7 @@ LORA = ["model.lora.rank=4", "model.lora.targets=null"]
 MODELS = {
     "GPT-2": ("gpt2", GPT2, []),
     "GPT-2, LoRA": ("gpt2", GPT2, LORA),
-    "Llama": ("llama", dict(num_key_value_heads=4), []),
+    "Llama": ("llama", dict(num_key_value_heads=4, initializer_range=0.15), []),
     "Llama, 2 of 4 heads for keys, own output layer": ("llama", UNTIED, []),
     "Llama, 50,261 words, heads of width 8": ("llama", dict(vocab_size=50261, head_dim=8), []),
     "Llama, scaled positions": ("llama", SCALED, []),
@@ -86,8 +86,8 @@ def scores(logits: Tensor, tokens: list[int]) -> Tensor:
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory):
-    """``export(model, format)``: the folder of an export, some tokens, the log-probabilities of those from HALF on by
-    the run's own model, and the tokens that mode=sample continues the others with."""
+    """``export(model, format)``: the folder of an export, some tokens, the logits of the run's own model for them, and
+    the tokens that mode=sample continues those before HALF with."""
     made, hub = {}, load_transformers()
     torch.set_num_threads(1)
 
@@ -122,8 +122,8 @@ def export(tmp_path_factory):
         own, other, start = (scores(these, tokens) for these in (*logits, base))
         assert len(set(drawn)) > 2
         assert (own - other).abs().max() > 0.5, "the order of tokens makes a difference"
-        assert (own - start).abs().max() > 0.01, "training makes a difference"
-        return room, tokens, own, drawn
+        assert (own - start).abs().max() > 0.001, "training makes a difference"
+        return room, tokens, logits[0], drawn
 
     def get(name, form):
         if name not in made:
@@ -157,7 +157,10 @@ def test_an_export_is_read_as_the_page_says(export, model, name, tmp_path):
             read(folder, tokens, HALF, tmp_path, bf16)
         return
     theirs, continuation = read(folder, tokens, HALF, tmp_path, bf16)
-    theirs = scores(theirs, tokens) if theirs.ndim == 2 else theirs
+    if theirs.ndim == 2:
+        own = own[:, : theirs.shape[1]]  # export.format=onnx has the words of the data only
+        theirs = scores(theirs, tokens)
+    own = scores(own, tokens)
     own = own.sum() if theirs.ndim == 0 else own
     assert theirs.shape == own.shape
     difference = float((theirs - own).abs().max())
