@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# torch 2.13.0: torch.compile evaluates nn.TransformerEncoderLayer, but raises under autocast on a CPU.
+# torch 2.13.0 on a CPU: a compiled nn.TransformerEncoderLayer raises in evaluation under autocast, where the eager one
+# works.
 #
 # Guess: a compiled model gives in evaluation what the eager one gives, as it does in training.
 # Seen: without gradients, and after a layer whose output autocast has made bfloat16, the eager model works, and the
