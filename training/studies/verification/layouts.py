@@ -246,7 +246,8 @@ class Runs:
 
     def _judge(self, result: Compared, before: Compared) -> None:
         jobs = [("plain", None, self.steps), ("next", before, self.steps + 1)]
-        weights = replace(result.layout, schedule=None, chunks=1)  # an optimizer depends on their division alone
+        # An optimizer depends on the division of the weights alone.
+        weights = replace(result.layout, schedule=None, chunks=1, context="gather", sequence=False)
         if weights not in self._optimized and not result.perturbed:
             jobs.insert(1, ("own", None, self.steps))
         result.reason = ""
