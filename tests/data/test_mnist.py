@@ -44,7 +44,7 @@ def test_packed_files_are_read_where_they_lie_and_give_the_same(prepared, mnist_
 
 
 DAMAGES = {
-    "no file": (IMAGES, None, "and no train-images-idx3-ubyte.gz. Give a folder"),
+    "no file": (IMAGES, None, ", raw/train-images-idx3-ubyte.gz, MNIST/raw/train-images-idx3-ubyte, "),
     "cut": (IMAGES, lambda content: content[:-1], "94,079 values after its header, which has 120 x 28 x 28 = 94,080"),
     "foreign": (IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:], "begins with 00000d03 instead of 00000803"),
     "packed and no gzip": (f"{LABELS}.gz", lambda content: b"PK" + content, "Not a gzipped file"),
