@@ -5,6 +5,7 @@ Each layer is built as a separate stage and gets the output of the previous laye
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import brief
@@ -192,8 +194,10 @@ def difference(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -
     if torch.equal(ours, theirs):
         return 0.0
     ours, theirs = _real(ours.detach()).double(), _real(theirs.detach()).double()
-    gap = (ours - theirs).nan_to_num(torch.inf).masked_fill(ours == theirs, 0.0).abs().max().item()
-    return gap / (max(theirs.abs().nan_to_num(0.0, 0.0).max().item(), floor) or 1.0)
+    gap = vector_norm(ours - theirs, math.inf).item()
+    if not math.isfinite(gap):
+        gap = (ours - theirs).nan_to_num(torch.inf).masked_fill(ours == theirs, 0.0).abs().max().item()
+    return gap / (max(_largest(theirs), floor) or 1.0)
 
 
 def differences(ours: Tensors, theirs: Tensors, least: float = _FLOOR) -> dict[Any, float]:
@@ -204,15 +208,20 @@ def differences(ours: Tensors, theirs: Tensors, least: float = _FLOOR) -> dict[A
     pairs = ((name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs]))
     names = [name for name, a, b in pairs if a is None or b is None or a.shape != b.shape or not torch.equal(a, b)]
     # Equal tensors do not count: the -1e9 of a mask would hide all differences of the other tensors.
-    changed = [t.detach() for name in names if (t := theirs.get(name)) is not None and t.numel() > 1]
-    tensors = [_real(t).double().abs() for t in changed]
-    floor = least * max((t.nan_to_num(0.0, 0.0).max().item() for t in tensors), default=0.0)
+    changed = (t.detach() for name in names if (t := theirs.get(name)) is not None and t.numel() > 1)
+    floor = least and least * max((_largest(_real(t).double()) for t in changed), default=0.0)
     return {name: difference(ours.get(name), theirs.get(name), floor) for name in names}
 
 
 def largest_difference(ours: Tensors, theirs: Tensors) -> tuple[float, Any]:
     """Return the largest relative difference, and the name of the tensor with this difference."""
     return max(((size, name) for name, size in differences(ours, theirs).items()), key=itemgetter(0), default=(0.0, ""))
+
+
+def _largest(numbers: Tensor) -> float:
+    """Return the largest finite absolute value; 0 if there is none."""
+    largest = vector_norm(numbers, math.inf).item()
+    return largest if math.isfinite(largest) else numbers.abs().nan_to_num(0.0, 0.0).max().item()
 
 
 def _real(tensor: Tensor) -> Tensor:
