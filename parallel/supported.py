@@ -67,6 +67,7 @@ def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: boo
     """
     if divides_samples(layout) and found.which("gathers"):
         refuse_to_gather(layout)
+    copied = {*chain.copied, *chain.copied.values()}
     for facts in found.layers:
         if layout.sequence and facts.sums and facts.name in (found.names[0], found.names[-2]):
             raise PlanError(
@@ -74,7 +75,6 @@ def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: boo
                 "sequence between the first layer and the last one; leave parallel.sequence out"
             )
         _check_layer(facts, layout, recompute, trains)
-        copied = {*chain.copied, *chain.copied.values()}
         if trains and (shared := next((name for name in facts.changes if f"{facts.name}.{name}" in copied), None)):
             raise ModelError(
                 f"layer {facts.name!r} ({facts.kind}): it changes its {shared!r} in every training forward, and "

@@ -198,7 +198,7 @@ class Runs:
         self._limits: dict[str, Mapping[Any, float]] = {}  # by kind and name
         self._setup: Setup | None = None  # of the first layout; examined once
         self._plans: dict[str, Plan] = {}  # by the layout's name
-        self._optimized: set[Layout] = set()  # layouts, without their schedules, that the user's optimizer has trained
+        self._optimized: set[Layout] = set()  # divisions of the weights that the user's optimizer has trained
         self._parameters = {name for name, _ in chain.skeleton().named_parameters()}
         self._pool, self._reused = WorkerPool(0), False  # ``launch`` starts processes
 
@@ -261,7 +261,8 @@ class Runs:
                     result.ratios |= {kind: ratio} if kind != OWN else {}
             equal = not result.apart and all(ratio <= 1 for ratio in result.ratios.values())
             result.holds = bool(result.perturbed) or equal
-            self._optimized |= {weights} if result.holds else set()
+            if result.holds:
+                self._optimized.add(weights)
         except UserError as error:
             result.holds, result.reason = False, str(error)
 
