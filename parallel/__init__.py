@@ -22,6 +22,7 @@
     placement.py, pieces.py          how a tensor is divided over the axes, and the part that a rank holds
     dtensor.py                       the placement of a DTensor
     host_group.py, devices.py        ranks that share a GPU; devices and threads
+    late_imports.py                  stand-ins for torch's compiler until something is compiled
     timeline.py                      when each piece of work ran
 
 These modules use parts of torch that are private or undocumented and may change. Tested with torch 2.11, 2.13 and 2.15:
@@ -37,8 +38,9 @@ These modules use parts of torch that are private or undocumented and may change
     stage.py, axes/replicas.py    aten._unsafe_view, Tensor._is_view; torch._dynamo.config.recompile_limit
     axes/replicas.py              DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     gradients.py, batchnorm.py    torch._foreach_*; aten.native_batch_norm_backward
-    devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported; the file of
-                                  torch._dynamo.config
+    devices.py                    torch.cpu._is_avx512_bf16_supported and _is_amx_tile_supported
+    late_imports.py               what torch uses of torch._dynamo, torch.fx.experimental.symbolic_shapes and sympy when
+                                  nothing is compiled; the file of torch._dynamo.config
 """
 
 import common  # noqa: F401  it joins the user's modules with this package

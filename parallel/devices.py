@@ -7,14 +7,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -140,43 +134,6 @@ def check_compiler() -> None:
             f"train.compile=true needs a C++ compiler on this machine (looked for {', '.join(candidates)}); install "
             "one (Debian: apt-get install g++), point CXX at it, or leave train.compile=false"
         )
-
-
-def import_compiler_late() -> None:
-    """Keep torch from importing its compiler in this process until something is compiled.
-
-    torch imports its compiler, which takes 1.4 s, to exclude some functions of optimizers, modes and the meta
-    device from compilation. If nothing is compiled, these functions can be called directly.
-    """
-    if _COMPILER in sys.modules:
-        return
-    late = sys.modules[_COMPILER] = _LateCompiler(_COMPILER)
-    # Fake tensors read the compiler's settings from a file that does not import the compiler.
-    spec = spec_from_file_location(f"{_COMPILER}.config", Path(torch.__file__).parent / "_dynamo" / "config.py")
-    assert spec is not None and spec.loader is not None  # the file's name ends in .py
-    late.config = sys.modules[spec.name] = module_from_spec(spec)
-    spec.loader.exec_module(late.config)
-
-
-_COMPILER = "torch._dynamo"
-
-
-class _LateCompiler(ModuleType):
-    """A stand-in for ``torch._dynamo`` that imports the real module when an unknown attribute is used."""
-
-    config: ModuleType
-    graph_break = "".format  # takes any arguments and does nothing, since there is no graph
-
-    def disable(self, function: Callable | None = None, *args: Any, **kwargs: Any) -> Callable:
-        """Return a function unchanged. Without a function, return a decorator that does the same."""
-        return (lambda decorated: decorated) if function is None else function
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # needed to import its submodules
-            raise AttributeError(name)
-        if sys.modules.get(_COMPILER) is self:
-            del sys.modules[_COMPILER]
-        return getattr(import_module(_COMPILER), name)
 
 
 # -- numeric formats --------------------------------------------------------------------------------------------------

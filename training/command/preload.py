@@ -4,6 +4,10 @@ import gc
 
 gc.disable()  # saves a tenth of the time
 
+from parallel.late_imports import import_compiler_late  # noqa: E402
+
+import_compiler_late()
+
 import parallel.pipe_stage  # noqa: E402, F401
 import training.command.app  # noqa: E402
 import training.run.rank  # noqa: E402, F401

@@ -37,6 +37,7 @@ from models.losses import TokenCrossEntropy
 from models.preference import NAME, prefer
 from models.sequential import chain_of_module
 from parallel.devices import Hardware, share_cores
+from parallel.late_imports import import_compiler_late
 from parallel.layout import Layout
 from parallel.plan import Plan
 from parallel.planning import make_plan, rebalanced
@@ -75,6 +76,8 @@ def set_arithmetic(train: Any) -> None:
 def build_setup(cfg: Root, plan: Plan, world: World) -> Setup:
     """Build the objects of a run that another process has planned and checked; see ``prepare``."""
     adopt(cfg, world)
+    if not cfg.train.compile:
+        import_compiler_late()  # as in the process that has planned
     note(0, "preparing the data")
     cfg, chain, data = model_and_data(cfg)
     data.prepare()

@@ -36,6 +36,12 @@ def short_run(cfg: Root, parallel: Mapping[str, Any], more: Mapping[str, Any] | 
     return to_config(tree | dict(more or {}))
 
 
+def modules_of_workers(cfg: Root) -> list[str]:
+    """Return the modules that the process which forks the workers of a run imports."""
+    # With the compiler imported first, the others need no stand-in for it.
+    return ["torch._dynamo"] * cfg.train.compile + ["training.command.preload"]
+
+
 def run_on_rank(world: World, planned: PlannedRun, run_dir: Path) -> dict[str, Any]:
     """Run one rank in a worker of ``launchers``; after a restart, from the newest checkpoint. Returns the summary."""
     from training.checkpoint.load import after_restart

@@ -34,6 +34,7 @@ from training.reporting.page import render
 from training.reporting.progress import progress
 from training.run.prepare import prepare
 from training.run.setup import Setup
+from training.studies.short_run import modules_of_workers
 from training.studies.verification.difference import first_difference
 from training.studies.verification.layouts import COMPARED, PERTURBED, Compared, Runs, in_layout, layouts, variants
 from training.studies.verification.probes import Finding, probe
@@ -131,7 +132,7 @@ def prove(cfg: Root, run_dir: Path, typed: Collection[str]) -> Report:
     own = _own_microbatch(cfg)
     cfg = _settled(cfg, typed)
     with changed_environment(environment(cfg)):
-        start_fork_server(["training.command.preload"])
+        start_fork_server(modules_of_workers(cfg))
     setup = prepare(in_layout(cfg, _single(cfg, chunks=1), steps=cfg.verify.steps))
     if cfg.parallel.sync_batchnorm and setup.has_batchnorm:
         raise TrainingError(
