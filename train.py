@@ -1,19 +1,25 @@
 """Train any model under any parallel strategy: python train.py parallel=pipe_ddp model=gpt2 (--help lists the rest)."""
 
+import sys
+from contextlib import suppress
+
+from common.errors import UserError
 from common.machine import collect_rarely, spin_briefly, unfailing_output
-from launchers import stopping
+from launchers import World, start_fork_server, stopping
+from parallel.strategies import types_workers
 
 if __name__ == "__main__":
     stopping.install_handlers()  # before the imports below, which take seconds: a signal during them is not lost
     spin_briefly()
     collect_rarely()
+    if types_workers(sys.argv[1:]) and not World.is_described():
+        with suppress(UserError):  # the run will raise it again
+            start_fork_server(["training.command.preload"], early=True)
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from conf.composition import Composed
-from launchers import World
 from training.command.app import execute, run_words
 from training.command.errors import clear_errors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import multiprocessing
@@ -31,6 +32,7 @@ from launchers.worker import Console, Job, redirect_output, work
 from launchers.world import World
 
 _POLL_S = 0.05
+_early: dict[str, str] | None = None  # the environment of a fork server that was started early
 _PRELOAD = ("torch", "torch.distributed")
 _END_S = 5.0
 # All ranks of a run that was asked to stop end within moments of each other.
@@ -38,12 +40,18 @@ _LEAVE_S = 10.0
 _private_folder = partial(tempfile.TemporaryDirectory, prefix="launchers-", ignore_cleanup_errors=True)
 
 
-def start_fork_server(preload: Sequence[str] = ()) -> None:
+def start_fork_server(preload: Sequence[str] = (), early: bool = False) -> None:
     """Start the process that forks workers. It imports the modules ``preload`` and torch while the caller continues.
 
     This is the fork server of the standard library. A process has only one, so a second call does nothing. It imports
-    libraries with the environment at its start. The modules must start no thread and use no device.
+    libraries with the environment at its start. The modules must start no thread and use no device. If it is started
+    ``early``, before the configuration is known, a call with another environment starts it again.
     """
+    global _early
+    if _early != dict(os.environ):
+        _end_early()
+    _early = None
+    environment = dict(os.environ)
     resource_tracker.ensure_running()  # first, because it unblocks signals
     # Signals may be sent to all processes of a terminal or a job. A worker unblocks them when it can handle them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SIGNALS})
@@ -53,6 +61,7 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
         with changed_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}), _without_main():
             multiprocessing.set_forkserver_preload([*preload, *_PRELOAD])
             forkserver.ensure_running()
+            _early = environment if early else None
     except OSError as error:
         if "too long" not in str(error):
             raise
@@ -62,6 +71,15 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
         ) from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@atexit.register
+def _end_early() -> None:
+    """End a fork server that no run uses. It may import for seconds, and has this process's console."""
+    if _early is not None:
+        server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]  # tried with Python 3.11
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
 
 
 def run_workers(

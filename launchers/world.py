@@ -57,6 +57,12 @@ class World:
         """Return the world of a single process."""
         return cls(0, 1, 0, 1, "alone")
 
+    @staticmethod
+    def is_described(environ: Mapping[str, str] = os.environ) -> bool:
+        """Return whether the environment describes ranks, right or wrong."""
+        names = ("RANK", "WORLD_SIZE", *(names["WORLD_SIZE"] for names in _MPI_NAMES))
+        return _is_step(environ) or any(environ.get(name) for name in names)
+
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> World | None:
         """Return the world that RANK and WORLD_SIZE, a SLURM step of several tasks, or mpirun describe.

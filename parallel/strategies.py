@@ -15,6 +15,7 @@ To add a configuration key, add it to ``conf.schema.Parallel``, and to ``paralle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import PlanError
@@ -47,6 +48,11 @@ class StrategyInfo:
     tensor: bool = False
     degree: str = ""
     shards: str = ""
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether a run may have several processes."""
+        return bool(self.replicas or self.stage_per_rank or self.degree)
 
     @property
     def sharded(self) -> bool:
@@ -95,3 +101,11 @@ def suggest(*, replicas: bool, stages: bool) -> str:
     """Name a strategy for an error message."""
     in_turn = dict(stage_per_rank=stages, several_devices=False, gpu_only=False)
     return names_where(replicas=replicas, stages=stages, **in_turn)[0]
+
+
+def types_workers(arguments: Sequence[str]) -> bool:
+    """Return whether a command line certainly starts workers, before its configuration is composed."""
+    words = {key: value for key, _, value in (word.partition("=") for word in arguments)}
+    elsewhere = {"launcher", "train.compile"} & words.keys() or any(word.startswith("-") for word in arguments)
+    info = STRATEGIES.get(words.get("parallel", ""))
+    return info is not None and info.has_workers and words.get("mode", "train") in ("train", "eval") and not elsewhere

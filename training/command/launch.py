@@ -20,6 +20,7 @@ from launchers import Interrupted, run_workers, start_fork_server, stopping
 from launchers.stopping import Stopped
 from training.command.ranks import lead
 from training.studies.planning import is_automatic
+from training.studies.short_run import modules_of_workers
 
 if TYPE_CHECKING:
     from training.run.setup import Setup
@@ -100,7 +101,7 @@ def nothing_begun() -> Iterator[None]:
 def prepared(composed: Composed) -> Setup:
     """Check a run and prepare it; a queued run is only checked. Its configuration has measured and chosen values."""
     # Only now, because these import torch.
-    from parallel.devices import import_compiler_late
+    from parallel.late_imports import import_compiler_late
     from training.checkpoint.load import after_restart
     from training.command.slurm_job import prepare_here
     from training.reporting.run_directory import started_again
@@ -128,14 +129,13 @@ def preload(composed: Composed, workers: bool) -> None:
     """If ``workers`` will start, start the process that forks them and imports their modules."""
     if workers and composed.world is None and composed.cfg.launcher.name == "local":
         with changed_environment(environment(composed.cfg)):
-            start_fork_server(["training.command.preload"])
+            start_fork_server(modules_of_workers(composed.cfg))
 
 
 def _has_workers(cfg: Root) -> bool:
     from parallel.strategies import strategy_info
 
-    info = strategy_info(cfg.parallel.name)
-    return bool(info.replicas or info.stage_per_rank or info.degree or cfg.parallel.axes or _restarts(cfg))
+    return strategy_info(cfg.parallel.name).has_workers or bool(cfg.parallel.axes or _restarts(cfg))
 
 
 def to_text(composed: Composed) -> str:
