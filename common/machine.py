@@ -168,6 +168,7 @@ def collect_rarely() -> None:
 
 
 def collect_as_usual() -> None:
-    """Undo ``collect_rarely``, if it was called."""
+    """Undo ``collect_rarely``, if it was called. What exists stays, so that no pass goes through it."""
     if _usual:
+        gc.freeze()
         gc.set_threshold(_usual[0], _usual[1], _usual[2])

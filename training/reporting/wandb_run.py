@@ -10,8 +10,10 @@ import secrets
 import shlex
 import shutil
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from common.errors import brief
@@ -25,6 +27,7 @@ from training.reporting.metrics import METRICS, read_records
 log = logging.getLogger("training")
 
 ID_FILE = "wandb_id.txt"
+_INPUTS = "wandb.sdk.launch.inputs.internal"
 # wandb's files (tried with 0.31): LevelDB's log, in blocks. A piece of a record has a head of CRC, length and kind.
 _BEGINS, _BLOCK, _PIECE, _ENDS_RECORD = b":W&B\xe1\xbe\x00", 1 << 15, struct.Struct("<IHB"), (1, 4)
 
@@ -148,7 +151,7 @@ class WandbRun:
             x_disable_meta=True,
             x_save_requirements=False,
         )
-        with _private_environment(self._run_dir, mode):
+        with _private_environment(self._run_dir, mode), _without_inputs():
             return wandb.init(
                 id=run_id(self._run_dir / ID_FILE), dir=str(self._run_dir), settings=settings, **self._arguments
             )
@@ -163,6 +166,25 @@ def _private_environment(run_dir: Path, mode: str) -> contextlib.AbstractContext
     settings = {"SILENT": "true", "ERROR_REPORTING": "false", "MODE": mode, "SERVICE": None}
     folders = {f"{kind.upper()}_DIR": str(run_dir / "wandb" / kind) for kind in ("cache", "data", "artifact")}
     return changed_environment({f"WANDB_{name}": value for name, value in {**settings, **folders}.items()})
+
+
+@contextlib.contextmanager
+def _without_inputs() -> Iterator[None]:
+    """Keep wandb.init from importing wandb's launcher, which takes a second, to ask it for its inputs (wandb 0.31)."""
+    if _INPUTS in sys.modules:
+        yield
+        return
+    module = sys.modules[_INPUTS] = ModuleType(_INPUTS)
+    module.__dict__["StagedLaunchInputs"] = _NoInputs
+    try:
+        yield
+    finally:
+        del sys.modules[_INPUTS]
+
+
+class _NoInputs:
+    def apply(self, run: Any) -> None:
+        """Without the launcher there are no inputs."""
 
 
 @contextlib.contextmanager
