@@ -27,10 +27,10 @@ Tokens = list[list[int]]
 
 
 def measure(chosen: Namespace) -> Iterator[Table]:
-    """Yield the table for one prompt and for four."""
+    """Yield the table for one prompt and for eight."""
     size, tokens = ("tiny", 8) if chosen.quick else ("124M", 64)
     about = {"size": size, "prompt": PROMPT, "tokens": tokens, "threads": torch.get_num_threads()}
-    rows = (row for batch in (1, 4) for row in rows_of(size, batch, tokens, chosen.rounds))
+    rows = (row for batch in (1, 8) for row in rows_of(size, batch, tokens, chosen.rounds))
     yield Table("sampling", rows, about)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from models.attention import KeyValueCache, caching
 from models.chain import Layers, as_tuple
@@ -77,7 +80,7 @@ def generate(
         if cache is not None and not cache.empty:
             cache.advance([len(text) - 1 for text in texts], device)
             seen = 1
-        with caching(layers, cache):
+        with caching(layers, cache), _FewRows() if len(texts) > 1 else nullcontext():
             logits = _logits(layers, [text[-seen:] for text in texts], device)
         logits = logits[:, :vocab_size].float().cpu()
         for text, row, generator in zip(texts, logits, generators, strict=True):
@@ -96,6 +99,20 @@ def logits_at(layers: Layers, tokens: Tensor, texts: Tensor | slice, last: Seque
     if body and len(tensors) == 1:  # the last layer is the most expensive one, and one position is enough
         return as_tuple(head(tensors[0][texts, last][:, None]))[0][:, 0]
     return as_tuple(head(*tensors))[0][texts, last]
+
+
+class _FewRows(TorchFunctionMode):
+    """Multiplies a large matrix by a few rows, not the rows by the matrix, which takes CPUs up to 3.5 times as long."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and not kwargs:
+            x, weight, *bias = args
+            rows = x.numel() // x.shape[-1]
+            large = weight.numel() >= 2**20 and weight.dtype is torch.float32 and weight.device.type == "cpu"
+            if 1 < rows <= 32 and large and x.dtype is weight.dtype:
+                y = torch.mm(weight, x.reshape(rows, -1).T).T.unflatten(0, x.shape[:-1])
+                return y.contiguous() if not bias or bias[0] is None else y + bias[0]
+        return function(*args, **kwargs or {})
 
 
 def _logits(layers: Layers, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:

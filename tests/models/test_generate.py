@@ -36,6 +36,18 @@ def follow(layers, count=6, **draws):
     return drawn
 
 
+@pytest.mark.parametrize("texts", [1, 2, 9, 40])
+def test_several_texts_have_the_logits_of_each_alone_also_where_a_large_matrix_comes_first(texts):
+    torch.manual_seed(0)
+    large = Layers(
+        [("embedding", nn.Embedding(WORDS, 1024)), ("body", nn.Linear(1024, 1100)), ("head", nn.Linear(1100, WORDS))]
+    )
+    prompts = [[i % WORDS, (7 * i) % WORDS] for i in range(texts)]
+    options = {"positions": 4, "vocab_size": WORDS, "device": CPU}
+    together = generate(large, prompts, 3, Draws(temperature=0), **options)
+    assert together == [generate(large, [one], 3, Draws(temperature=0), **options)[0] for one in prompts]
+
+
 def test_temperature_0_takes_the_likeliest_token_that_is_no_padding(layers):
     assert follow(layers, temperature=0) == [6, 7, 0, 1, 2, 3]
     assert follow(layers, top_k=1) == follow(layers, top_p=1e-6) == [6, 7, 0, 1, 2, 3]
