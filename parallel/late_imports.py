@@ -118,10 +118,10 @@ def _unchanged(function: Callable | None = None, *args: Any, **kwargs: Any) -> C
     return (lambda decorated: decorated) if function is None else function
 
 
-def _of_numbers(module: str, name: str, *values: Any) -> Any:
-    if all(map(_has_numbers, tree_leaves(values))):
+def _of_numbers(module: str, name: str, *values: Any, **options: Any) -> Any:
+    if not options and all(map(_has_numbers, tree_leaves(values))):
         return _OF_NUMBERS[module][name](*values)
-    return getattr(import_module(module), name)(*values)
+    return getattr(import_module(module), name)(*values, **options)
 
 
 def _has_numbers(value: Any) -> bool:
