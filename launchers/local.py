@@ -48,10 +48,10 @@ def start_fork_server(preload: Sequence[str] = (), early: bool = False) -> None:
     ``early``, before the configuration is known, a call with another environment starts it again.
     """
     global _early
-    if _early != dict(os.environ):
+    environment = dict(os.environ)
+    if _early != environment:
         _end_early()
     _early = None
-    environment = dict(os.environ)
     resource_tracker.ensure_running()  # first, because it unblocks signals
     # Signals may be sent to all processes of a terminal or a job. A worker unblocks them when it can handle them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SIGNALS})

@@ -107,9 +107,8 @@ class _FewRows(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.linear and not kwargs:
             x, weight, *bias = args
-            rows = x.numel() // x.shape[-1]
             large = weight.numel() >= 2**20 and weight.dtype is torch.float32 and weight.device.type == "cpu"
-            if 1 < rows <= 32 and large and x.dtype is weight.dtype:
+            if large and x.dtype is weight.dtype and 1 < (rows := x.numel() // x.shape[-1]) <= 32:
                 y = torch.mm(weight, x.reshape(rows, -1).T).T.unflatten(0, x.shape[:-1])
                 return y.contiguous() if not bias or bias[0] is None else y + bias[0]
         return function(*args, **kwargs or {})

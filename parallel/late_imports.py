@@ -27,7 +27,7 @@ def import_compiler_late() -> None:
     the real module when torch or the user's code needs more of it.
     """
     if _COMPILER not in sys.modules:
-        late = _Late(_COMPILER, {"OptimizedModule": object}, graph_break=_nothing, disable=_unchanged)
+        late = _Late(_COMPILER, graph_break=_nothing, disable=_unchanged)
         late.install()
         # Fake tensors read the compiler's settings from a file that does not import the compiler.
         spec = spec_from_file_location(f"{_COMPILER}.config", Path(torch.__file__).parent / "_dynamo" / "config.py")
@@ -39,10 +39,16 @@ def import_compiler_late() -> None:
         late.utils = _Late(f"{_COMPILER}.utils", get_optimize_ddp_mode=lambda: late.config.optimize_ddp)
     for module, functions in _OF_NUMBERS.items():
         if module not in sys.modules:
-            of_numbers = {name: partial(_of_numbers, module, name) for name in functions}
-            _Late(module, {"GuardOnDataDependentSymNode": RuntimeError}, **of_numbers).install()
+            _Late(module, **{name: partial(_of_numbers, module, name) for name in functions}).install()
     if _SYMPY not in sys.modules:
-        _Late(_SYMPY, {"Basic": object}).install()
+        _Late(_SYMPY).install()
+
+
+# Classes that torch asks these modules for, to recognize their objects, of which there are none yet.
+_CLASSES = {
+    name: type(name, (base,), {})
+    for name, base in {"OptimizedModule": object, "GuardOnDataDependentSymNode": RuntimeError, "Basic": object}.items()
+}
 
 
 def _first(known: Any) -> Any:
@@ -74,11 +80,9 @@ class _Late(ModuleType):
     trace_rules: ModuleType
     utils: ModuleType
 
-    def __init__(self, name: str, classes: dict[str, type] | None = None, **own: Any) -> None:
-        """``classes`` are the names and bases of classes that torch asks for, and of which there are no objects yet."""
+    def __init__(self, name: str, **own: Any) -> None:
         super().__init__(name)
         self.__dict__.update(own)
-        self._classes = {name: type(name, (base,), {}) for name, base in (classes or {}).items()}
         self._given: list[tuple[dict[str, Any], str]] = []
 
     def install(self) -> None:
@@ -91,13 +95,13 @@ class _Late(ModuleType):
         if name.startswith("__") and (name != "__path__" or by_torch):  # submodules need the path of the real module
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
-            if by_torch and name in self._classes:
+            if by_torch and name in _CLASSES:
                 self._given.append((asking, name))
-                return self._classes[name]
+                return _CLASSES[name]
             del sys.modules[self.__name__]
             real = import_module(self.__name__)
             for variables, given in self._given:
-                if variables.get(given) is self._classes[given]:
+                if variables.get(given) is _CLASSES[given]:
                     variables[given] = getattr(real, given)
         with suppress(ModuleNotFoundError):  # torch may mean a submodule
             return _attribute_or_submodule(self.__name__, name)

@@ -104,7 +104,7 @@ def suggest(*, replicas: bool, stages: bool) -> str:
 
 
 def types_workers(arguments: Sequence[str]) -> bool:
-    """Return whether a command line certainly starts workers, before its configuration is composed."""
+    """Return whether the words of a command line name a strategy with workers, before they are composed."""
     words = {key: value for key, _, value in (word.partition("=") for word in arguments)}
     elsewhere = {"launcher", "train.compile"} & words.keys() or any(word.startswith("-") for word in arguments)
     info = STRATEGIES.get(words.get("parallel", ""))
