@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import CheckpointError
 from common.files import check_regular, expand_home, flush_path, write_atomically
+from common.machine import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,8 +99,10 @@ class Checkpoint:
             self.files = {_inside(name): (operator.index(e["bytes"]), str(e["sha256"])) for name, e in described}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
-        for name, (size, checksum) in self.files.items():
-            _check_file(folder / name, size, checksum if verify else None)
+        checks = [(folder / name, size, checksum if verify else None) for name, (size, checksum) in self.files.items()]
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            for checked in [pool.submit(_check_file, *check) for check in checks]:
+                checked.result()
 
     @classmethod
     def find(cls, path: Path, verify: bool = False) -> Checkpoint:

@@ -182,7 +182,7 @@ class Weights(dict):
             TrainingError: The file does not exist, or it holds another model.
         """
         files, self._names = _files(find_weights(model.init_from)), (model.init_from, model.name)
-        stored = {name: partial(StoredTensor, path, name) for path in files for name in _open(path).keys()}
+        stored = {name: partial(StoredTensor, file, name) for file in map(_open, files) for name in file.keys()}
         self._format = form = chain.hugging_face
         self._prefix = prefix_of(chain.names)
         self._opened = stored if form is None else form.read(stored)

@@ -78,7 +78,7 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
             "with the same optimizer, or start a new run; mode=export writes these weights for its model.init_from="
         )
     try:
-        tensors = CheckpointTensors(checkpoint)
+        tensors = stored_tensors(checkpoint)
         _compare(checkpoint, tensors, strategy.chain, trains=optimizer is not None)
         strategy.load_state_dict(tensors, lambda name: name not in strategy.chain.unsaved)
         set_step(checkpoint.step)
@@ -98,25 +98,21 @@ def _load(checkpoint: Checkpoint, strategy: Strategy, optimizer: Optimizer | Non
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read all parameters and buffers of a checkpoint under the given module's names, tied parameters included."""
     checkpoint = Checkpoint.find(path, verify=True)
-    tensors = CheckpointTensors(checkpoint)
+    tensors = stored_tensors(checkpoint)
     weights = {name: tensors[name][...] for name in tensors if "/" not in name}
     return names_of_module(weights, checkpoint.tied, [name for stage in checkpoint.layout["stages"] for name in stage])
 
 
-class CheckpointTensors(dict):
-    """The tensors of a checkpoint by name. Boxes are read on demand: a rank never holds the tensors of another."""
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name. Raises OSError and SafetensorError.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Read the names of all tensors. Raises OSError and SafetensorError."""
-        from safetensors import safe_open
+    Boxes are read on demand: a rank never holds the tensors of another.
+    """
+    from safetensors import safe_open
 
-        super().__init__()
-        for path in (checkpoint.folder / name for name in checkpoint.files):
-            with safe_open(path, framework="pt") as file:
-                self.update(dict.fromkeys(file.keys(), path))
-
-    def __getitem__(self, key: str) -> StoredTensor:
-        return StoredTensor(super().__getitem__(key), key)
+    # Each file is opened once, because each mapping of a file has page faults of its own.
+    files = [safe_open(checkpoint.folder / name, framework="pt") for name in checkpoint.files]
+    return {name: StoredTensor(file, name) for file in files for name in file.keys()}
 
 
 class StoredTensor:
@@ -127,12 +123,10 @@ class StoredTensor:
         dtype: The dtype to which boxes are converted; initially the dtype in the file.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
-        """Open the file and read its header. Raises OSError and SafetensorError."""
-        from safetensors import safe_open
-
-        self._file, self._name = safe_open(path, framework="pt"), name
-        self._slice = self._file.get_slice(name)
+    def __init__(self, file: Any, name: str) -> None:
+        """Read the tensor's entry in the header of ``file``, a ``safetensors.safe_open``."""
+        self._file, self._name = file, name
+        self._slice = file.get_slice(name)
         self.shape = torch.Size(self._slice.get_shape())
         self.dtype = (self._slice[:0] if self.shape else self._file.get_tensor(name)).dtype
 
@@ -140,7 +134,7 @@ class StoredTensor:
         return (self._file.get_tensor(self._name) if box is ... else self._slice[box]).to(self.dtype)
 
 
-def _load_optimizer(tensors: CheckpointTensors, strategy: Strategy, optimizer: Optimizer) -> None:
+def _load_optimizer(tensors: Mapping[str, StoredTensor], strategy: Strategy, optimizer: Optimizer) -> None:
     kinds: dict[str, list[str]] = {}
     for key in tensors:
         name, slash, kind = key.partition("/")
@@ -168,11 +162,11 @@ def check_fits(path: Path, chain: Chain, cfg: Root) -> None:
 
     checkpoint = Checkpoint.find(path)
     with suppress(OSError, SafetensorError):  # damaged: loading compares the checksums and names the file
-        _compare(checkpoint, CheckpointTensors(checkpoint), chain, cfg.mode == "train", cfg)
+        _compare(checkpoint, stored_tensors(checkpoint), chain, cfg.mode == "train", cfg)
 
 
 def _compare(
-    checkpoint: Checkpoint, stored: CheckpointTensors, chain: Chain, trains: bool, cfg: Root | None = None
+    checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], chain: Chain, trains: bool, cfg: Root | None = None
 ) -> None:
     """Compare a checkpoint's tensors with a model's and, if the run ``trains``, also with its optimizer's."""
     skeleton = chain.skeleton()
@@ -248,9 +242,7 @@ def _together(mesh: Mesh, work: Callable[[], T]) -> T:
     The checksums of a large checkpoint may take longer than ranks wait for each other. The ranks therefore ask each
     other every second whether all ranks have finished.
     """
-    result: Future[T] = Future()
-    threading.Thread(target=_finish, args=(result, work), name="checkpoint", daemon=True).start()
-    finished = False
+    result, finished = in_background(work), False
     while not finished:
         wait([result], _ASK_S)
         finished = all(mesh.gather(result.done()))
@@ -260,6 +252,13 @@ def _together(mesh: Mesh, work: Callable[[], T]) -> T:
     if (problem := next(filter(None, mesh.gather(failed and str(failed))), None)) is not None:
         raise CheckpointError(problem)
     return result.result()
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Run ``work`` in a thread that a process does not wait for at its end."""
+    result: Future[T] = Future()
+    threading.Thread(target=_finish, args=(result, work), name="checkpoint", daemon=True).start()
+    return result
 
 
 def _finish(result: Future[T], work: Callable[[], T]) -> None:

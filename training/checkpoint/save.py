@@ -361,12 +361,13 @@ def describe(path: Path, pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Any]
     Raises:
         CheckpointError: The file does not contain this rank's pieces.
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     size = path.stat().st_size
     try:
+        file = safe_open(path, framework="pt")
         own = {name: piece for name, piece in pieces.items() if mesh.owns(piece.axes)}
-        same = all(bytes_of(p.read(StoredTensor(path, n))).equal(bytes_of(p.tensor)) for n, p in own.items())
+        same = all(bytes_of(p.read(StoredTensor(file, n))).equal(bytes_of(p.tensor)) for n, p in own.items())
     except SafetensorError:  # the file lacks its header or its end
         same = False
     if not same:

@@ -113,7 +113,7 @@ def prepared(composed: Composed) -> Setup:
     if started_again() and cfg.mode == "train":
         cfg = after_restart(cfg, run_dir)
     if cfg.train.resume is not None or cfg.mode in EVALUATES:
-        from training.studies.planning.choice import recall
+        from training.studies.planning.recall import recall
 
         cfg = recall(cfg, run_dir)
     if is_automatic(cfg):

@@ -227,7 +227,8 @@ class _Part:
     def load_state_of(self, parameter: nn.Parameter, state: Mapping[str, Boxes]) -> None:
         own = self.parameters[parameter]
         self._resumed = True
-        group, _ = self._groups[own]
+        group, at_first = self._groups[own]
+        group.update(_own_values(at_first))  # a checkpoint has only the values that had changed
         loaded, piece = {}, self._piece(parameter)
         self.optimizer.state[own] = loaded
         self._divided[own] = {key for key, value in state.items() if tuple(value.shape) == piece.shape}
@@ -268,6 +269,6 @@ def _placed_as(piece: Piece, key: str, value: Boxes, group: Mapping[str, Any]) -
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value[...].cpu().clone()  # the host reads it in every update
     if tuple(value.shape) != piece.shape:
-        return value[...].to(piece.tensor.device)
+        return value[...].to(piece.tensor.device, copy=True)  # not the file's pages
     own = piece.read(value)
     return torch.empty_like(piece.tensor, dtype=own.dtype, requires_grad=False).copy_(own)

@@ -34,7 +34,7 @@ from training.callbacks.averaging import averaging_of
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint, step_name
 from training.checkpoint.init_from import not_drawn, start
-from training.checkpoint.load import find_resumed, load, load_chosen, make_newest
+from training.checkpoint.load import find_resumed, in_background, load, load_chosen, make_newest
 from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
@@ -81,6 +81,9 @@ def run(
     adopt(cfg, world)
     if world.meeting is not None:  # ranks started one by one, whose machines may have to prepare the data
         ready_together(world.meeting, cfg.parallel.timeout_s)
+    wanted, choose = cfg.train.resume if cfg.mode == "train" else None, lambda: None
+    if wanted is not None and world.rank == 0:  # while the model is built, because reading checksums takes seconds
+        choose = in_background(partial(find_resumed, wanted, run_dir / "checkpoints")).result
     with _strategy(setup, world) as strategy:
         if cfg.mode in EVALUATES:
             act = evaluate_checkpoint if cfg.mode == "eval" else predict_checkpoint
@@ -101,8 +104,8 @@ def run(
             check=partial(check_weights, strategy, cfg.launcher.allow_mixed),
         )
         resumed, done, ended = None, 0, False
-        if (wanted := cfg.train.resume) is not None:
-            resumed = load_chosen(partial(find_resumed, wanted, checkpoints.folder), strategy, optimizer)
+        if wanted is not None:
+            resumed = load_chosen(choose, strategy, optimizer)
         if resumed is not None:
             setup = replace(setup, earlier=earlier_batches(resumed, setup))
             ended = _has_ended(setup, resumed, own=checkpoints.resumed_from(resumed))

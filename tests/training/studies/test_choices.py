@@ -18,9 +18,10 @@ from planner import here
 from training.checkpoint.files import Checkpoint
 from training.command.launch import prepared
 from training.studies.planning import choice
-from training.studies.planning.choice import choose, predict_here, recall
+from training.studies.planning.choice import choose, predict_here
 from training.studies.planning.comparison import Row, to_try
 from training.studies.planning.paper import command, predict_on_paper
+from training.studies.planning.recall import recall
 from training.studies.planning.trial import Trial
 
 COMMON = ["model=toy", "logger=none", "train.steps=4", "train.global_batch_size=4", "data.samples=40"]

@@ -2,6 +2,7 @@
 
 paper.py       predictions for a described cluster; the tables of any search
 typed.py       the typed keys of a layout: their checks, and the layouts that they allow
+recall.py      the layout that the training of a checkpoint chose
 choice.py      parallel=auto: measures this machine and chooses the fastest layout
 trial.py       measurements of a run of a few steps
 comparison.py  mode=compare: runs each strategy's best layout, and shows predictions beside measurements

@@ -16,7 +16,6 @@ import torch
 
 from common.errors import PlanError
 from common.machine import available_memory, usable_cores
-from conf import EVALUATES
 from conf.instantiate import in_section, to_dict, with_values
 from conf.schema import Root
 from launchers import World
@@ -27,15 +26,14 @@ from planner.here import Subject, free_memory, measure
 from planner.memory import Allocation
 from planner.search import Candidate, Devices, Found, Pool, search
 from training.callbacks.averaging import states_of_run
-from training.checkpoint.files import Checkpoint
 from training.optimizer import Optimizer
 from training.reporting.metrics import SUMMARY, read_object, write_json
 from training.run.prepare import BALANCES, PlannedRun, in_one_process, prepare
 from training.run.setup import Setup
-from training.studies.planning import AUTO, is_automatic
+from training.studies.planning import AUTO
 from training.studies.planning.paper import batchnorm_of, cluster_of, on_paper, paper_is_off, predict_on_paper, tables
 from training.studies.planning.trial import try_layout
-from training.studies.planning.typed import check_kept, fixed_of, possible_layouts
+from training.studies.planning.typed import fixed_of, possible_layouts
 
 CHOICES = "choices.json"
 _HERE_IS_OFF = "such predictions were 11 % off on average for six small models on two cores: docs/planner.md"
@@ -43,40 +41,6 @@ _NEAR, _MOST_TRIED = 1.3, 3  # the first few layouts with predictions up to this
 _SECONDS = 1.0  # duration of a trial
 _MOST_PROCESSES = 8  # on a CPU
 _RUN = 16 * 2**20  # bytes that the training loop and its threads need in a process
-
-
-def recall(cfg: Root, run_dir: Path) -> Any:
-    """Return the configuration with the values from the training of the checkpoint to resume or evaluate.
-
-    These values replace ``parallel=auto`` and, for training, ``train.precision=auto``. In the same layout, they also
-    replace ``chunks=auto`` and ``balance=time|size``.
-
-    Args:
-        cfg: The configuration.
-        run_dir: The run directory, for ``train.resume=auto``.
-    """
-    parallel, evaluates = cfg.parallel, cfg.mode in EVALUATES
-    source = cfg.checkpoint if evaluates else cfg.train.resume
-    of_training = not evaluates and (cfg.train.precision == AUTO or parallel.balance in BALANCES)
-    if source is None or not (is_automatic(cfg) or of_training):
-        return cfg
-    saved = Checkpoint.newest(run_dir / "checkpoints") if source == AUTO else Checkpoint.find(Path(source))
-    if saved is None:
-        return cfg
-    layout, values = Layout.from_manifest(saved.layout), {}
-    if cfg.train.precision == AUTO and not evaluates:
-        values["train.precision"] = saved.layout.get("precision", AUTO)
-    if parallel.name == AUTO:
-        check_kept(layout, cfg)
-        values |= in_section("parallel", layout.keys())
-        if saved.config is not None and "recompute" not in fixed_of(cfg):  # older checkpoints have no configuration
-            values["train.activation_checkpointing"] = saved.config["train"]["activation_checkpointing"]
-    if parallel.name == AUTO or (layout.strategy, layout.pp) == (parallel.name, parallel.pp):
-        if parallel.chunks == AUTO:
-            values["parallel.chunks"] = layout.chunks
-        if parallel.balance in BALANCES:
-            values["parallel.balance"] = [*layout.counts]
-    return with_values(cfg, values)
 
 
 def choose(cfg: Root, run_dir: Path, world: World | None, words: Sequence[str] = ()) -> Any:

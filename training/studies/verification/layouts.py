@@ -27,7 +27,7 @@ from parallel.plan import Plan
 from parallel.schedules import SCHEDULES
 from parallel.strategies import STRATEGIES
 from training.checkpoint.files import Checkpoint, step_name
-from training.checkpoint.load import CheckpointTensors
+from training.checkpoint.load import stored_tensors
 from training.reporting.metrics import METRICS, read_records
 from training.run.loop import Loop
 from training.run.prepare import PlannedRun, prepare
@@ -375,7 +375,7 @@ def limits_of(
 def tensors_of(run: Path, step: int, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
     """Return the wanted tensors of a checkpoint; none if the step was not saved."""
     folder = run / "checkpoints" / step_name(step)
-    stored = CheckpointTensors(Checkpoint(folder)) if folder.exists() else {}
+    stored = stored_tensors(Checkpoint(folder)) if folder.exists() else {}
     return {name: stored[name][...] for name in stored if wanted(name)}
 
 
