@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections.abc import Container
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -152,15 +153,15 @@ def unseen(model: Any, chain: Chain) -> str | None:
     )
 
 
-def not_drawn(model: Any, chain: Chain) -> Chain:
-    """Return a chain that draws only the initial weights that ``model.init_from`` lacks: others need no memory."""
-    weights, drawn = Weights(model, chain), chain.initialise
+def not_drawn(read: Container[str], chain: Chain) -> Chain:
+    """Return a chain that does not draw the initial numbers of the tensors that will be read from a file."""
+    drawn = chain.initialise
     if drawn is None:  # the layers' constructors draw
         return chain
 
     def initialise(name: str, module: nn.Module) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if not all(f"{name}.{key}" in weights for key, _ in own):
+        if not all(f"{name}.{key}" in read for key, _ in own):
             drawn(name, module)
 
     return replace(chain, initialise=initialise)

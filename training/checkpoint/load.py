@@ -115,6 +115,16 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     return {name: StoredTensor(file, name) for file in files for name in file.keys()}
 
 
+def names_in(path: Path) -> frozenset[str]:
+    """Return the names of a checkpoint's tensors; none if it cannot be read, which is an error when it is loaded."""
+    from safetensors import SafetensorError
+
+    try:
+        return frozenset(stored_tensors(Checkpoint.find(path)))
+    except (CheckpointError, OSError, SafetensorError):
+        return frozenset()
+
+
 class StoredTensor:
     """A tensor in a file. Boxes of it are read on demand.
 

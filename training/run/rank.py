@@ -33,8 +33,8 @@ from parallel.timeline import busy_seconds
 from training.callbacks.averaging import averaging_of
 from training.checkpoint.configuration import checkpoint_of
 from training.checkpoint.files import Checkpoint, step_name
-from training.checkpoint.init_from import not_drawn, start
-from training.checkpoint.load import find_resumed, in_background, load, load_chosen, make_newest
+from training.checkpoint.init_from import Weights, not_drawn, start
+from training.checkpoint.load import find_resumed, in_background, load, load_chosen, make_newest, names_in
 from training.checkpoint.save import Checkpointer, check_savable, files_of
 from training.optimizer import Optimizer
 from training.reporting.console import describe_results, numbers, what_to_type
@@ -45,7 +45,7 @@ from training.reporting.page import write_page
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarize
 from training.run.changes import changes, earlier_batches, follows_total
-from training.run.checks.model import reads_weights
+from training.run.checks.model import named_checkpoint, reads_weights
 from training.run.checks.ranks import check_nodes, check_ranks, check_run_directory, check_weights
 from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
@@ -204,8 +204,11 @@ def _strategy(setup: Setup, world: World) -> Iterator[Strategy]:
             _warn(mesh, check_ranks(mesh, setup, alike=world.origin == "local"))
             check_nodes(mesh, setup.plan, setup.cfg.parallel.shard, world.local_size)
         cfg, chain = setup.cfg, setup.chain
+        saved = named_checkpoint(cfg)  # not that of train.resume=auto, of which every one may be damaged
+        read = frozenset() if saved is None else names_in(saved)
         if reads_weights(cfg, chain):
-            chain = not_drawn(cfg.model, chain)
+            read |= Weights(cfg.model, chain).keys()
+        chain = not_drawn(read, chain)
         options = Options(cfg.seed, cfg.parallel.timeout_s, cfg.train.compile)
         strategy = build_strategy(setup.plan, chain, mesh, options, setup.sample, world.local_rank)
         if chain.unsaved:

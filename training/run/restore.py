@@ -12,8 +12,8 @@ from parallel.devices import autocast, share_cores
 from parallel.planning import make_plan
 from parallel.strategy import Options, Strategy, build_strategy
 from training.checkpoint.configuration import checkpoint_of
-from training.checkpoint.init_from import start, with_base
-from training.checkpoint.load import check_fits, load
+from training.checkpoint.init_from import not_drawn, start, with_base
+from training.checkpoint.load import check_fits, load, names_in
 from training.run.prepare import in_one_process, model_and_data
 
 
@@ -46,7 +46,8 @@ def restore(cfg: Root, device: str, batch: int = 1) -> Restored:
     with_base(cfg, chain)  # raises if the base differs
     parallel = in_one_process(cfg).parallel
     plan = make_plan(parallel, chain, global_batch_size=batch, device=device, precision=cfg.train.precision)
-    strategy = build_strategy(plan, chain, plan.mesh(0), Options(seed=cfg.seed), sample=None)
+    drawn = not_drawn(names_in(path), chain)
+    strategy = build_strategy(plan, drawn, plan.mesh(0), Options(seed=cfg.seed), sample=None)
     if chain.unsaved:
         start(cfg.model, chain, strategy)
     return Restored(data, strategy, load(path, strategy).step)

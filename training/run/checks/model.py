@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _MODELS = Path(models.__file__).parent
 
 
-def _checkpoint(cfg: Root) -> Path | None:
+def named_checkpoint(cfg: Root) -> Path | None:
     """Return the checkpoint that the configuration names; None if it names none."""
     if cfg.mode in EVALUATES:
         return checkpoint_of(cfg)
@@ -155,7 +155,7 @@ def check_proof(cfg: Root, chain: Chain, data: DataSet) -> None:
 
 def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
     """Check that the checkpoint and the weights of model.init_from belong to this model. Raises UserError."""
-    if (saved := _checkpoint(cfg)) is not None:
+    if (saved := named_checkpoint(cfg)) is not None:
         check_fits(saved, chain, cfg)
     if reads_weights(cfg, chain):
         weights = check_start(cfg.model, chain)
