@@ -37,6 +37,7 @@ _DTYPES = {
     "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64",
 }  # fmt: skip
+_BLOCK = 2**20  # bytes
 _STEP = re.compile(r"step-(\d{8,})")
 
 log = logging.getLogger("training")
@@ -225,7 +226,7 @@ def sha256(path: Path) -> str:
     """Return the checksum of a file's content, in hexadecimal."""
     digest = hashlib.sha256()  # not hashlib.file_digest, which Python 3.10 does not have
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
+        while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
 
@@ -233,11 +234,14 @@ def sha256(path: Path) -> str:
 # -- the tensors ----------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> None:
+def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> str | None:
     """Write a safetensors file, or this rank's pieces of it at their offsets, and flush it.
 
     The offset of each tensor follows from the names, dtypes and shapes alone, so that every rank knows the
     offset. A rank writes the pieces that it owns (``Mesh.owns``); the owner of uncut tensors also writes the header.
+
+    Returns:
+        The file's sha256 if this rank has written all of it, otherwise None.
 
     Raises:
         CheckpointError: A weight is not finite, so that training could not continue from this checkpoint.
@@ -253,17 +257,20 @@ def write_file(path: Path, tensors: dict[str, Piece], mesh: Mesh) -> None:
     # zeros over the bytes of another machine, unless the file is opened for synchronous writes.
     divided = any(piece.axes for piece in tensors.values())
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (getattr(os, "O_DSYNC", 0) if divided else 0), 0o666)
+    out = _Output(descriptor, hashlib.sha256() if mesh.owns() and not divided else None)
     try:
         if mesh.owns():
-            _write_at(descriptor, header, 0)
-        for name, piece in tensors.items():
+            out.write(header, 0)
+        for name in starts:
+            piece = tensors[name]
             if mesh.owns(piece.axes):
                 for numbers, box in piece.boxes():
                     content = bytes_of(numbers).numpy().reshape(*numbers.shape, numbers.itemsize)
-                    _write_box(descriptor, content, box, piece.shape, starts[name])
+                    _write_box(out, content, box, piece.shape, starts[name])
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return None if out.digest is None else out.digest.hexdigest()
 
 
 def bytes_of(numbers: Tensor) -> Tensor:
@@ -302,21 +309,30 @@ def lay_out(tensors: dict[str, Piece]) -> tuple[bytes, dict[str, int]]:
     return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
-def _write_box(descriptor: int, content: Any, box: tuple[slice, ...], shape: tuple[int, ...], begin: int) -> None:
+class _Output:
+    """A file that is written at offsets. ``digest`` gets the bytes in the order in which they are written."""
+
+    def __init__(self, descriptor: int, digest: Any) -> None:
+        self._descriptor, self.digest = descriptor, digest
+
+    def write(self, content: Any, offset: int) -> None:
+        content = memoryview(content)
+        while content:  # in blocks that a core's cache holds
+            block = content[:_BLOCK]
+            count = os.pwrite(self._descriptor, block, offset)
+            if self.digest is not None:
+                self.digest.update(block[:count])
+            content, offset = content[count:], offset + count
+
+
+def _write_box(out: _Output, content: Any, box: tuple[slice, ...], shape: tuple[int, ...], begin: int) -> None:
     """Write a box (an array of bytes) into a tensor that begins at offset ``begin``, one contiguous run at a time."""
     stride = math.prod(shape[1:]) * content.shape[-1]
     if all(place == slice(0, size) for place, size in zip(box[1:], shape[1:], strict=True)):
-        _write_at(descriptor, content.reshape(-1), begin + (box[0].start * stride if box else 0))
+        out.write(content.reshape(-1), begin + (box[0].start * stride if box else 0))
     else:
         for index, part in zip(range(box[0].start, box[0].stop), content, strict=True):
-            _write_box(descriptor, part, box[1:], shape[1:], begin + index * stride)
-
-
-def _write_at(descriptor: int, content: Any, offset: int) -> None:
-    content = memoryview(content)
-    while content:
-        count = os.pwrite(descriptor, content[: 1 << 30], offset)  # Linux writes at most 2 GiB at a time
-        content, offset = content[count:], offset + count
+            _write_box(out, part, box[1:], shape[1:], begin + index * stride)
 
 
 # -- changes of the folder -------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 A save goes through these phases. A run that is killed in any of them leaves the older checkpoints as they were:
 
-    copy_tensors      each writing rank copies its tensors; training continues after that
+    copy_tensors      each writing rank copies its weights; training continues after that, and the optimizer's tensors
+                      are copied before the next update
     write_file        each rank writes its files, or its pieces of them, into the draft .step-00000050.tmp, and flushes
-    describe          each rank compares its tensors with the complete files; one rank computes sizes and sha256
+    describe          each rank compares its tensors with the files that it shares; one rank computes sizes and sha256
     write_manifest    rank 0 writes manifest.json, with step, layout, size and sha256 of each file
     publish           the draft is renamed to its final name
     update_link       ``latest`` and ``best`` are updated; a best checkpoint in another directory is copied
@@ -56,6 +57,7 @@ from training.checkpoint.files import (
 )
 from training.checkpoint.load import StoredTensor
 from training.optimizer import Optimizer
+from training.optimizer.average import TRAINED
 
 log = logging.getLogger("training")
 
@@ -141,14 +143,14 @@ class Checkpointer:
         manifest = {"step": step, **self._about, "loss_scale": scale, "average": average, "progress": progress}
         self.connect()
         files = files_of(self.strategy, self.optimizer)
-        copies = None if wait else copy_tensors(files, self._writers, self._buffers)
-        self._pending = _Save(self, manifest, copies or files, awaited=wait)
+        copied = None if wait else copy_tensors(files, self._writers, self._buffers, later=not self.optimizer.has_modes)
+        self._pending = _Save(self, manifest, *(copied or (files, [])), awaited=wait)
         self._pending.start()
         if wait:
             failure = self.wait_pending()
             if failure is not None:
                 raise CheckpointError(failure)
-        elif copies is None:  # the originals may not change yet
+        elif copied is None:  # the originals may not change yet
             self._pending.join()
         try:
             warning = self.check()
@@ -158,6 +160,11 @@ class Checkpointer:
         if warning is not None:
             self.warn(warning)
         return final
+
+    def wait_copied(self) -> None:
+        """Wait until the pending save has copied the optimizer's tensors, which the next update changes."""
+        if self._pending is not None:
+            self._pending.copied.wait()
 
     def wait_pending(self) -> str | None:
         """Wait until the pending save is done on every rank; return its error, or None if it succeeded."""
@@ -226,18 +233,27 @@ class _Save(threading.Thread):
     """A thread that writes one checkpoint. The threads of all ranks go through the phases together.
 
     Attributes:
+        copied: Set when the optimizer's tensors are copied.
         error: The reason why the save has failed, the same on every rank unless a rank is lost; None if it has not.
         lost: Whether a rank no longer answers.
     """
 
-    def __init__(self, checkpoints: Checkpointer, manifest: dict, files: Files, awaited: bool) -> None:
-        """Store the files that this rank writes. An error is a warning or, if ``awaited``, is raised by the run."""
+    def __init__(
+        self, checkpoints: Checkpointer, manifest: dict, files: Files, later: list[tuple[Tensor, Tensor]], awaited: bool
+    ) -> None:
+        """Store the files that this rank writes, and the copies with their originals that are not copied yet.
+
+        An error is a warning or, if ``awaited``, is raised by the run.
+        """
         super().__init__(name=f"checkpoint-{manifest['step']}", daemon=True)
         self.step: int = manifest["step"]
         self.draft = checkpoints.folder / f".{step_name(self.step)}.tmp"
         self.error: str | None = None
         self.lost = False
+        self.copied = threading.Event()
         self._checkpoints, self._manifest, self._files, self._awaited = checkpoints, manifest, files, awaited
+        self._later = later
+        self._checksums: dict[str, str | None] = {}  # of the files that this rank alone writes
 
     def run(self) -> None:
         if sys.platform == "linux":  # where threads have priorities: training comes first
@@ -278,13 +294,21 @@ class _Save(threading.Thread):
         return [value for value, _ in answers]
 
     def _write(self) -> None:
-        for name, pieces in self._files.items():
-            write_file(self.draft / name, pieces, self._checkpoints.strategy.mesh)
+        try:
+            for copy, original in self._later:
+                copy.copy_(original)
+        finally:
+            self.copied.set()
+        mesh = self._checkpoints.strategy.mesh
+        self._checksums = {name: write_file(self.draft / name, p, mesh) for name, p in self._files.items()}
 
     def _describe(self) -> dict[str, dict]:
-        """Read this rank's files again. Return their sizes and sha256 if it is their first writer, otherwise {}."""
+        """Return the sizes and sha256 of this rank's files if it is their first writer, otherwise {}."""
         mesh = self._checkpoints.strategy.mesh
-        described = {name: describe(self.draft / name, pieces, mesh) for name, pieces in self._files.items()}
+        described = {
+            name: describe(self.draft / name, pieces, mesh, self._checksums[name])
+            for name, pieces in self._files.items()
+        }
         return described if mesh.owns() else {}
 
     def _publish(self, described: list[dict[str, dict]]) -> None:
@@ -355,8 +379,10 @@ def files_of(strategy: Strategy, optimizer: Optimizer) -> Files:
     return files
 
 
-def describe(path: Path, pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Any]:
+def describe(path: Path, pieces: dict[str, Piece], mesh: Mesh, checksum: str | None = None) -> dict[str, Any]:
     """Compare a file with what this rank has written, and return its size and, on its first writer, its sha256.
+
+    The file is not read if its ``checksum`` is known, because no other rank has written to it.
 
     Raises:
         CheckpointError: The file does not contain this rank's pieces.
@@ -364,6 +390,8 @@ def describe(path: Path, pieces: dict[str, Piece], mesh: Mesh) -> dict[str, Any]
     from safetensors import SafetensorError, safe_open
 
     size = path.stat().st_size
+    if checksum is not None:
+        return {"sha256": checksum, "bytes": size}
     try:
         file = safe_open(path, framework="pt")
         own = {name: piece for name, piece in pieces.items() if mesh.owns(piece.axes)}
@@ -394,15 +422,22 @@ def check_savable(files: Files) -> None:
 
 
 @torch.no_grad()
-def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> Files | None:
+def copy_tensors(
+    files: Files, writers: int, buffers: dict[str, Tensor], later: bool
+) -> tuple[Files, list[tuple[Tensor, Tensor]]] | None:
     """Copy the tensors to main memory, so that training may change the originals.
 
     The copies go into ``buffers`` by tensor name. These buffers are reused, because allocating new memory takes a
     process far more time than the copy.
 
+    Args:
+        files: This rank's pieces.
+        writers: The number of ranks on this machine that make copies at the same time.
+        buffers: The memory of earlier copies. Missing buffers are added.
+        later: Whether the optimizer's tensors, which only updates change, are left to be copied by the caller.
+
     Returns:
-        The copies; None if this machine has too little memory for the copies that all of its ``writers`` make at the
-        same time.
+        The copies, and pairs (copy, original) that are not copied yet; None if this machine has too little memory.
     """
     tensors = {name: piece.tensor for part in files.values() for name, piece in part.items()}
     new = {name: tensor for name, tensor in tensors.items() if name not in buffers}
@@ -410,7 +445,13 @@ def copy_tensors(files: Files, writers: int, buffers: dict[str, Tensor]) -> File
     if missing and missing * writers + RESERVE > available_memory():
         return None
     buffers |= {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for name, t in new.items()}
-    return {
-        file: {name: piece._replace(tensor=buffers[name].copy_(piece.tensor)) for name, piece in part.items()}
+    of_optimizer = {name for name in tensors if "/" in name and not name.endswith(TRAINED)}
+    left = {name for name in of_optimizer if later and not tensors[name].is_cuda}  # a GPU copies in its own order
+    for name, tensor in tensors.items():
+        if name not in left:
+            buffers[name].copy_(tensor)
+    copies = {
+        file: {name: piece._replace(tensor=buffers[name]) for name, piece in part.items()}
         for file, part in files.items()
     }
+    return copies, [(buffers[name], tensors[name]) for name in left]

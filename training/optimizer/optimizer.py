@@ -79,6 +79,11 @@ class Optimizer:
         """The objects of the classes that the configuration names."""
         return [part.optimizer for part in self._parts]
 
+    @property
+    def has_modes(self) -> bool:
+        """Whether an optimizer changes tensors in the switch between training and evaluation (schedule-free ones)."""
+        return any(callable(getattr(optimizer, "eval", None)) for optimizer in self.made)
+
     def step(self, lr: float) -> None:
         """Update the parameters once at learning rate ``lr``. Ranks with parts of one parameter call this together."""
         for part in self._parts:
@@ -228,6 +233,8 @@ class _Part:
         own = self.parameters[parameter]
         self._resumed = True
         group, at_first = self._groups[own]
+        for key in _own_values(group).keys() - at_first.keys():
+            del group[key]
         group.update(_own_values(at_first))  # a checkpoint has only the values that had changed
         loaded, piece = {}, self._piece(parameter)
         self.optimizer.state[own] = loaded

@@ -211,6 +211,7 @@ class Loop:
             if self.skipping.rolls_back:
                 self.say(f"step {step}: repeated loss spikes{self._roll_back()}")
             return skipped
+        self.checkpoints.wait_copied()
         norm = result.grad_norm
         if config.clip_value is not None:
             strategy.clip_grad_value_(config.clip_value)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from slow_cases import with_slow
 
 from common.errors import CheckpointError, LaunchError, TrainingError, UserError
+from models import toy
 from parallel.mesh import SHARDS, Mesh
 from parallel.pieces import Piece
 from training.checkpoint import load, save
@@ -129,6 +130,29 @@ def test_a_run_whose_folder_was_copied_with_its_links_followed_goes_on(plainly, 
     assert "unused-latest" in names(folder)
 
 
+def test_the_next_update_waits_until_the_tensors_of_the_optimizer_are_copied(tmp_path, plainly, monkeypatch):
+    real = save._Save._write
+
+    def late(self):
+        time.sleep(0.2)  # some steps
+        real(self)
+
+    monkeypatch.setattr(save._Save, "_write", late)
+    run(tmp_path, *EVERY_2)
+    for number in (2, 4, 6):
+        assert Checkpoint(step(tmp_path, number)).files == Checkpoint(step(plainly, number)).files
+
+
+def test_weights_that_a_checkpoint_has_are_not_drawn_before(plainly, tmp_path, monkeypatch):
+    drawn, real = [], toy.reset_parameters
+    monkeypatch.setattr(toy, "reset_parameters", lambda *given: drawn.append(given) or real(*given))
+    for words in ([f"train.resume='{plainly}'", "train.steps=8"], ["mode=eval", f"checkpoint='{plainly}'"]):
+        run(tmp_path / words[0][:5], *EVERY_2, *words)
+        assert not drawn
+    run(tmp_path / "anew", *EVERY_2)
+    assert drawn
+
+
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +236,9 @@ def run_and_count_writers(tree, folder, meeting, hosts):
     real_copy, counted, own = save.copy_tensors, set(), hosts[dist.get_rank()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: own)
-        patch.setattr(save, "copy_tensors", lambda files, n, buffers: counted.add(n) or real_copy(files, n, buffers))
+        patch.setattr(
+            save, "copy_tensors", lambda files, n, *rest, **how: counted.add(n) or real_copy(files, n, *rest, **how)
+        )
         run_on_rank(tree, folder, meeting)
     return counted
 

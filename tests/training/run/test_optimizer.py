@@ -222,6 +222,16 @@ def test_what_a_checkpoint_cannot_keep_of_an_optimizer_is_said_once(restless, ca
     assert "Restless keeps history, group.betas as neither a number nor a tensor" in caplog.text
 
 
+def test_what_a_checkpoint_does_not_have_of_a_group_is_as_at_the_beginning(restless):
+    strategy, optimizer = restless
+    step_without_gradient(strategy, optimizer, lr=0.1)
+    (group,) = [group for made in optimizer.made for group in made.param_groups if group["weight_decay"]]
+    assert group["done"] == 1 and group["betas"] == (0.9, 0)
+    for parameter in strategy.parameters():
+        optimizer.load_state_of(parameter, {})
+    assert "done" not in group and "betas" not in group and group["weight_decay"] == 0.5
+
+
 def test_vectors_do_not_decay_by_an_optimizer_that_passes_its_options_on(restless):
     before, after = step_without_gradient(*restless, lr=0.1)
     assert {name for name, old in before.items() if not torch.equal(old, after[name].detach())} == {
