@@ -256,9 +256,9 @@ class _Save(threading.Thread):
         self._checksums: dict[str, str | None] = {}  # of the files that this rank alone writes
 
     def run(self) -> None:
-        if sys.platform == "linux":  # where threads have priorities: training comes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
+            if sys.platform == "linux":  # where threads have priorities: training comes first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._together("written their files", self._write)
             files = self._together("read their files again", self._describe)
             self._together("published it", partial(self._publish, files))
@@ -268,6 +268,8 @@ class _Save(threading.Thread):
                 shutil.rmtree(self.draft, ignore_errors=True)
             if not self._awaited:
                 self._checkpoints.warn(f"{self.error}; training goes on, the last good checkpoint stays")
+        finally:
+            self.copied.set()  # the run waits for it
 
     def _together(self, done: str, phase: Callable[[], Any]) -> list:
         """Run a phase and return its results on all ranks.
@@ -294,11 +296,9 @@ class _Save(threading.Thread):
         return [value for value, _ in answers]
 
     def _write(self) -> None:
-        try:
-            for copy, original in self._later:
-                copy.copy_(original)
-        finally:
-            self.copied.set()
+        for copy, original in self._later:
+            copy.copy_(original)
+        self.copied.set()
         mesh = self._checkpoints.strategy.mesh
         self._checksums = {name: write_file(self.draft / name, p, mesh) for name, p in self._files.items()}
 
@@ -446,7 +446,7 @@ def copy_tensors(
         return None
     buffers |= {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for name, t in new.items()}
     of_optimizer = {name for name in tensors if "/" in name and not name.endswith(TRAINED)}
-    left = {name for name in of_optimizer if later and not tensors[name].is_cuda}  # a GPU copies in its own order
+    left = {name for name in of_optimizer if later and tensors[name].device.type == "cpu"}  # others copy in their order
     for name, tensor in tensors.items():
         if name not in left:
             buffers[name].copy_(tensor)
