@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,7 +131,6 @@ class StoredTensor:
 
     Attributes:
         shape: The shape of the whole tensor.
-        dtype: The dtype to which boxes are converted; initially the dtype in the file.
     """
 
     def __init__(self, file: Any, name: str) -> None:
@@ -138,7 +138,11 @@ class StoredTensor:
         self._file, self._name = file, name
         self._slice = file.get_slice(name)
         self.shape = torch.Size(self._slice.get_shape())
-        self.dtype = (self._slice[:0] if self.shape else self._file.get_tensor(name)).dtype
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype to which boxes are converted; initially the dtype in the file. It may be set."""
+        return (self._slice[:0] if self.shape else self._file.get_tensor(self._name)).dtype
 
     def __getitem__(self, box: Box) -> Tensor:
         return (self._file.get_tensor(self._name) if box is ... else self._slice[box]).to(self.dtype)
