@@ -12,6 +12,7 @@ The forward therefore already does the element-wise half of the backward. Withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -28,9 +29,9 @@ from models.seeds import passes
 CPU_ROWS, OTHER_ROWS = 16, 8192
 PLAIN = TokenCrossEntropy()
 _ELSEWHERE = -1  # the column of a target that belongs to another rank, or that does not count
-# The smallest log-probability in a gradient: the logarithm of 1e-30. A confident model has many probabilities below
-# 1e-38. These are subnormal in float32, and a CPU multiplies subnormal numbers up to eighty times as slowly.
-_LEAST = -69.0
+# The smallest probability in a gradient. A confident model has many probabilities below 1e-38. These are subnormal in
+# float32, and a CPU multiplies subnormal numbers up to eighty times as slowly.
+_LEAST = 1e-30
 
 
 def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> Tensor:
@@ -40,10 +41,12 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
         block, target = logits[start : start + rows], targets[start : start + rows, None]
         counted = target != IGNORED
         target = target.clamp(min=0)
-        log_probabilities = torch.log_softmax(block.to(total.dtype), dim=1)
-        total -= (log_probabilities.gather(1, target) * counted).sum()
+        probabilities = torch.softmax(block, dim=1, dtype=total.dtype)
+        # The most probable word tells the logarithm of the sum. The target's probability may have rounded to 0.
+        log_of_sum = block.amax(dim=1, keepdim=True) - probabilities.amax(dim=1, keepdim=True).log()
+        total += ((log_of_sum - block.gather(1, target)) * counted).sum()
         if needs_grad:
-            gradient = log_probabilities.clamp_(min=_LEAST).exp_()
+            gradient = probabilities.clamp_(min=_LEAST)
             gradient.scatter_add_(1, target, gradient.new_full((len(target), 1), -1.0))
             block.copy_(gradient)
     return total
@@ -103,7 +106,7 @@ def _gradient_by_blocks(
     """
     parts = (tensor.split(rows) for tensor in (logits, columns, largest + total.abs().log(), total))
     for block, column, normaliser, of_row in zip(*parts, strict=True):
-        gradient = (block.to(normaliser.dtype) - normaliser[:, None]).clamp_(min=_LEAST).exp_()
+        gradient = (block.to(normaliser.dtype) - normaliser[:, None]).clamp_(min=math.log(_LEAST)).exp_()
         if signed:
             gradient *= of_row.sign()[:, None]
         gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0)[:, None].to(gradient.dtype))
