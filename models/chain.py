@@ -218,6 +218,8 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
                     "layout; leave scale_grad_by_freq=True out"
                 )
     for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
+        if "/" in name:
+            raise ModelError(f"{name}: a checkpoint has the optimizer's tensors after a slash; rename the module")
         if type(tensor.data) is not Tensor:
             raise ModelError(
                 f"{name} is a {type(tensor.data).__name__}, and a run would make an ordinary tensor of it: give the "

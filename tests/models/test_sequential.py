@@ -141,6 +141,7 @@ def test_parameters_that_a_copy_would_train_otherwise_are_refused():
         nn.Embedding(4, 4, sparse=True): " has sparse gradients",
         nn.Embedding(4, 4, scale_grad_by_freq=True): " divides gradients by how often a word occurs",
         torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)): "' is compiled by TorchScript, .*give the nn.Module",
+        nn.ModuleDict({"b/c": nn.Linear(4, 4)}): ".b/c.weight: a checkpoint has .* after a slash; rename the module",
         _tied_by_data(): ".*weight and .*weight share their memory.*assign a.weight = b.weight",
     }
     for layer, words in refused.items():

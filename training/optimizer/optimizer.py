@@ -210,19 +210,23 @@ class _Part:
         group, at_first = self._groups[own]
         now = _own_values(group).items()
         changed = {f"{_GROUP}{key}": value for key, value in now if not _equal(value, at_first.get(key))}
-        numbers = {key: value for key, value in (state | changed).items() if type(value) in _KINDS.values()}
+        whole = self.optimizer.state.items()
+        shared = {f"{_SHARED}{key}": value for key, value in whole if not torch.is_tensor(key)}
+        found = state | changed | shared
+        named = {key: value for key, value in found.items() if isinstance(key, str)}
+        numbers = {key: value for key, value in named.items() if type(value) in _KINDS.values()}
         plain = {f"{k}{_PLAIN}{type(v).__name__}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
-        tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
-        lost = [key for key, value in (state | changed).items() if value is not None and key not in numbers | tensors]
+        tensors = {key: value for key, value in named.items() if torch.is_tensor(value) and key not in changed}
+        lost = [str(key) for key, value in found.items() if value is not None and key not in numbers | tensors]
         if lost and not self._warned:
             self._warned = True
             log.warning(
-                "optim: %s keeps %s as neither a number nor a tensor of a parameter: checkpoints do not have that, and "
+                "optim: %s keeps %s as neither a number nor a tensor under a name: checkpoints do not have that, and "
                 "a resumed run begins with its first value",
                 type(self.optimizer).__name__,
                 ", ".join(lost),
             )
-        of_its_shape = {key for key, value in tensors.items() if value.shape == own.shape}
+        of_its_shape = {key for key, value in tensors.items() if value.shape == own.shape and key not in shared}
         divided, piece = self._divided[own] if self._gathers else of_its_shape, self._piece(parameter)
         return {
             key: piece._replace(tensor=value) if key in divided else Piece.of_whole(value)
@@ -238,18 +242,21 @@ class _Part:
         group.update(_own_values(at_first))  # a checkpoint has only the values that had changed
         loaded, piece = {}, self._piece(parameter)
         self.optimizer.state[own] = loaded
-        self._divided[own] = {key for key, value in state.items() if tuple(value.shape) == piece.shape}
+        places = {_GROUP: group, _SHARED: self.optimizer.state, "": loaded}
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
-            if not plain:
+            place = next(prefix for prefix in places if name.startswith(prefix))
+            if not plain and place != _SHARED:
                 loaded[key] = _placed_as(piece, key, value, group)
                 continue
-            values = group if name.startswith(_GROUP) else loaded
-            values[name.removeprefix(_GROUP)] = _KINDS[kind](value[...].item())
+            one = _KINDS[kind](value[...].item()) if plain else value[...].clone()
+            places[place][name.removeprefix(place)] = one
+        self._divided[own] = {key for key in loaded if key in state and tuple(state[key].shape) == piece.shape}
 
 
 # Names of plain numbers in a checkpoint: "d#float" of a parameter, "group.k#int" of the parameter's group (Prodigy).
-_PLAIN, _GROUP = "#", "group."
+# "shared.k" is what the optimizer keeps once for all parameters (MADGRAD).
+_PLAIN, _GROUP, _SHARED = "#", "group.", "shared."
 _KINDS = {"int": int, "float": float, "bool": bool}
 
 

@@ -125,12 +125,13 @@ class Normalised(torch.optim.SGD):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for group in self.param_groups:
             group["done"] = group.get("done", 0) + 1
+        self.state["k"], self.state["n"] = self.state.get("k", torch.zeros(1)) + 1, self.state.get("n", 0) + 1
         torch.nn.utils.clip_grad_norm_(parameters, 1.0 / self.param_groups[0]["done"])
         for parameter in parameters:
             own = self.state[parameter]
             own["steps"], own["mean"] = own.get("steps", 0) + 1, 0.5 * own.get("mean", 0.0) + 1.0
             own["odd"] = not own.get("odd", False)
-            parameter.grad /= own["steps"] + own["mean"] + own["odd"]
+            parameter.grad /= own["steps"] + own["mean"] + own["odd"] + self.state["k"].item() * self.state["n"]
         return super().step(closure)
 """
 
@@ -202,8 +203,10 @@ class Restless(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             group["betas"], group["done"] = (0.9, group.get("done", 0)), group.get("done", 0) + 1
+            self.state["all"] = {"done": group["done"]}
             for parameter in group["params"]:
                 self.state[parameter].setdefault("history", []).append(parameter.grad)
+                self.state[parameter][0] = parameter.grad
         return super().step(closure)
 
 
@@ -219,7 +222,7 @@ def test_what_a_checkpoint_cannot_keep_of_an_optimizer_is_said_once(restless, ca
     kept = [optimizer.state_of(parameter) for parameter in strategy.parameters()]
     assert all("group.done#int" in state for state in kept)
     assert len(caplog.records) == 1
-    assert "Restless keeps history, group.betas as neither a number nor a tensor" in caplog.text
+    assert "Restless keeps history, 0, group.betas, shared.all as neither a number nor a tensor" in caplog.text
 
 
 def test_what_a_checkpoint_does_not_have_of_a_group_is_as_at_the_beginning(restless):
