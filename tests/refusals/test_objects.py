@@ -242,6 +242,10 @@ BEFORE_THE_RUN = {
         chain(layers=nn.Sequential(nn.Linear(4, 8), Detached(8, 2))), data(), "Detached.loss is not differentiable",
     ),
     "a detached loss": (chain(Loss(lambda o, t: Sums(o.sum().detach(), o.sum()))), data(), "differentiable"),
+    "a mean by weights of the model": (
+        chain(Loss(lambda o, t: Sums((o[:, 0] * o[:, 1].exp()).sum(), o[:, 1].exp().sum()))), data(),
+        r"count of the loss Loss is differentiable.*count.detach\(\)",
+    ),
     "everything frozen": (chain(layers=frozen()), data(), "no parameters to train: all 58 are frozen"),
     "nothing to train": (chain(layers=nn.Sequential(nn.ReLU())), data(), "its layers have none"),
     "a layer of a list": (

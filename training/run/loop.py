@@ -19,6 +19,7 @@ from data.dataset import Batch
 from data.loader import train_loader
 from launchers import heartbeat, stopping
 from launchers.stopping import Stopped
+from models.seeds import derive_seed, seed_generators
 from parallel.step_result import StepResult
 from parallel.strategy import Strategy
 from training.callbacks import Callbacks, TrainingRun
@@ -218,6 +219,8 @@ class Loop:
             norm = strategy.grad_norm()
         if config.grad_clip is not None:
             strategy.clip_grad_norm_(config.grad_clip, norm)
+        # The noise of an optimizer is the same on every replica.
+        seed_generators(strategy.device, derive_seed(self.setup.cfg.seed, step, "optim"))
         self.optimizer.step(lr)
         self.optimizer.average.after(step, self.setup.total_steps)
         return ""

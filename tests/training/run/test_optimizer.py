@@ -133,6 +133,14 @@ class Normalised(torch.optim.SGD):
             own["odd"] = not own.get("odd", False)
             parameter.grad /= own["steps"] + own["mean"] + own["odd"] + self.state["k"].item() * self.state["n"]
         return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += torch.randn_like(parameter)
+        return super().step(closure)
 """
 
 
@@ -141,10 +149,10 @@ def own_optimizer(tmp_path):
     """``own_optimizer(parallel, update)``: the configuration of the toy model with an optimizer of one's own."""
     (tmp_path / "own_optimizers.py").write_text(UNDECLARED)
 
-    def configured(*parallel, update=None, place="optim"):
+    def configured(*parallel, update=None, place="optim", name="Normalised"):
         cfg = config(f"import_from=['{tmp_path}']", "train.global_batch_size=8", *parallel)
         add_to_path(cfg.import_from)
-        own = {"_target_": "own_optimizers.Normalised", "lr": 0.1, "update": update}
+        own = {"_target_": f"own_optimizers.{name}", "lr": 0.1, "update": update}
         whole = {"_target_": "torch.optim.SGD", "lr": 0.1, "others": own} if place == "others" else own
         return with_values(cfg, {"optim": {"decay_vectors": False, "rates": None, "others": None, **whole}})
 
@@ -164,6 +172,18 @@ def test_an_optimizer_that_may_need_the_whole_model_is_refused_where_no_rank_has
 
 def test_numbers_that_an_optimizer_keeps_outside_of_tensors_are_resumed(own_optimizer, tmp_path):
     assert_it_resumes_with_the_same_bits(own_optimizer(), tmp_path)
+
+
+def test_the_noise_of_an_optimizer_does_not_depend_on_the_micro_batches_and_so_not_on_the_replica(
+    own_optimizer, tmp_path
+):
+    found = []
+    for chunks in (1, 2):
+        (folder := tmp_path / str(chunks)).mkdir()
+        cfg = own_optimizer(f"parallel.chunks={chunks}", "train.precision=fp64", name="Noisy")
+        training(with_values(cfg, {"train.epochs": None, "train.steps": 3}), folder)
+        found.append(losses(folder))
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def check_result(setup: Setup, facts: Facts) -> None:
     check_sums(name, loss.metrics, sums)
     if plan.parameters and not sums.loss.requires_grad:
         raise TrainingError(f"the loss {name} is not differentiable: leave out detach(), item(), argmax(), no_grad()")
+    if sums.count.requires_grad:
+        raise TrainingError(
+            f"the count of the loss {name} is differentiable, and a step takes it for a number: gradients would lack a "
+            "term. Give count.detach(), or divide in the loss, by sums over the rows of models.losses.gather()"
+        )
 
 
 def check_targets(setup: Setup, batch: Batch, output: Tensors) -> None:
