@@ -7,7 +7,7 @@ from typing import Any
 
 from training.reporting.environment import describe
 from training.reporting.loggers import Loggers
-from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, read_records, write_json
+from training.reporting.metrics import METRICS, SUMMARY, MetricsFile, write_json
 from training.reporting.page import write_page
 from training.reporting.progress import Progress
 
@@ -29,13 +29,6 @@ class Recorder:
         write_json(run_dir / "environment.json", describe())
         self._metrics = MetricsFile(run_dir / METRICS)
         self._progress = Progress(total_steps, first_step)
-
-    def lacks_evaluation(self, step: int) -> bool:
-        """Return whether metrics.jsonl has ``step`` without an evaluation. This is False on ranks other than 0."""
-        if self._logger is None:
-            return False
-        records = [record for record in read_records(self.run_dir / METRICS) if record.get("step") == step]
-        return bool(records) and not any("val_loss" in record for record in records)
 
     def step(self, record: dict[str, Any], note: str = "") -> None:
         """Write the record of an optimizer step, and show it with a note on the progress bar."""

@@ -30,6 +30,7 @@ class Outcome:
         steps: The number of the last step.
         best: The best value of ``train.monitor``.
         best_step: The step after which ``best`` was measured.
+        evaluated: The last step after which the validation split was evaluated.
         skipped: The number of steps without an update.
         checkpoint: The newest checkpoint.
         seconds: The duration of each step of this process.
@@ -44,6 +45,7 @@ class Outcome:
     best_val_loss: float | None = None
     best: float | None = None
     best_step: int | None = None
+    evaluated: int = 0
     skipped: int = 0
     checkpoint: Path | None = None
     seconds: array = field(default_factory=partial(array, "d"))

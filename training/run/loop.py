@@ -40,7 +40,7 @@ from training.run.setup import Setup
 from training.run.skipping import Skipping
 
 # Attributes of Outcome that a checkpoint keeps.
-_RESUMED = ("first_loss", "final_loss", "best_val_loss", "best", "best_step")
+_RESUMED = ("first_loss", "final_loss", "best_val_loss", "best", "best_step", "evaluated")
 _PROFILER_WARM_UP = 3  # steps
 
 
@@ -80,22 +80,15 @@ class Loop:
         self._begun = 0
         self._called: dict[str, Any] | None = None  # the callbacks' state after the last counted step; None: now
 
-    def run(self, first_step: int = 1, unevaluated: bool = False) -> Outcome:
-        """Train from ``first_step`` to the last step.
-
-        Args:
-            first_step: The number of the first step.
-            unevaluated: Whether the step before ``first_step`` was trained but not evaluated. Only rank 0 knows this.
-
-        Returns:
-            The outcome.
+    def run(self, first_step: int = 1) -> Outcome:
+        """Train from ``first_step`` to the last step, and return the outcome.
 
         Raises:
             Stopped: The run was told to stop. All ranks raise it after the same step, which is saved.
             TrainingError: The run cannot continue, or has ended without a step that counted.
         """
         strategy, config, total = self.strategy, self.config, self.setup.total_steps
-        self._begin(first_step - 1, unevaluated)
+        self._begin(first_step - 1)
         self.optimizer.train()
         run_dir, unchecked = self.checkpoints.folder.parent, config.checkpoint_every is not None
         clock = time.perf_counter()
@@ -166,7 +159,7 @@ class Loop:
         step, now = checkpoint.step, self.callbacks.run.evaluation
         # An older checkpoint has no monitor: its best step is the step of the best validation loss.
         older = {"best": checkpoint.progress["best_val_loss"], "monitor": (LOSS, MINIMIZE), "evaluation": now}
-        progress = {**older, **checkpoint.progress}
+        progress = {**older, "evaluated": step, **checkpoint.progress}
         for key in _RESUMED:
             setattr(self.outcome, key, progress[key])
         self.skipping.load_state_dict(progress["skipping"])
@@ -184,14 +177,14 @@ class Loop:
         if ended:
             self.callbacks.run.stop_reason = progress.get("stop_reason")
 
-    def _begin(self, done: int, unevaluated: bool) -> None:
+    def _begin(self, done: int) -> None:
         """Stop, evaluate or save if this is still due after step ``done``. Its checkpoint is already written."""
         self.outcome.steps = self._begun = self.callbacks.run.step = done
         heartbeat.note(done, "meeting the other ranks")
-        stops, lacks = self.strategy.sum_of(stopping.wanted(), unevaluated)
-        due = lacks > 0 and done > 0 and is_due(self.config.eval_every, done, self._is_last(done))
+        (stops,) = self.strategy.sum_of(stopping.wanted())
         if stops:
             self.stop(done)
+        due = self.outcome.evaluated < done and is_due(self.config.eval_every, done, self._is_last(done))
         evaluated = due and self._evaluate(done)
         if evaluated or self._is_best():
             self._save(done, best=True)  # with the callbacks' state after the evaluation, which is not repeated
@@ -277,9 +270,10 @@ class Loop:
                 record = evaluate_split(self.setup, self.strategy, "val", self.recorder)
             except Stopped:
                 self.stop(step)
+            outcome, loss = self.outcome, Monitor(LOSS, MINIMIZE)
+            outcome.evaluated = step
             if not record:
                 return False
-            outcome, loss = self.outcome, Monitor(LOSS, MINIMIZE)
             if loss.is_better(record[LOSS], outcome.best_val_loss):
                 outcome.best_val_loss = record[LOSS]
             check_name("train.monitor", self.monitor.name, [*record])  # a function of metrics may not give it

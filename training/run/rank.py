@@ -137,7 +137,7 @@ def run(
         try:
             if summary is None:
                 collect_as_usual()  # everything is imported
-                outcome = loop.run(done + 1, recorder.lacks_evaluation(done))
+                outcome = loop.run(done + 1)
                 if cfg.train.checkpoint_every is None:  # otherwise each checkpoint was checked
                     _warn(strategy.mesh, checkpoints.check())
                 test = _test(setup, strategy, loop)

@@ -267,6 +267,17 @@ def test_stopped_at_any_border_and_resumed_a_run_has_the_records_of_one_that_was
             assert summary[key] == whole[key], f"{key}, border {border}"
 
 
+def test_the_evaluation_that_a_stopped_run_owes_is_made_in_another_directory_too(tmp_path, wish, monkeypatch):
+    train_here(tmp_path / "whole", *SHORT)
+    wish(4)
+    with pytest.raises(Stopped, match="stopped after step 2 of 4, saved in"):
+        train_here(tmp_path / "stopped", *SHORT)
+    monkeypatch.undo()
+    train_here(tmp_path / "continued", *SHORT, f"train.resume={tmp_path / 'stopped'}")
+    whole, continued = (records(tmp_path / name) for name in ("whole", "continued"))
+    assert without_times(continued) == [line for line in without_times(whole) if line["step"] > 2 or "val_loss" in line]
+
+
 def test_a_run_that_is_resumed_and_stopped_at_once_has_nothing_new_to_save(tmp_path, wish, monkeypatch):
     wish(4)
     with pytest.raises(Stopped, match="stopped after step 2 of 4, saved in") as stopped:
