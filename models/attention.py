@@ -153,7 +153,9 @@ class KeyValueCache:
         """Make an empty cache of ``capacity`` positions per row. Layers add their tensors in their first forward."""
         self.capacity = capacity
         self._positions: Tensor | None = None  # [b], positions of the new tokens; None in the first forward
-        self._visible: Tensor | None = None  # [b, 1, 1, slots]: true up to the row's own position
+        self._rows = torch.empty(0)  # [b], 0, 1, ...
+        self._used = 0  # the number of slots up to the last position
+        self._visible: Tensor | None = None  # [b, 1, 1, slots]: true up to the row's own position; None for all slots
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -163,9 +165,14 @@ class KeyValueCache:
 
     def advance(self, positions: Sequence[int], device: torch.device) -> None:
         """Set the positions of the next forward's tokens, one position per row."""
-        self._positions = torch.tensor(positions, device=device)
-        slots = torch.arange(max(positions) + 1, device=device)
-        self._visible = (slots <= self._positions[:, None])[:, None, None]
+        self._positions, self._rows = (
+            torch.tensor(positions, device=device),
+            torch.arange(len(positions), device=device),
+        )
+        self._used = max(positions) + 1
+        slots = torch.arange(self._used, device=device)
+        unequal = min(positions) < max(positions)
+        self._visible = (slots <= self._positions[:, None])[:, None, None] if unequal else None
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of the next ``length`` tokens: [length] for all rows, or [b, 1]."""
@@ -176,17 +183,16 @@ class KeyValueCache:
 
         Keys and values may have fewer heads. Several query heads then use the same head of keys and values.
         """
-        if self._visible is None:
+        if self._positions is None:
             b, heads, t, width = k.shape
             shape = b, heads, self.capacity, width
             self._kept[layer] = k.new_zeros(shape), v.new_zeros(shape)
             for kept, new in zip(self._kept[layer], (k, v), strict=True):
                 kept[:, :, :t] = new
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        rows = torch.arange(len(q), device=q.device)
         for kept, new in zip(self._kept[layer], (k, v), strict=True):
-            kept[rows, :, self._positions] = new[:, :, 0]
-        k, v = (kept[:, :, : self._visible.shape[-1]] for kept in self._kept[layer])
+            kept[self._rows, :, self._positions] = new[:, :, 0]
+        k, v = (kept[:, :, : self._used] for kept in self._kept[layer])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible, enable_gqa=True)
 
 
@@ -209,9 +215,8 @@ class UsesCache:
 
 
 @contextmanager
-def caching(layers: nn.Module, cache: KeyValueCache | None) -> Iterator[None]:
-    """Let all layers that can use ``cache`` do so inside the block. With None they compute whole texts."""
-    users = [module for module in layers.modules() if isinstance(module, UsesCache)]
+def caching(users: Sequence[UsesCache], cache: KeyValueCache | None) -> Iterator[None]:
+    """Let ``users`` use ``cache`` inside the block. With None they compute whole texts."""
     for module in users:
         module.cache = cache
     try:

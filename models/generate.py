@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from models.attention import KeyValueCache, caching
+from models.attention import KeyValueCache, UsesCache, caching
 from models.chain import Layers, as_tuple
 from models.seeds import derive_seed
 
@@ -72,21 +72,23 @@ def generate(
     longest = max(map(len, texts)) + count
     limit = longest if positions is None else positions
     cache = KeyValueCache(min(longest, limit)) if cached else None
+    users = [layer for layer in layers.modules() if isinstance(layer, UsesCache)]
     generators = [torch.Generator().manual_seed(derive_seed(draws.seed, first + i)) for i in range(len(texts))]
-    for _ in range(count):
-        if max(map(len, texts)) > limit:
-            cache = None
-        seen = limit
-        if cache is not None and not cache.empty:
-            cache.advance([len(text) - 1 for text in texts], device)
-            seen = 1
-        with caching(layers, cache), _FewRows() if len(texts) > 1 else nullcontext():
-            logits = _logits(layers, [text[-seen:] for text in texts], device)
-        logits = logits[:, :vocab_size].float().cpu()
-        for text, row, generator in zip(texts, logits, generators, strict=True):
-            text.append(draw(row, draws, generator))
-        if end is not None and all(end in text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)):
-            break
+    with _by_onednn(layers):
+        for _ in range(count):
+            if max(map(len, texts)) > limit:
+                cache = None
+            seen = limit
+            if cache is not None and not cache.empty:
+                cache.advance([len(text) - 1 for text in texts], device)
+                seen = 1
+            with caching(users, cache):
+                logits = _logits(layers, [text[-seen:] for text in texts], device)
+            logits = logits[:, :vocab_size].float().cpu()
+            for text, row, generator in zip(texts, logits, generators, strict=True):
+                text.append(draw(row, draws, generator))
+            if end is not None and all(end in text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)):
+                break
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
@@ -101,17 +103,35 @@ def logits_at(layers: Layers, tokens: Tensor, texts: Tensor | slice, last: Seque
     return as_tuple(head(*tensors))[0][texts, last]
 
 
-class _FewRows(TorchFunctionMode):
-    """Multiplies a large matrix by a few rows, not the rows by the matrix, which takes CPUs up to 3.5 times as long."""
+@contextmanager
+def _by_onednn(layers: nn.Module) -> Iterator[None]:
+    """Let large linear layers on a CPU multiply a few rows with oneDNN, up to 2.5 times as fast as with MKL on AMD.
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.linear and not kwargs:
-            x, weight, *bias = args
-            large = weight.numel() >= 2**20 and weight.dtype is torch.float32 and weight.device.type == "cpu"
-            if large and x.dtype is weight.dtype and 1 < (rows := x.numel() // x.shape[-1]) <= 32:
-                y = torch.mm(weight, x.reshape(rows, -1).T).T.unflatten(0, x.shape[:-1])
-                return y.contiguous() if not bias or bias[0] is None else y + bias[0]
-        return function(*args, **kwargs or {})
+    torch itself calls oneDNN for bf16 only. Its operator for float32 is private; tried with torch 2.13.
+    """
+    available = torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu")
+    large = [
+        layer
+        for layer in layers.modules()
+        if available and type(layer) is nn.Linear and "forward" not in vars(layer) and _is_large(layer.weight)
+    ]
+    for layer in large:
+        layer.forward = partial(_multiply, layer)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        for layer in large:
+            del layer.forward
+
+
+def _is_large(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.numel() >= 2**18
+
+
+def _multiply(layer: nn.Linear, x: Tensor) -> Tensor:
+    if x.dtype is torch.float32 and x.numel() <= 32 * x.shape[-1]:
+        return torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+    return F.linear(x, layer.weight, layer.bias)
 
 
 def _logits(layers: Layers, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:

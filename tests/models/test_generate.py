@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from models.chain import Layers
-from models.generate import Draws, draw, generate
+from models.generate import Draws, _by_onednn, draw, generate
 from models.gpt2 import gpt2
 from models.transformer import transformer
 
@@ -46,6 +46,20 @@ def test_several_texts_go_on_as_each_alone_also_where_a_matrix_is_large(texts):
     options = {"positions": 4, "vocab_size": WORDS, "device": CPU}
     together = generate(large, prompts, 3, Draws(temperature=0), **options)
     assert together == [generate(large, [one], 3, Draws(temperature=0), **options)[0] for one in prompts]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1024), (3, 1, 1024), (2, 33, 1024)])
+def test_products_while_drawing_are_those_of_the_layer_in_its_dtype(shape, bias, autocast):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(1024, 300, bias=bias), torch.randn(shape)
+    with torch.no_grad(), torch.autocast("cpu", enabled=autocast):
+        wanted = layer(x)
+        with _by_onednn(layer):
+            found = layer(x)
+    assert found.dtype is wanted.dtype and found.is_contiguous()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_temperature_0_takes_the_likeliest_token_that_is_no_padding(layers):
