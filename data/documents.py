@@ -22,7 +22,9 @@ _CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\n)(?= \S)")
 # What to type for a file in UTF-16, which Windows' programs write.
 TO_UTF8 = "Convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW, and type data.root=NEW"
 
-SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "val", "dev"), "valid")}
+# Source: SPLIT_KEYWORDS in github.com/huggingface/datasets, data_files.py.
+_WORDS = {"train": "train training", "valid": "valid validation val dev", "test": "test testing eval evaluation"}
+SPLITS = {word: split for split, words in _WORDS.items() for word in words.split()}
 
 
 def split_of(path: Path) -> str:

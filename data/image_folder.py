@@ -15,11 +15,11 @@ from data.documents import SPLITS, find_files
 from data.images import ImageData, Images
 from data.jsonl import select_rows
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
+_SUFFIXES = (".jpg", ".jpeg", ".png")  # in upper case, too
 
 
 class ImageFolder(ImageData):
-    """The images of root/CLASS, or of root/train/CLASS, root/val/CLASS (or valid) and root/test/CLASS.
+    """The images of root/CLASS, or of root/train/CLASS, root/val/CLASS and root/test/CLASS (or SPLITS' other words).
 
     Classes are numbered in the order of their names. If there is no folder to validate on, the 10th of every 20
     training images, in the order of their paths, goes to valid; if there is none to test on either, the 20th goes to
@@ -57,18 +57,27 @@ class ImageFolder(ImageData):
 
     def splits(self) -> dict[str, Source]:
         """Return the three splits."""
-        paths = [path.relative_to(self.root) for path in find_files(self.root, suffix=_SUFFIXES)]
-        depth = int(any(path.parts[0] == "train" and len(path.parts) > 2 for path in paths))  # of the class folders
-        paths = [p for p in paths if len(p.parts) > depth + 1 and (not depth or p.parts[0] in SPLITS)]
+        found = [path.relative_to(self.root) for path in find_files(self.root)]
+        paths = [path for path in found if path.suffix.lower() in _SUFFIXES]
+        # The class folders are in folders of splits, if there is one to train on.
+        depth = int(any(_split_of(path) == "train" and len(path.parts) > 2 for path in paths))
+        paths = [p for p in paths if len(p.parts) > depth + 1 and (not depth or _split_of(p))]
+        if len(paths) < len(found):
+            others = sorted(path.suffix or path.name for path in {*found} - {*paths})
+            self.title += f" without {len(others):,} other files ({', '.join([*dict.fromkeys(others)][:9])})"
         names, labels = np.unique([path.parts[depth] for path in paths], return_inverse=True)
         self._names, self.num_classes = names.tolist(), len(names)
         files = _ImageFiles(self.root, paths, self.image_shape[1])
         images = Images(files, labels, self, f"data.root={self.root} (CLASS/*.jpg and *.png)")
-        split_of = np.array([SPLITS[path.parts[0]] if depth else "train" for path in paths])
+        split_of = np.array([_split_of(path) if depth else "train" for path in paths])
         rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
         selected = select_rows({split: len(listed) for split, listed in rows.items()}, self.folds)
         chosen = {s: rows.get(s, rows["train"])[part.row(np.arange(len(part)))] for s, part in selected.items()}
         return {split: images.part(part) for split, part in chosen.items()}
+
+
+def _split_of(path: Path) -> str | None:
+    return SPLITS.get(path.parts[0].lower())
 
 
 class _ImageFiles:

@@ -62,8 +62,8 @@ class RowData(Folded):
     padded with the end token and with targets that do not count. With answers or chats (see RowTokens), only the tokens
     of answers count. A sample of pairs is the prompt with the chosen and with the rejected answer, [2, seq_len] each.
 
-    Splits: files of a folder belong to the split that their path names (valid, validation, val, dev or test), or else
-    to training. If there is no valid file, the 10th of every 20 training rows goes to valid; if there is no test file
+    Splits: files of a folder belong to the split that a word of their path names (data.documents.SPLITS), or else to
+    training. If there is no valid file, the 10th of every 20 training rows goes to valid; if there is no test file
     either, the 20th goes to test.
 
     Rows are read and encoded when they are needed, by an index on the disk (see Rows). prepare() checks up to 1 million

@@ -48,12 +48,14 @@ def test_classes_are_the_folders_by_name_and_of_20_images_in_order_two_are_held_
     grey(tmp_path / "no class.png", 99)
     grey(tmp_path / ".hidden" / "1.png", 99)
     (tmp_path / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "cat" / "1.webp").write_bytes(b"not read")
     data = images_of()
     assert (data.class_names(), data.num_classes) == (["Ant", "cat", "dog"], 3)
     order = [(43, 0), *((i, 1) for i in range(15)), *((i, 2) for i in range(15, 43))]
     assert content(data.valid) == order[9::20] and content(data.test) == order[19::20]
     assert content(data.train) == [one for i, one in enumerate(order) if i % 20 not in (9, 19)]
-    assert f"images of {tmp_path}, 3x4x4, 3 classes: train 40, valid 2, test 2 images" in data.description
+    others = "without 3 other files (.png, .txt, .webp)"
+    assert f"images of {tmp_path} {others}, 3x4x4, 3 classes: train 40, valid 2, test 2 images" in data.description
 
 
 @pytest.mark.parametrize(
@@ -61,11 +63,12 @@ def test_classes_are_the_folders_by_name_and_of_20_images_in_order_two_are_held_
     [
         (["train/a", "train/b/deeper", "val/b", "test/a", "extra/c"], [[(0, 0), (50, 1)], [(100, 1)], [(150, 0)]]),
         (["train/a", "valid/a"], [[(0, 0)], [(50, 0)], []]),
+        (["Training/a", "Testing/a"], [[(0, 0)], [], [(50, 0)]]),
     ],
 )
 def test_folders_named_train_val_and_test_are_the_splits(tmp_path, images_of, folders, splits):
     for i, name in enumerate(folders):
-        grey(tmp_path / name / "1.jpg", 50 * i)
+        grey(tmp_path / name / "1.Jpg", 50 * i)
     data = images_of()
     assert [content(source) for source in (data.train, data.valid, data.test)] == splits
 

@@ -71,6 +71,8 @@ def test_every_row_is_in_one_split_the_10th_and_20th_of_20_held_out(tmp_path, ro
     "names, valid, test",
     [
         (["train.jsonl", "test.jsonl"], "10th", "test.jsonl"),
+        (["Training_1.jsonl", "Evaluation.jsonl"], "10th", "Evaluation.jsonl"),
+        (["dev.jsonl", "testing.jsonl", "training.jsonl"], "dev.jsonl", "testing.jsonl"),
         (["train.jsonl", "valid.jsonl"], "valid.jsonl", None),
         (["train.jsonl", "my-validation-1.jsonl", "test_2.jsonl"], "my-validation-1.jsonl", "test_2.jsonl"),
         (["x/train/1.jsonl", "x/dev/1.jsonl", "x/test/1.jsonl"], "x/dev/1.jsonl", "x/test/1.jsonl"),
