@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bdb
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -69,6 +70,9 @@ def message_for_user(error: BaseException) -> str | None:
         reason = reason[reason.find("DefaultCPUAllocator") :] if "DefaultCPUAllocator" in reason else reason
         where = f" ({'; '.join(notes)})" if (notes := getattr(error, "__notes__", ())) else ""
         return f"memory is exhausted{where}{reason and f': {reason}'}\n{_NEED_LESS}"
+    if isinstance(error, IndexError) and re.match(r"Target -?\d+ is out of bounds", str(error)):  # a cross entropy's
+        way_out = "classes count from 0: correct the targets, or give the model more outputs (model.num_classes)"
+        return _with_notes(f"{str(error).rstrip('.')}; {way_out}", error)
     if isinstance(error, bdb.BdbQuit):
         # The debugger has the frame in which it stopped. At the end of a function the traceback does not have it.
         *_, (quitting, _) = traceback.walk_tb(error.__traceback__)

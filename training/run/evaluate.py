@@ -86,7 +86,8 @@ def evaluate_split(setup: Any, strategy: Strategy, split: str, recorder: Recorde
         record.setdefault(f"{split}_perplexity", perplexity)  # the loss may have a metric of this name
     if wrong := ", ".join(f"{name} is {value}" for name, value in record.items() if not math.isfinite(value)):
         recorder.say(
-            f"warning: {wrong}: in an evaluation, the weights or BatchNorm's running statistics give such numbers; "
-            f"train with a lower optim.lr, or with more than train.global_batch_size={setup.plan.global_batch_size}"
+            f"warning: {wrong}: in an evaluation, samples, weights or BatchNorm's running statistics give these; "
+            "correct the samples, or train with a lower optim.lr, or with more than "
+            f"train.global_batch_size={setup.plan.global_batch_size}"
         )
     return record if metrics is None else record | metrics.results(strategy.mesh, recorder.run_dir, split)

@@ -40,7 +40,12 @@ def run_out():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for more")
 
 
-FAULTS = {"own": fail, "memory": run_out, "main memory": lambda: torch.empty(1 << 50)}
+FAULTS = {
+    "own": fail,
+    "memory": run_out,
+    "main memory": lambda: torch.empty(1 << 50),
+    "label": lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 3])),
+}
 
 
 def said_on_rank(tree, folder, meeting, fault, backward):
@@ -182,6 +187,13 @@ def test_exhausted_memory_ends_in_the_way_out(ranks, tmp_path, fault):
     assert "2.00 GiB." in first or "4503599627370496 bytes" in first
     words = ("parallel.chunks", "train.activation_checkpointing=true", "parallel=fsdp", "mode=plan")
     assert all(word in way_out for word in words)
+
+
+def test_a_class_that_the_model_does_not_have_ends_in_the_way_out(ranks, tmp_path):
+    (said,) = ranks.run(1, said_on_rank, *for_rank(tmp_path, *QUICK, "parallel.chunks=2"), "label", False)
+    problem, place = said.splitlines()
+    assert problem.startswith("Target 3 is out of bounds; classes count from 0: correct the targets, or ")
+    assert place == "raised in the forward of layer 'relu' (ReLU), micro-batch 1 with 32 samples, step 1"
 
 
 def debug() -> None:
