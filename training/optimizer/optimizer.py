@@ -216,17 +216,19 @@ class _Part:
         named = {key: value for key, value in found.items() if isinstance(key, str)}
         numbers = {key: value for key, value in named.items() if type(value) in _KINDS.values()}
         plain = {f"{k}{_PLAIN}{type(v).__name__}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
-        tensors = {key: value for key, value in named.items() if torch.is_tensor(value) and key not in changed}
+        tensors = {key: value for key, value in named.items() if torch.is_tensor(value)}
+        # A checkpoint has what parameters share with each of them.
+        tensors = {key: value for key, value in tensors.items() if key in state or value.numel() == 1}
         lost = [str(key) for key, value in found.items() if value is not None and key not in numbers | tensors]
         if lost and not self._warned:
             self._warned = True
             log.warning(
-                "optim: %s keeps %s as neither a number nor a tensor under a name: checkpoints do not have that, and "
-                "a resumed run begins with its first value",
+                "optim: %s keeps %s as neither a number nor a named tensor of a parameter: checkpoints do not have "
+                "that, and a resumed run begins with its first value",
                 type(self.optimizer).__name__,
                 ", ".join(lost),
             )
-        of_its_shape = {key for key, value in tensors.items() if value.shape == own.shape and key not in shared}
+        of_its_shape = {key for key, value in tensors.items() if value.shape == own.shape and key in state}
         divided, piece = self._divided[own] if self._gathers else of_its_shape, self._piece(parameter)
         return {
             key: piece._replace(tensor=value) if key in divided else Piece.of_whole(value)
@@ -246,10 +248,10 @@ class _Part:
         for key, value in state.items():
             name, plain, kind = key.partition(_PLAIN)
             place = next(prefix for prefix in places if name.startswith(prefix))
-            if not plain and place != _SHARED:
+            if not plain and not place:
                 loaded[key] = _placed_as(piece, key, value, group)
                 continue
-            one = _KINDS[kind](value[...].item()) if plain else value[...].clone()
+            one = _KINDS[kind](value[...].item()) if plain else value[...].to(piece.tensor.device, copy=True)
             places[place][name.removeprefix(place)] = one
         self._divided[own] = {key for key in loaded if key in state and tuple(state[key].shape) == piece.shape}
 

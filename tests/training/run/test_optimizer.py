@@ -124,7 +124,7 @@ class Normalised(torch.optim.SGD):
     def step(self, closure=None):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for group in self.param_groups:
-            group["done"] = group.get("done", 0) + 1
+            group["done"], group["sum"] = group.get("done", 0) + 1, group.get("sum", torch.zeros(1)) + 1
         self.state["k"], self.state["n"] = self.state.get("k", torch.zeros(1)) + 1, self.state.get("n", 0) + 1
         torch.nn.utils.clip_grad_norm_(parameters, 1.0 / self.param_groups[0]["done"])
         for parameter in parameters:
@@ -132,6 +132,7 @@ class Normalised(torch.optim.SGD):
             own["steps"], own["mean"] = own.get("steps", 0) + 1, 0.5 * own.get("mean", 0.0) + 1.0
             own["odd"] = not own.get("odd", False)
             parameter.grad /= own["steps"] + own["mean"] + own["odd"] + self.state["k"].item() * self.state["n"]
+            parameter.grad /= self.param_groups[0]["sum"]
         return super().step(closure)
 
 
@@ -223,7 +224,7 @@ class Restless(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             group["betas"], group["done"] = (0.9, group.get("done", 0)), group.get("done", 0) + 1
-            self.state["all"] = {"done": group["done"]}
+            self.state["all"], self.state["large"] = {"done": group["done"]}, torch.zeros(3)
             for parameter in group["params"]:
                 self.state[parameter].setdefault("history", []).append(parameter.grad)
                 self.state[parameter][0] = parameter.grad
@@ -242,7 +243,8 @@ def test_what_a_checkpoint_cannot_keep_of_an_optimizer_is_said_once(restless, ca
     kept = [optimizer.state_of(parameter) for parameter in strategy.parameters()]
     assert all("group.done#int" in state for state in kept)
     assert len(caplog.records) == 1
-    assert "Restless keeps history, 0, group.betas, shared.all as neither a number nor a tensor" in caplog.text
+    said = "Restless keeps history, 0, group.betas, shared.all, shared.large as neither a number nor a named tensor"
+    assert said in caplog.text
 
 
 def test_what_a_checkpoint_does_not_have_of_a_group_is_as_at_the_beginning(restless):
