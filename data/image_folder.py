@@ -65,10 +65,14 @@ class ImageFolder(ImageData):
         if len(paths) < len(found):
             others = sorted(path.suffix or path.name for path in {*found} - {*paths})
             self.title += f" without {len(others):,} other files ({', '.join([*dict.fromkeys(others)][:9])})"
+        if not paths:
+            raise DataError(
+                f"{self.title}: there is none; data.root=FOLDER needs folders of classes, CLASS/*.jpg or *.png"
+            )
         names, labels = np.unique([path.parts[depth] for path in paths], return_inverse=True)
         self._names, self.num_classes = names.tolist(), len(names)
         files = _ImageFiles(self.root, paths, self.image_shape[1])
-        images = Images(files, labels, self, f"data.root={self.root} (CLASS/*.jpg and *.png)")
+        images = Images(files, labels, self, self.title)
         split_of = np.array([_split_of(path) if depth else "train" for path in paths])
         rows = {split: np.flatnonzero(split_of == split) for split in np.unique(split_of)}
         selected = select_rows({split: len(listed) for split, listed in rows.items()}, self.folds)

@@ -1,6 +1,7 @@
 """Folders of classes as a data set: which image is what, what becomes of its pixels, and files that cannot be read."""
 
 import io
+import re
 import struct
 import warnings
 import zlib
@@ -188,3 +189,15 @@ def test_a_damaged_file_is_named_when_it_is_read_and_the_others_are_read(tmp_pat
 def test_without_a_folder_the_error_says_what_to_give():
     with pytest.raises(DataError, match="data.root=FOLDER"):
         ImageFolder()
+
+
+@pytest.mark.parametrize(
+    "name, others",
+    [("1.png", " without 1 other files (.png)"), ("cat/1.webp", " without 1 other files (.webp)"), ("", "")],
+)
+def test_a_folder_without_classes_says_what_it_has_and_what_it_needs(tmp_path, images_of, name, others):
+    if name:
+        grey(tmp_path / name, 1)
+    says = f"images of {tmp_path}{others}: there is none; data.root=FOLDER needs folders of classes"
+    with pytest.raises(DataError, match=re.escape(says)):
+        images_of()
