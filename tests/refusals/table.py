@@ -457,7 +457,7 @@ DATA = {
         _row(ROWS, "no row", content=b"\n" * 40),
     ],
     "HERE/x.parquet": _row(PARQUET, "cannot be read as Parquet", content=b"PAR1" * 9),
-    "HERE": Refusal(CONVNET + "data=image_folder data.root=HERE", "CLASS/*.jpg", "0 images"),
+    "HERE": Refusal(CONVNET + "data=image_folder data.root=HERE", "CLASS/*.jpg", "there is none"),
     "HERE/cat/1.jpg": Refusal(
         "model=classifier data=image_folder data.root=HERE train.global_batch_size=1", "damaged", "Replace it",
         file=file("cat/1.jpg", b"<html>"),
