@@ -63,6 +63,7 @@ class Facts:
         reads_numbers: Whether a result or a shape depends on numbers.
         stale: Whether the layer uses a parameter that a run would not train, because a run replaces the parameters of
             modules.
+        makes: The names of the parameters and buffers of checkpoints that the forward has added to the layer.
         reentrant: Whether the layer calls ``torch.utils.checkpoint`` with ``use_reentrant=True``.
         changes: The names of the tensors in the layer's state that each forward changes.
         norms: The number of calls that update the statistics of each BatchNorm, by the BatchNorm's name.
@@ -86,6 +87,7 @@ class Facts:
     spoils: bool = False
     reads_numbers: bool = False
     stale: bool = False
+    makes: Sequence[str] = ()
     reentrant: bool = False
     changes: Sequence[str] = ()
     norms: Mapping[str, int] = field(default_factory=dict)
@@ -259,7 +261,7 @@ class _Examiner:
         facts, norms = Facts(name, type(module).__name__, given), _calls_of_batchnorm(name, module)
         (tensors, batch), *twice = zip(given, batches, strict=False)
         followed = [x for x, of in zip(tensors, _sample_dims(given), strict=False) if of]
-        effects = Effects(module, followed, self.ranges)
+        effects, saved = Effects(module, followed, self.ranges), module.state_dict().keys()
         replicas.called, notes = False, []
         try:
             with collecting(Collected()) as collected:
@@ -275,6 +277,7 @@ class _Examiner:
         facts.writes, facts.aliases = bool(written), len(written) > len(set(written))
         facts.fills, facts.norms, facts.gathers = effects.fills, dict(norms), replicas.called
         facts.draws, facts.random = effects.draws, effects.draws or bool(notes)
+        facts.makes = sorted(module.state_dict().keys() - saved)
         if facts.error is not None:
             return facts
         others, changed = self.training and effects.wrote_others(), effects.changed()

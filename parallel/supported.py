@@ -87,6 +87,11 @@ def check_facts(found: Examination, chain: Chain, layout: Layout, recompute: boo
 
 def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) -> None:
     at = f"layer {facts.name!r} ({facts.kind}): "
+    if facts.makes and trains:
+        raise ModelError(
+            f"{at}its forward makes {facts.makes[0]!r}, which the model of a resumed run would not have: make it in "
+            "__init__(), or register a buffer that is computed anew with persistent=False"
+        )
     if facts.stale:
         raise ModelError(f"{at}{_STALE}")
     if twice := next((norm for norm, count in facts.norms.items() if count > 1), None):

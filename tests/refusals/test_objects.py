@@ -112,6 +112,15 @@ class Detached(nn.Linear):
         return Sums(summed(self(x), targets).detach(), torch.tensor(len(targets)), (torch.tensor(0),))
 
 
+class Late(nn.Linear):
+    """Makes a buffer in its first forward."""
+
+    def forward(self, x):
+        if not hasattr(self, "ones"):
+            self.register_buffer("ones", torch.ones_like(x[0]))
+        return super().forward(x * self.ones)
+
+
 class Compiled(nn.Module):
     """As torch.compile makes them."""
 
@@ -237,6 +246,9 @@ BEFORE_THE_RUN = {
     ),
     "a layer's loss that is a mean": (
         chain(layers=nn.Sequential(nn.Linear(4, 8), Mean(8, 2))), data(), "the loss Mean.loss returned Tensor; return",
+    ),
+    "a buffer that a forward makes": (
+        chain(layers=nn.Sequential(nn.Linear(4, 8), Late(8, 2))), data(), r"'1' \(Late\): its forward makes 'ones'",
     ),
     "a layer's loss that is detached": (
         chain(layers=nn.Sequential(nn.Linear(4, 8), Detached(8, 2))), data(), "Detached.loss is not differentiable",
