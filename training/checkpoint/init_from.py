@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Container
+from collections.abc import Set
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -153,11 +153,13 @@ def unseen(model: Any, chain: Chain) -> str | None:
     )
 
 
-def not_drawn(read: Container[str], chain: Chain) -> Chain:
+def not_drawn(read: Set[str], chain: Chain) -> Chain:
     """Return a chain that does not draw the initial numbers of the tensors that will be read from a file."""
     drawn = chain.initialise
     if drawn is None:  # the layers' constructors draw
         return chain
+    # A reference is drawn under the name of its layer.
+    read -= {source_of(name) for name in chain.unsaved if name not in read}
 
     def initialise(name: str, module: nn.Module) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -25,10 +25,14 @@ from slow_cases import with_slow
 
 from common.errors import CheckpointError, LaunchError, TrainingError, UserError
 from models import toy
+from models.gpt2 import gpt2
+from models.lora import adapt
+from models.preference import prefer
 from parallel.mesh import SHARDS, Mesh
 from parallel.pieces import Piece
 from training.checkpoint import load, save
 from training.checkpoint.files import Checkpoint, is_usable, sha256
+from training.checkpoint.init_from import not_drawn
 from training.optimizer import Optimizer
 from training.reporting.loggers import Loggers
 from training.reporting.recorder import Recorder
@@ -151,6 +155,15 @@ def test_weights_that_a_checkpoint_has_are_not_drawn_before(plainly, tmp_path, m
         assert not drawn
     run(tmp_path / "anew", *EVERY_2)
     assert drawn
+
+
+def test_what_no_checkpoint_has_is_drawn_all_the_same():
+    model = gpt2(size="tiny", n_layer=1, vocab_size=50)
+    chain = prefer(adapt(model, 2, 4, 0.0, ["c_attn"], modules_to_save=["ln_f"]))  # frozen weights, and references
+    for each in (chain, prefer(model)):
+        whole = each.build(each.names, 7, torch.device("cpu")).state_dict()
+        rest = not_drawn(whole.keys() - each.unsaved, each).build(each.names, 7, torch.device("cpu")).state_dict()
+        assert each.unsaved and all(torch.equal(rest[name], whole[name]) for name in each.unsaved)
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------
