@@ -55,7 +55,7 @@ def overwritten(self, x):
 
 def cached(self, x):
     if not hasattr(self, "cache"):
-        self.register_buffer("cache", torch.ones(8, device=x.device))
+        self.register_buffer("cache", torch.ones(8, device=x.device), persistent=False)
     return x * self.cache + self.kept
 
 
