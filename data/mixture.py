@@ -14,6 +14,7 @@ from torch import Tensor
 from common.errors import DataError
 from data.cache import key_of
 from data.dataset import DataSet, Rows, Source, once
+from data.images import ImageData
 from data.loader import Joined, VariableLength
 
 _LONGEST = 20_000  # the order of parts repeats after at most about so many samples, if need be with rounded weights
@@ -77,6 +78,16 @@ class Mixture(DataSet):
                     raise DataError(
                         f"{what} is {value} in data.parts.{first[0]} and {facts[what]} in data.parts.{name}, but one "
                         "model is trained on all parts: make them equal"
+                    )
+        images = {name: part for name, part in self.parts.items() if isinstance(part, ImageData)}
+        classes = {name: part.class_names() for name, part in images.items()}
+        most = max(classes, key=lambda name: len(classes[name]), default="")
+        for name, own in classes.items():
+            for number, (mine, theirs) in enumerate(zip(own, classes[most], strict=False)):
+                if mine != theirs:
+                    raise DataError(
+                        f"class {number} is {mine!r} in data.parts.{name} and {theirs!r} in data.parts.{most}, but one "
+                        "model is trained on all parts: give them the same classes (folders), in the same order"
                     )
         self.train = Mixed({name: part.train for name, part in self.parts.items()}, [*self.weights.values()], self.seed)
         self.valid, self.test = (

@@ -1,14 +1,17 @@
 """A mixture: which samples are in a batch, beside an order that is worked out sample by sample."""
 
 from collections import Counter
+from contextlib import nullcontext
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from common.errors import DataError
 from data.dataset import InMemory
+from data.image_folder import ImageFolder
 from data.loader import EvalBatches, TrainBatches, permute
 from data.mixture import Mixture
 from data.tensors import TensorData
@@ -120,6 +123,20 @@ def test_a_part_without_samples_is_an_error_that_names_it():
     empty.train = InMemory(torch.ones(0, 1), torch.ones(0))
     with pytest.raises(DataError, match=r"data\.parts\.none: there is no sample to train on"):
         Mixture({"some": TensorData(torch.ones(2, 1), torch.ones(2)), "none": empty}).prepare()
+
+
+@pytest.mark.parametrize("first, second, differs", [
+    (["bird", "cat"], ["cat"], "class 0 is 'cat' in data.parts.b and 'bird' in data.parts.a"),
+    (["cat"], ["bird", "cat"], "class 0 is 'cat' in data.parts.a and 'bird' in data.parts.b"),
+    (["cat"], ["cat", "dog"], None),
+])  # fmt: skip
+def test_a_class_has_the_same_number_in_all_parts(tmp_path, first, second, differs):
+    for folder in [*(tmp_path / "a" / name for name in first), *(tmp_path / "b" / name for name in second)]:
+        folder.mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / "1.png")
+    mixed = Mixture({name: ImageFolder(str(tmp_path / name), 4) for name in "ab"})
+    with pytest.raises(DataError, match=differs) if differs else nullcontext():
+        mixed.prepare()
 
 
 def test_parts_are_all_pairs_or_none_is():
