@@ -159,7 +159,7 @@ def not_drawn(read: Set[str], chain: Chain) -> Chain:
     if drawn is None:  # the layers' constructors draw
         return chain
     # A reference is drawn under the name of its layer.
-    read -= {source_of(name) for name in chain.unsaved if name not in read}
+    read = read - {source_of(name) for name in chain.unsaved if name not in read}
 
     def initialise(name: str, module: nn.Module) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
