@@ -437,6 +437,8 @@ class Several:
                 raise ModelError(f"{kind} is one of several losses: give it a method count(targets), as Sums.count is")
         each = ((name, metric) for name, loss in self.losses.items() for metric in ("loss", *loss.metrics, "count"))
         self.metrics: tuple[str, ...] = tuple(map("_".join, each))
+        if twice := next((name for name in self.metrics if self.metrics.count(name) > 1), None):
+            raise ModelError(f"two metrics of these losses are named {twice}: rename the loss, or the metric")
 
     def parts(self, output: Any, targets: Any) -> list[tuple[Any, Any, Any]]:
         """Return each loss with its output and targets. Raises ValueError if there are not as many."""

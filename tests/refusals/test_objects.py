@@ -210,6 +210,10 @@ AT_ONCE = {
     "no targets": (lambda: data(INPUTS, None), "targets: NoneType is not a tensor"),
     "no target at all": (lambda: data(INPUTS, ()), "inputs or targets are an empty tuple"),
     "fewer of a second target": (lambda: data(INPUTS, (LABELS, INPUTS[:9])), "40 inputs and 40 and 9 targets"),
+    "two metrics of one name": (
+        lambda: chain(Several([Miscounted(torch.sum, ("count",))])),
+        "two metrics of these .* named target_1_count",
+    ),
     "a factor for no loss": (lambda: chain(Several([SquaredError()], [1, 2])), "no loss target_2, only target_1"),
     "a loss among several without count": (
         lambda: chain([ClassCrossEntropy(), Loss(summed)]),
