@@ -313,6 +313,10 @@ class DataSet(ABC):
             DataError: If the data is wrong or missing. The message has the fix.
         """
 
+    def class_names(self) -> list[str]:
+        """Return the names of the classes in the order of their numbers; empty if the data has no classes."""
+        return []
+
     def source_of(self, split: str) -> Source:
         """Return the samples of "train", "val" or "test" as in an evaluation. Raises DataError if there are none."""
         source = {"train": self.train, "val": self.valid, "test": self.test}.get(split)

@@ -14,7 +14,6 @@ from torch import Tensor
 from common.errors import DataError
 from data.cache import key_of
 from data.dataset import DataSet, Rows, Source, once
-from data.images import ImageData
 from data.loader import Joined, VariableLength
 
 _LONGEST = 20_000  # the order of parts repeats after at most about so many samples, if need be with rounded weights
@@ -79,9 +78,8 @@ class Mixture(DataSet):
                         f"{what} is {value} in data.parts.{first[0]} and {facts[what]} in data.parts.{name}, but one "
                         "model is trained on all parts: make them equal"
                     )
-        images = {name: part for name, part in self.parts.items() if isinstance(part, ImageData)}
-        classes = {name: part.class_names() for name, part in images.items()}
-        most = max(classes, key=lambda name: len(classes[name]), default="")
+        classes = {name: part.class_names() for name, part in self.parts.items()}
+        most = max(classes, key=lambda name: len(classes[name]))
         for name, own in classes.items():
             for number, (mine, theirs) in enumerate(zip(own, classes[most], strict=False)):
                 if mine != theirs:
@@ -98,6 +96,10 @@ class Mixture(DataSet):
         self.num_classes = max(getattr(part, "num_classes", None) or 0 for part in self.parts.values()) or None
         self.fingerprint = " ".join(part.fingerprint for part in self.parts.values())
         self.description = "; ".join(f"{n} ({self.weights[n]:g}): {part.description}" for n, part in self.parts.items())
+
+    def class_names(self) -> list[str]:
+        """Return the names of the part with the most classes; the others have the first of these."""
+        return max((part.class_names() for part in self.parts.values()), key=len)
 
     def source_of(self, split: str) -> Source:
         """See DataSet."""

@@ -158,7 +158,7 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
     With ``last``, a language model returns logits of the last position only.
     """
     # One model has one tokenizer, and one way to prepare images.
-    data = data.first if isinstance(data, Mixture) else data
+    whole, data = data, data.first if isinstance(data, Mixture) else data
     chain, (stage,) = strategy.chain, strategy.stages
     takes, samples = _inputs(data, stage.layers[chain.names[0]])
     texts = tokenizer(data, chain)  # prepares data with a vocabulary from its own text
@@ -168,7 +168,7 @@ def serve(name: str, data: DataSet, strategy: Strategy, last: bool = False) -> S
     module = _Served(layers, [info.name for info in takes], words, last).eval()
     gives = _output(name, module, takes, chain)
     if "classes" in chain.limits:
-        names, count = data.class_names() if isinstance(data, ImageData) else [], gives.dims[-1]
+        names, count = whole.class_names(), gives.dims[-1]
         # The model may have more classes than the data.
         texts[LABELS] = "".join(f"{label}\n" for label in [*names, *range(len(names), count)][:count])
     preparation = ""

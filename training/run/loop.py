@@ -144,6 +144,8 @@ class Loop:
         kept |= {"monitor": self.monitor, "evaluation": self.callbacks.run.evaluation}
         if self.setup.earlier:
             kept["batches"] = {"samples": len(self.setup.data.train), "earlier": self.setup.earlier}
+        if names := self.setup.data.class_names():
+            kept["classes"] = names
         if (reason := self.callbacks.run.stop_reason) is not None:
             kept |= {"ended_of": self.setup.total_steps, "ended_at": self.callbacks.run.step, "stop_reason": reason}
         return jsonable(kept)

@@ -45,7 +45,7 @@ from training.reporting.page import write_page
 from training.reporting.recorder import Recorder
 from training.reporting.summary import Outcome, RankResult, gather_results, summarize
 from training.run.changes import changes, earlier_batches, follows_total
-from training.run.checks.model import named_checkpoint, reads_weights
+from training.run.checks.model import check_classes, named_checkpoint, reads_weights
 from training.run.checks.ranks import check_nodes, check_ranks, check_run_directory, check_weights
 from training.run.evaluate import evaluate_split
 from training.run.loop import Loop
@@ -123,6 +123,7 @@ def run(
         if observe is not None:
             observe(loop)
         if resumed is not None:
+            check_classes(resumed, setup.data)
             loop.restore(resumed, done, ended)
 
             def rate(total: int) -> float:

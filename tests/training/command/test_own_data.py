@@ -57,6 +57,20 @@ def test_a_model_of_folders_is_exported_with_their_names(words, tmp_path):
     assert (tmp_path / "out" / "labels.txt").read_text() == "cat\ndog\n"
 
 
+@pytest.mark.parametrize("mode", ["eval", "predict", "train"])
+def test_a_folder_that_numbers_its_classes_in_another_way_is_refused(words, tmp_path, mode):
+    typed = [*words["image_folder"], *CLASSIFIER, *SHORT]
+    run(tmp_path / "run", *typed, "train.steps=1")
+    for i in range(20):  # no cat: dogs would be class 0
+        path = tmp_path / "dogs" / "dog" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (30, 30)).save(path)
+    saved = "train.resume" if mode == "train" else "checkpoint"
+    other = [*typed, f"data.root={tmp_path}/dogs", f"mode={mode}", f"{saved}='{tmp_path}/run'"]
+    with pytest.raises(UserError, match="class 0 was 'cat' in the data of .*, and is 'dog' in this data"):
+        prepare(config(*other))
+
+
 def test_more_folders_than_classes_of_the_model_are_an_error_before_training(words):
     with pytest.raises(UserError, match="the data has 2 classes, model.num_classes=1 is too few"):
         prepare(config(*words["image_folder"], *CLASSIFIER, "model.num_classes=1"))

@@ -32,6 +32,7 @@ from training.callbacks import build as build_callbacks
 from training.callbacks.averaging import averaging_of
 from training.callbacks.early_stop import EarlyStop
 from training.checkpoint.configuration import checkpoint_of
+from training.checkpoint.files import Checkpoint
 from training.checkpoint.init_from import check_new_words, check_start
 from training.checkpoint.load import check_fits
 from training.optimizer.checks import check_by_module, check_layout, check_others
@@ -157,6 +158,7 @@ def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
     """Check that the checkpoint and the weights of model.init_from belong to this model. Raises UserError."""
     if (saved := named_checkpoint(cfg)) is not None:
         check_fits(saved, chain, cfg)
+        check_classes(Checkpoint.find(saved), data)
     if reads_weights(cfg, chain):
         weights = check_start(cfg.model, chain)
         weights.check_copies()
@@ -166,6 +168,17 @@ def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
             raise TrainingError(
                 f"{folder / 'tokenizer.json'} has other tokens than GPT-2's, which the data has; type "
                 f"data.tokenizer={cfg.model.init_from}"
+            )
+
+
+def check_classes(checkpoint: Checkpoint, data: DataSet) -> None:
+    """Check that the data numbers its classes as the data of a checkpoint's run did. Raises TrainingError."""
+    pairs = zip(checkpoint.progress.get("classes", ()), data.class_names(), strict=False)
+    for number, (trained, now) in enumerate(pairs):
+        if trained != now:
+            raise TrainingError(
+                f"class {number} was {trained!r} in the data of {checkpoint.folder}, and is {now!r} in this data: give "
+                "it images of the same classes, in folders of the same names"
             )
 
 
