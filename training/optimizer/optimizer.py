@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from common.errors import TrainingError
 from parallel.dtensor import is_sharded, local
@@ -184,8 +185,19 @@ class _Part:
         for parameter, own in self.parameters.items():
             if own is not parameter:
                 own.grad = None
+            elif own in self.optimizer.state and not type(self.optimizer).__module__.startswith("torch.optim."):
+                self._copy_gradient(own)
         if self._gathers:
             self._scatter()
+
+    def _copy_gradient(self, own: Tensor) -> None:
+        """Copy a gradient that the state keeps as it is: DDP writes the next one into the same memory."""
+
+        def is_gradient(value: Any) -> bool:
+            return torch.is_tensor(value) and own.grad is not None and _memory(value) == _memory(own.grad)
+
+        state = self.optimizer.state[own]
+        state.update(tree_map(lambda value: value.clone() if is_gradient(value) else value, dict(state)))
 
     def _gather(self) -> None:
         for parameter, own in self.parameters.items():
@@ -260,6 +272,10 @@ class _Part:
 # "shared.k" is what the optimizer keeps once for all parameters (MADGRAD).
 _PLAIN, _GROUP, _SHARED = "#", "group.", "shared."
 _KINDS = {"int": int, "float": float, "bool": bool}
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _own_values(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from composed import config, for_rank, losses, run, run_on_rank, same_bits, saved, training
+from composed import config, for_rank, losses, run, run_layout, run_on_rank, same_bits, saved, training
 from torch import nn
 
 from common.errors import CheckpointError, PlanError, TrainingError
@@ -142,6 +142,19 @@ class Noisy(torch.optim.SGD):
             for parameter in group["params"]:
                 parameter.grad += torch.randn_like(parameter)
         return super().step(closure)
+
+
+class Remembers(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own, gradient = self.state[parameter], parameter.grad
+                parameter -= group["lr"] * (2 * gradient - own.get("last", gradient) + sum(own.get("all", [])))
+                own["last"], own["all"] = gradient.detach(), [*own.get("all", []), gradient]
 """
 
 
@@ -185,6 +198,13 @@ def test_the_noise_of_an_optimizer_does_not_depend_on_the_micro_batches_and_so_n
         training(with_values(cfg, {"train.epochs": None, "train.steps": 3}), folder)
         found.append(losses(folder))
     assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def test_a_gradient_that_an_optimizer_keeps_is_the_same_in_the_next_step(own_optimizer, ranks, tmp_path):
+    section = to_dict(own_optimizer(name="Remembers").optim)
+    words = [f"import_from=['{tmp_path}']", "train.precision=fp64", "train.epochs=null", "train.steps=4"]
+    one, two = (run_layout(ranks, at, tmp_path / at, *words, optim=section) for at in ("single", "ddp"))
+    assert losses(two) == pytest.approx(losses(one), rel=1e-12)
 
 
 @pytest.mark.parametrize(
