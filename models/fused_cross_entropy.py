@@ -43,8 +43,8 @@ def _by_blocks(logits: Tensor, targets: Tensor, needs_grad: bool, rows: int) -> 
         target = target.clamp(min=0)
         probabilities = torch.softmax(block, dim=1, dtype=total.dtype)
         # The most probable word tells the logarithm of the sum. The target's probability may have rounded to 0.
-        log_of_sum = block.amax(dim=1, keepdim=True) - probabilities.amax(dim=1, keepdim=True).log()
-        total += ((log_of_sum - block.gather(1, target)) * counted).sum()
+        most = block.amax(dim=1, keepdim=True).to(total.dtype) - block.gather(1, target)
+        total += (most - probabilities.amax(dim=1, keepdim=True).log()).where(counted, 0.0).sum()
         if needs_grad:
             gradient = probabilities.clamp_(min=_LEAST)
             gradient.scatter_add_(1, target, gradient.new_full((len(target), 1), -1.0))

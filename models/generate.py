@@ -113,7 +113,7 @@ def _by_onednn(layers: nn.Module) -> Iterator[None]:
     large = [
         layer
         for layer in layers.modules()
-        if available and type(layer) is nn.Linear and "forward" not in vars(layer) and _is_large(layer.weight)
+        if available and type(layer) is nn.Linear and "forward" not in vars(layer) and _is_large(layer)
     ]
     for layer in large:
         layer.forward = partial(_multiply, layer)  # pyright: ignore[reportAttributeAccessIssue]
@@ -124,8 +124,10 @@ def _by_onednn(layers: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _is_large(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.numel() >= 2**18
+def _is_large(layer: nn.Linear) -> bool:
+    weight, bias = layer.weight, layer.bias
+    dense = bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())  # oneDNN ignores a bias's stride
+    return dense and weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.numel() >= 2**18
 
 
 def _multiply(layer: nn.Linear, x: Tensor) -> Tensor:

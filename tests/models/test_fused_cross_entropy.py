@@ -152,6 +152,18 @@ def test_extreme_logits_stay_finite():
         assert far(value, wanted) < 1e-5
 
 
+def test_a_number_that_all_logits_share_costs_no_digits():
+    logits, targets = torch.randn(37, CLASSES, generator=torch.Generator().manual_seed(0)) + 1e5, torch.arange(37)
+    wanted = F.cross_entropy(logits.double(), targets, reduction="sum")
+    assert far(fused._by_blocks(logits, targets, False, CPU_ROWS), wanted) < 1e-6
+
+
+def test_a_row_that_does_not_count_may_have_infinite_logits():
+    logits, targets = torch.tensor([[-torch.inf, 1.0, 2.0]]).repeat(2, 1), torch.tensor([1, IGNORED])
+    wanted = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    assert far(fused._by_blocks(logits, targets, False, CPU_ROWS), wanted) < 1e-6
+
+
 def test_a_model_that_is_sure_of_itself_has_no_subnormal_gradients():
     """A CPU multiplies subnormal numbers up to eighty times as slowly."""
     x, targets = torch.ones(1, 1), torch.tensor([0])

@@ -62,6 +62,16 @@ def test_products_while_drawing_are_those_of_the_layer_in_its_dtype(shape, bias,
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "bias", [torch.arange(600.0).view(300, 2)[:, 0], torch.ones(1)], ids=["a column", "one number"]
+)
+def test_a_bias_of_any_strides_and_one_for_all_outputs_is_added_while_drawing(bias):
+    layer, x = nn.Linear(1024, 300), torch.randn(1, 1, 1024)
+    layer.bias = nn.Parameter(bias)
+    with torch.no_grad(), _by_onednn(layer):
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, bias))
+
+
 def test_temperature_0_takes_the_likeliest_token_that_is_no_padding(layers):
     assert follow(layers, temperature=0) == [6, 7, 0, 1, 2, 3]
     assert follow(layers, top_k=1) == follow(layers, top_p=1e-6) == [6, 7, 0, 1, 2, 3]
