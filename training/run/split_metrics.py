@@ -24,6 +24,7 @@ from models.losses import IGNORED, ClassCrossEntropy, ElementwiseLoss, Several, 
 from parallel.mesh import Mesh
 from parallel.outputs import Taker
 
+_SHOWN = 60  # characters of a result that is no number
 _OWN = ("_target_", "name", "output")  # the keys of an entry that are no arguments
 
 
@@ -119,6 +120,11 @@ class Measured:
         outputs, targets = zip(*self.rows, strict=True)
         return self.target(_joined(outputs), _joined(targets), **self.entry.arguments)
 
+    @property
+    def draws(self) -> bool:
+        """Whether the object can draw its result. In torchmetrics, the function of the base class only raises."""
+        return getattr(getattr(self.metric, "plot", None), "__qualname__", "Metric.plot") != "Metric.plot"
+
     def _as_classes(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities and whole numbers: torchmetrics would decide by each batch whether it gets logits."""
         if isinstance(self.loss, TokenCrossEntropy):  # tokens are samples
@@ -175,8 +181,8 @@ class SplitMetrics(Taker):
         found: dict[str, float] = {}
         for one in self.measured:
             value, name = one.value(), f"{split}_{one.entry.name}"
-            found |= (named := numbers(name, value)) or {}
-            if named is None and hasattr(one.metric, "plot"):
+            found |= (named := numbers(name, value, one.draws)) or {}
+            if named is None:
                 import matplotlib.pyplot as plt
 
                 figure, _ = one.metric.plot(value)
@@ -185,12 +191,22 @@ class SplitMetrics(Taker):
         return mesh.gather(found)[0]
 
 
-def numbers(name: str, value: Any) -> dict[str, float] | None:
-    """Return a result as numbers: of a mapping or a vector several, by keys or places; None for tables and curves."""
+def numbers(name: str, value: Any, draws: bool = False) -> dict[str, float] | None:
+    """Return a result as numbers: of a mapping or a vector several, by keys or places.
+
+    If the metric draws what is no number, return None for tables and curves. Raises TrainingError for anything else.
+    """
     if isinstance(value, Mapping):
         return {key: one for part, of in value.items() for key, one in (numbers(f"{name}_{part}", of) or {}).items()}
-    if isinstance(value, (tuple, list)) or getattr(value, "ndim", 0) > 1:
+    if draws and (isinstance(value, (tuple, list)) or getattr(value, "ndim", 0) > 1):
         return None
     if getattr(value, "ndim", 0) == 1 and len(value) > 1:
         return {f"{name}_{i}": float(one) for i, one in enumerate(value)}
-    return {name: float(value)}
+    try:
+        return {name: float(value)}
+    except (TypeError, ValueError, RuntimeError):
+        said = " ".join(repr(value).split())
+        raise TrainingError(
+            f"metrics: {name} is {said if len(said) < _SHOWN else said[:_SHOWN] + '…'}, which is no number; let the "
+            "metric return a number, a vector (a tensor or an array), or a dict of these"
+        ) from None

@@ -55,6 +55,21 @@ def right(outputs, targets):
     return (outputs.argmax(-1) == targets).float().mean()
 
 
+def result_of(outputs, targets, found):
+    """A metric with a result that is given."""
+    return found
+
+
+class Curve(load_torchmetrics().Metric):
+    """A metric with a result that is no number, which it cannot draw."""
+
+    def update(self, outputs, targets):
+        """Keep nothing."""
+
+    def compute(self):
+        return torch.ones(3), torch.ones(3)
+
+
 class TwoOutputs(nn.Module):
     """Logits and features."""
 
@@ -184,6 +199,10 @@ WRONG = {
     "of the loss": ("[{_target_: NAME.spread, name: accuracy}]", "has a number accuracy already"),
     "missing": ("[{_target_: NAME.sprad}]", "names nothing"),
     "no name": ("[3]", "3 names nothing"),
+    "gives nothing": ("[{_target_: NAME.result_of, found: null}]", "metrics: result_of is None, which is no number"),
+    "gives a list": ("[{_target_: NAME.result_of, found: [1, 2]}]", r"result_of is \[1, 2\], which is no number"),
+    "a text": ("[{_target_: NAME.result_of, found: {a: 1, b: good}}]", "result_of_b is 'good', which is no number"),
+    "gives a curve": ("[{_target_: NAME.Curve, name: c}]", r"c is \(tensor.*which is no number"),
     "not as a target": ("[NAME.spread]", "spread names nothing"),
 }
 

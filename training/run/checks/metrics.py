@@ -36,7 +36,9 @@ def check_metrics(setup: Setup) -> None:
                 warnings.simplefilter("ignore")
                 for _ in range(_BATCHES):
                     one.update(drawn, targets)
-                names += numbers(one.entry.name, one.value()) or {}
+                names += numbers(one.entry.name, one.value(), one.draws) or {}
+        except TrainingError:
+            raise
         except Exception as error:  # of a user's code, or of torchmetrics
             if inspect.isclass(one.target):
                 shapes = (" and ".join(str(list(x.shape)) for x in of) for of in (outputs, as_tuple(targets)))
