@@ -45,7 +45,7 @@ def draw(runs: Mapping[str, Sequence[Points]], columns: int = 1) -> Figure | Non
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(plot.NARROW if columns == 1 else plot.MEDIUM, rows * _HEIGHT))
     for number, (name, keys) in enumerate(panels.items(), 1):
-        axes, starts = figure.add_subplot(rows, columns, number), []
+        axes, starts, bands = figure.add_subplot(rows, columns, number), [], []
         for place, ((label, run), color) in enumerate(zip(runs.items(), cycle(plot.COLORS), strict=False)):
             for key in keys:
                 tables = [dict(points[key]) for points in run if key in points]
@@ -61,11 +61,15 @@ def draw(runs: Mapping[str, Sequence[Points]], columns: int = 1) -> Figure | Non
                     look, color = {"ls": "--", "marker": "."}, plot.COLORS[1]
                 axes.plot(steps, mean := values.mean(0), c=color, label=label * (number == 1), **look)
                 starts.append(abs(mean[0]))
+                spread = values.std(0, ddof=1) if len(tables) > 1 else mean * 0
+                bands.append((mean, mean - spread))
                 if len(tables) > 1:
-                    spread = values.std(0, ddof=1)
                     axes.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
         if name in ("loss", "val_loss") and starts:  # a diverging curve would flatten all other curves
-            axes.set_ylim(top=min(axes.get_ylim()[1], 2 * max(starts) or 1))
+            bottom, top = axes.get_ylim()
+            top = min(top, 2 * max(starts) or 1)
+            lowest = min(low[mean <= top].min(initial=top) for mean, low in bands)
+            axes.set_ylim(max(bottom, lowest - 0.05 * (top - lowest)), top)
         low, high = axes.dataLim.intervaly
         if name == "grad_norm" and high > 50 * low > 0:
             axes.set_yscale("log")

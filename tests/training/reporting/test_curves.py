@@ -60,7 +60,10 @@ def test_a_long_run_has_some_of_its_steps_and_a_validation_once_is_a_point():
 
 
 def test_a_loss_that_diverges_does_not_flatten_the_curve():
-    assert figure([*records(20, diverges=True)]).axes[0].get_ylim()[1] == 4.0
+    one, other = (dict(points_of(records(20, diverges=end))) for end in (True, False))
+    for runs in ({"": [one]}, {"a": [one], "b": [other]}, {"a": [one, other], "b": [other, other]}):
+        bottom, top = draw(runs).axes[0].get_ylim()
+        assert -0.2 < bottom < 0.1 and top == 4.0
 
 
 def test_a_run_without_numbers_has_no_curves():
