@@ -56,8 +56,8 @@ class CIFAR10(PublishedImages):
         self.title = "CIFAR-10" + ", cropped and mirrored at random" * augment
 
     def class_names(self) -> list[str]:
-        """Return the published names of the classes. Further classes are named by their numbers."""
-        return [*_CLASSES, *super().class_names()[len(_CLASSES) :]][: self.num_classes]
+        """Return the published names of the classes."""
+        return [*_CLASSES[: self.num_classes]]
 
     def read(self, root: Path, split: str) -> Images:
         """Read the published images of "train" or "test"."""

@@ -314,7 +314,7 @@ class DataSet(ABC):
         """
 
     def class_names(self) -> list[str]:
-        """Return the names of the classes in the order of their numbers; empty if the data has no classes."""
+        """Return the names of the classes in the order of their numbers; empty if they have none."""
         return []
 
     def source_of(self, split: str) -> Source:

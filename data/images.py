@@ -59,10 +59,6 @@ class ImageData(Folded):
         self.image_shape = (channels, image_size, image_size)
         self.num_classes = num_classes
 
-    def class_names(self) -> list[str]:
-        """Return the names of the classes, which are their numbers if they have no names."""
-        return [str(number) for number in range(self.num_classes)]
-
     @abstractmethod
     def splits(self) -> Mapping[str, Source]:
         """Return the sources "train", "valid" and "test", the last two may be empty.
