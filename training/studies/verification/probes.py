@@ -117,7 +117,7 @@ class Layer:
         with _generators(state, self.drawn):
             with torch.set_grad_enabled(self.training):
                 outputs = as_tuple(stage(*inputs, samples=where))
-            if parts := [_weighed(t, count) for t in outputs if t.requires_grad and backward]:
+            if parts := [_weighed(t, first, count) for t in outputs if t.requires_grad and backward]:
                 torch.stack(parts).sum().backward()
             if stage.ends_chain:
                 with torch.no_grad():
@@ -150,11 +150,12 @@ class Layer:
         return "gathers the samples of all replicas" if ends and self.found.which("gathers") else None
 
 
-def _weighed(output: Tensor, count: int) -> Tensor:
-    """Return a weighted sum over an output, with a different weight for each number of a sample."""
+def _weighed(output: Tensor, first: int, count: int) -> Tensor:
+    """Return a weighted sum over an output, with a different weight for each sample and each of its numbers."""
     output = _real(output)
     rows = output.reshape(count if output.numel() % count == 0 else 1, -1)
-    return (rows * torch.linspace(1, 2, rows.shape[1])).sum().double()
+    weights = torch.linspace(1, 2, rows.shape[1]) * torch.arange(first + 1, first + 1 + len(rows))[:, None]
+    return (rows * weights).sum().double()
 
 
 def _of_samples(tensor: Tensor, rows: slice, count: int) -> Tensor:
@@ -264,19 +265,35 @@ def _outputs(layer: Layer, tolerance: float) -> Found:
 
 def _halves(layer: Layer, tolerance: float) -> Found:
     """Compute each half of the samples separately, with its loss."""
-    half = _SAMPLES // 2
-    first, second = (layer.run(rows, backward=False) for rows in (slice(0, half), slice(half, _SAMPLES)))
-    joined = {i: torch.cat([t, second["each"][i]]) for i, t in first["each"].items()}
+    half, seen = _SAMPLES // 2, layer.seen
+    # A layer may mix samples by a factor that is zero at first: then only gradients show it. They are those of sums
+    # over samples, unless it returns something else.
+    sums_up = not layer.facts.passes and all(i in seen["each"] for i, t in seen["given"].items() if t.requires_grad)
+    first, second = (layer.run(rows, backward=sums_up) for rows in (slice(0, half), slice(half, _SAMPLES)))
+    pairs = {i: (t, second["each"][i]) for i, t in first["each"].items() if i in seen["each"] | seen["given"]}
+    joined = {i: torch.cat(pair) for i, pair in pairs.items()}
+    whole = dict(seen["each"])
+    if sums_up:
+        joined[""], whole[""] = _of_parameters(layer, first, second), _of_parameters(layer, seen)
     sums = {name: t + second["sums"][name] for name, t in first["sums"].items()}
     others = f"samples see each other in {layer.mode}: half of a batch gives other numbers than the whole"
     loss = f"{layer.loss} of a batch is not the sum over its halves in {layer.mode}: give the sum of terms and their "
-    for text, ours, kind in ((others, joined, "each"), (f"{loss}number", sums, "sums")):
-        size, _ = largest_difference(ours, {name: layer.seen[kind].get(name) for name in ours})
+    for text, ours, theirs in ((others, joined, whole), (f"{loss}number", sums, seen["sums"])):
+        size, _ = largest_difference(ours, {name: theirs.get(name) for name in ours})
         if size > tolerance:
             rule = layer.rule()
             yield f"{rule or text} (by {size:.0e})", rule is not None
     if layer.training and layer.facts.passes:
         yield "passes on a number of its micro-batch: results depend on its size", True
+
+
+def _of_parameters(layer: Layer, *runs: Results) -> Tensor:
+    """Return the gradients of a layer's parameters, added up over runs, [numbers]."""
+    sums = [torch.zeros(1)]  # there may be no parameter
+    for name, parameter in layer.module.named_parameters():
+        own = (run["gradients"].get(name) for run in runs)
+        sums.append(sum((t for t in own if t is not None), torch.zeros_like(parameter)).detach().flatten())
+    return torch.cat(sums)
 
 
 def _sizes(layer: Layer, tolerance: float) -> Found:

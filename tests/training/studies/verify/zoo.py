@@ -34,6 +34,7 @@ Numpy = layer("Numpy", lambda self, x: x + 0.1 * float(np.random.rand()))
 BatchMean = layer("BatchMean", lambda self, x: x - x.mean(0))
 MeanInEvaluation = layer("MeanInEvaluation", lambda self, x: x if self.training else x - x.mean(0))
 Detach = layer("Detach", lambda self, x: x.detach() * 2)
+MeanInBackward = layer("MeanInBackward", lambda self, x: x + x.mean(0) - x.mean(0).detach())
 Imaginary = layer("Imaginary", lambda self, x: torch.complex(x, x - x.mean(0)))
 Real = layer("Real", lambda self, x: x.real + x.imag)
 PassesMask = layer("PassesMask", lambda self, x: (x - x.mean(0), torch.full_like(x, torch.finfo(x.dtype).min)))
@@ -65,6 +66,17 @@ class LossRoundsLargeBatches(ClassCrossEntropy):
     def __call__(self, output: Tensor, targets: Tensor, weights: Tensor | None) -> Sums:
         sums = super().__call__(output, targets, weights)
         return Sums(sums.loss.half().double(), sums.count, sums.metrics) if len(output) > 4 else sums
+
+
+class Gate(nn.Module):
+    """Adds nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * x.mean(0)
 
 
 class Counter(nn.Module):
@@ -203,6 +215,8 @@ ZOO = [
     Broken("a hidden coin", partial(chain, partial(Coin, _GENERATOR.random)), "repeats", "b", "that are not torch's"),
     Broken("a counter", partial(chain, Counter), "repeats", "b", "keeps something between calls", DDP),
     Broken("the batch's mean", partial(chain, BatchMean), "halves", "b", "see each other in training", SMALLER),
+    Broken("a gate of zero", partial(chain, Gate), "halves", "b", "see each other in training", SMALLER),
+    Broken("in the backward", partial(chain, MeanInBackward), "halves", "b", "see each other in training", SMALLER),
     Broken("half above four", partial(chain, partial(RoundsLargeBatches, 4)), "sizes", "b", "in a batch of 8", WHOLE),
     Broken("loss above four", partial(chain, loss=LossRoundsLargeBatches()), "sizes", "c", "in a batch of 8"),
     Broken("in evaluation", partial(chain, MeanInEvaluation), "halves", "b", "see each other in evaluation", SMALLER),
