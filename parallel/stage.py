@@ -229,7 +229,7 @@ class Stage(nn.Module):
 
     def _rows(self, returned: tuple[Tensor, ...], counted: int, count: int) -> tuple[Tensor, ...]:
         """Return the first ``counted`` samples of ``count``, in dimension 0; tensors without samples are left out."""
-        dims = self.sample_dims if self.sample_dims and self._loss_apart else [[0]] * len(returned)
+        dims = self.sample_dims if self.sample_dims and self._loss_apart else [[0] if x.dim() else [] for x in returned]
         rows = some_samples(returned, dims, 0, counted, count)
         return tuple(x.movedim(of[0], 0) for x, of in zip(rows, dims, strict=True) if of)
 

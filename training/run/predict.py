@@ -13,10 +13,11 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from conf.schema import Root
-from data.dataset import InMemory, Source
+from data.dataset import Batch, InMemory, Source
 from data.jsonl import TokenRows, encoded_rows
 from models.chain import Tensors, as_tuple
 from models.losses import IGNORED
+from parallel.examination import examine
 from parallel.outputs import Taker
 from training.run.evaluate import evaluate
 from training.run.restore import Restored, continued, restore
@@ -110,13 +111,11 @@ def predict(cfg: Root, restored: Restored, inputs: Any, run_dir: Path) -> Predic
 
     Of rows with answers, these are generated, by a strategy of one process.
     """
+    split, source, texts = "given", _source(restored, inputs), False
     if isinstance(inputs, str):
-        split, source = inputs, restored.data.source_of(inputs)
+        split = inputs
         shapes = [of.shape for of in source.read(np.zeros(1, np.int64), 0)[:2] if isinstance(of, Tensor)]
         texts = restored.data.seq_len is not None and len(shapes) == 2 and shapes[0] == shapes[1]  # next tokens
-    else:
-        first, *_ = as_tuple(inputs)
-        split, source, texts = "given", InMemory(inputs, np.zeros(len(first))), False
     taken = Predictions(run_dir / "predictions", split, source, texts, cfg.predict.targets)
     if isinstance(source, TokenRows) and source.row_tokens.answered:
         _answer(cfg, restored, source, taken)
@@ -126,11 +125,21 @@ def predict(cfg: Root, restored: Restored, inputs: Any, run_dir: Path) -> Predic
     return taken
 
 
+def _source(restored: Restored, inputs: Any) -> Source:
+    if isinstance(inputs, str):
+        return restored.data.source_of(inputs)
+    return InMemory(inputs, np.zeros(len(as_tuple(inputs)[0])))
+
+
 def predict_here(cfg: Root, inputs: Any, run_dir: Path) -> Predictions:
     """Predict with the model of ``checkpoint`` in this process; see ``predict``."""
     restored = restore(cfg, cfg.device, cfg.train.global_batch_size)
     if isinstance(inputs, str):
         restored.data.prepare()
+    if restored.data.seq_len is None:  # in which dimensions are the samples of the outputs?
+        some = Batch(*_source(restored, inputs).read(np.zeros(2, np.int64), 0))
+        (stage,) = restored.strategy.stages
+        stage.sample_dims = examine(restored.strategy.chain, some, training=False).sample_dims
     return predict(cfg, restored, inputs, run_dir)
 
 

@@ -194,6 +194,26 @@ def test_several_outputs_are_several_arrays_and_a_function_gets_them_all(tmp_pat
     assert result.summary["test_spread_range"] == pytest.approx(float(outputs[1].max() - outputs[1].min()), rel=1e-6)
 
 
+class Sideways(nn.Module):
+    """Logits, samples in the second dimension, a matrix without samples, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Linear(6, 3)
+
+    def forward(self, x):
+        logits = self.logits(x)
+        return logits, torch.stack([logits] * 36), self.logits.weight * 1, logits.sum()
+
+
+def test_predictions_in_python_have_samples_first_wherever_the_model_has_them(tmp_path, samples):
+    result = run(tmp_path, samples, net=network(Sideways), loss=OfFirst())
+    logits, sideways, *_ = plain(result, Sideways(), samples.test.inputs)
+    for inputs in ("test", samples.test.inputs):
+        first, second = result.predict(inputs)
+        assert np.array_equal(first, logits.numpy()) and np.array_equal(second, sideways.movedim(1, 0).numpy())
+
+
 WRONG = {
     "twice": ("[{_target_: NAME.spread}, {_target_: NAME.spread}]", "spread twice"),
     "of the loss": ("[{_target_: NAME.spread, name: accuracy}]", "has a number accuracy already"),
