@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Keys of a configuration that do not affect the numbers of a model.
 _FREE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "vocab_size"}
+_FREE |= {"bos_token_id", "eos_token_id"}  # an export has those of the data's tokens, and null for padding beyond them
 _FAMILY = Family("transformers", kinds={}, sizes={}, keys={}, unseen=(), complete=dict)
 
 
@@ -118,10 +119,11 @@ class Published(HuggingFace):
 
     def difference(self, path: Path) -> str | None:
         """Return a message about the first key in which the model differs from a config.json; None if there is none."""
-        theirs = _plain(read_config(str(path), None, self.settings))
+        theirs, ours = _plain(read_config(str(path), None, self.settings)), self.written
         for key, value in theirs.items():
-            if key not in _FREE and self.config.get(key) != value:
-                return f"{path} says {key}={value}, the model has {self.config.get(key)}; leave model.config out"
+            free = key in _FREE or (key == "pad_token_id" and value is None)
+            if not free and ours.get(key) != value:
+                return f"{path} says {key}={value}, the model has {ours.get(key)}; leave model.config out"
         return None
 
 

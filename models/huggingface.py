@@ -160,6 +160,15 @@ class HuggingFace:
                 return f"{says}, the model has {sizes[key]}; leave model.size and model.{key} out"
         return None
 
+    @property
+    def written(self) -> dict[str, Any]:
+        """The keys of an exported config.json that do not depend on the weights."""
+        # transformers 5 reads rope_parameters, other programs (mlx-lm) the keys of older versions.
+        rope = self.config.get("rope_parameters") or {}
+        older = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}  # else different ones by layer
+        older |= {"rope_scaling": rope} if older and rope.get("rope_type", "default") != "default" else {}
+        return {**older, **self.config}
+
     def export(self, state: Mapping[str, Tensor], words: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return Hugging Face's state dict, without a tied head, and the content of config.json.
 
@@ -171,8 +180,4 @@ class HuggingFace:
             tensors[self.their_name(name)] = kept.t().contiguous() if name.endswith(self.transposed) else kept
         embedding = tensors[self.their_name(self.words[0])]
         dtype = str(embedding.dtype).removeprefix("torch.")
-        # transformers 5 reads rope_parameters, other programs (mlx-lm) the keys of older versions.
-        rope = self.config.get("rope_parameters") or {}
-        older = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}  # else different ones by layer
-        older |= {"rope_scaling": rope} if older and rope.get("rope_type", "default") != "default" else {}
-        return tensors, {**older, **self.config, "vocab_size": len(embedding), "dtype": dtype}
+        return tensors, {**self.written, "vocab_size": len(embedding), "dtype": dtype}

@@ -267,6 +267,7 @@ def test_an_export_has_older_keys_of_positions_which_change_nothing_in_transform
     (tmp_path / "config.json").write_text(json.dumps(exported))
     again = load_transformers().AutoConfig.from_pretrained(tmp_path)
     assert again.rope_parameters == config.rope_parameters == exported["rope_parameters"]
+    assert chain.hugging_face.difference(tmp_path / "config.json") is None
 
 
 def test_infinity_in_a_file_is_a_number(tmp_path):
@@ -281,6 +282,18 @@ def test_settings_that_are_typed_are_no_difference_to_the_file_of_the_weights(ge
     changed = json.loads((gemma / "config.json").read_text()) | {"query_pre_attn_scalar": 8}
     (gemma / "other.json").write_text(json.dumps(changed))
     assert "says query_pre_attn_scalar=8" in chain.hugging_face.difference(gemma / "other.json")
+
+
+@pytest.mark.parametrize(
+    "key, value, said", [("eos_token_id", 9, None), ("pad_token_id", None, None), ("pad_token_id", 9, "pad_token_id=9")]
+)
+def test_tokens_that_an_export_takes_from_the_data_are_no_difference(gemma, tmp_path, key, value, said):
+    config = json.loads((gemma / "config.json").read_text()) | {"pad_token_id": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    exported = tmp_path / "exported.json"
+    exported.write_text(json.dumps(config | {key: value}))
+    found = causal_lm(str(tmp_path / "config.json")).hugging_face.difference(exported)
+    assert found is None if said is None else said in found
 
 
 def test_settings_replace_keys_of_the_file_and_an_unknown_one_is_named(gemma):
