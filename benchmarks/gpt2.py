@@ -3,8 +3,9 @@
     python -m benchmarks gpt2 [--rounds 2] [--quick]
 
 The first row is a tutorial's loop: float32, logits, F.cross_entropy, AdamW with its defaults. The second has every
-lever pulled (torch.compile on a GPU only: on a CPU it is a row of its own); each further row moves one of them. Every
-measurement is a process of its own, in turns; a row's figure is the median over all steps after the warm-up.
+lever pulled (torch.compile on a GPU only: on a CPU it is a row of its own); each further row moves one of them. The
+last one is nanoGPT's loop with the same precision and fused AdamW, in turns with the second row in its process. Every
+other measurement is a process of its own, in turns; a row's figure is the median over all steps after the warm-up.
 
 MFU is tokens/s x FLOP per token / peak. FLOP per token = 6 N + 12 L H Q T, with N parameters (without those of the
 positions), L layers, H heads of width Q, T tokens. The peak is that of the device's datasheet for dense bf16, if it is
@@ -76,10 +77,12 @@ def measure(chosen: Namespace) -> Iterator[Table]:
     batch, tokens = 64 if gpu else 8, 64 if chosen.quick else 1024 if gpu else 256
     job = Job(size, batch, tokens, steps, "cuda" if gpu else "cpu", microbatch=batch)
     ways = rows_to_measure(job, has_compiler())
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in (*ways, PLAIN_LOOP)}
     for _ in range(chosen.rounds):
         for name, way in ways.items():
-            seconds[name] += in_new_process(timed, way)[OURS]
+            found = in_new_process(timed, way, name == ALL)
+            seconds[name] += found[OURS]
+            seconds[PLAIN_LOOP] += found.get(PLAIN_LOOP, [])
             print(f"{name}: {Spread.of(seconds[name]).median:.3f} s", file=sys.stderr, flush=True)
     measured = in_new_process(measured_peak, job.device, width)
     peak = datasheet_peak() or measured
@@ -88,6 +91,7 @@ def measure(chosen: Namespace) -> Iterator[Table]:
     peaks = f"peak {peak / 1e12:.4g} TFLOP/s in bf16 ({source}); measured {measured / 1e12:.4g}"
     print(f"{work}; {peaks}\n")
     about = {"size": size, "batch": batch, "tokens": tokens, "steps": steps, "device": job.device}
+    ways[PLAIN_LOOP] = ways[ALL]
     yield Table("gpt2", rows_of(seconds, ways, peak), {**about, "work": work, "peak": peaks}, draw)
 
 
