@@ -260,6 +260,11 @@ class InMemory(Source):
         return read.inputs, read.targets
 
 
+def renumbered(names: Sequence[str], others: Sequence[str]) -> int | None:
+    """Return the first number that names another class in ``others``; None if the shorter list begins the longer."""
+    return next((i for i, (ours, theirs) in enumerate(zip(names, others, strict=False)) if ours != theirs), None)
+
+
 class DataSet(ABC):
     """A data set that the configuration names. prepare() sets some of the attributes.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.errors import DataError
 from data.cache import key_of
-from data.dataset import DataSet, Rows, Source, once
+from data.dataset import DataSet, Rows, Source, once, renumbered
 from data.loader import Joined, VariableLength
 
 _LONGEST = 20_000  # the order of parts repeats after at most about so many samples, if need be with rounded weights
@@ -81,12 +81,12 @@ class Mixture(DataSet):
         classes = {name: part.class_names() for name, part in self.parts.items()}
         most = max(classes, key=lambda name: len(classes[name]))
         for name, own in classes.items():
-            for number, (mine, theirs) in enumerate(zip(own, classes[most], strict=False)):
-                if mine != theirs:
-                    raise DataError(
-                        f"class {number} is {mine!r} in data.parts.{name} and {theirs!r} in data.parts.{most}, but one "
-                        "model is trained on all parts: give them the same classes (folders), in the same order"
-                    )
+            if (number := renumbered(own, classes[most])) is not None:
+                raise DataError(
+                    f"class {number} is {own[number]!r} in data.parts.{name} and {classes[most][number]!r} in "
+                    f"data.parts.{most}, but one model is trained on all parts: give them the same classes (folders), "
+                    "in the same order"
+                )
         self.train = Mixed({name: part.train for name, part in self.parts.items()}, [*self.weights.values()], self.seed)
         self.valid, self.test = (
             Joined({name: source for name, part in self.parts.items() if (source := getattr(part, split))}) or None

@@ -165,10 +165,8 @@ class KeyValueCache:
 
     def advance(self, positions: Sequence[int], device: torch.device) -> None:
         """Set the positions of the next forward's tokens, one position per row."""
-        self._positions, self._rows = (
-            torch.tensor(positions, device=device),
-            torch.arange(len(positions), device=device),
-        )
+        self._positions = torch.tensor(positions, device=device)
+        self._rows = torch.arange(len(positions), device=device)
         self._used = max(positions) + 1
         slots = torch.arange(self._used, device=device)
         unequal = min(positions) < max(positions)

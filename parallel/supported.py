@@ -90,7 +90,7 @@ def _check_layer(facts: Facts, layout: Layout, recompute: bool, trains: bool) ->
     if facts.makes and trains:
         raise ModelError(
             f"{at}its forward makes {facts.makes[0]!r}, which the model of a resumed run would not have: make it in "
-            "__init__(), or register a buffer that is computed anew with persistent=False"
+            "__init__(), or register it with persistent=False if each run computes it"
         )
     if facts.stale:
         raise ModelError(f"{at}{_STALE}")

@@ -18,7 +18,7 @@ from conf.instantiate import build, to_dict
 from conf.schema import Root
 from data.arrays import Arrays
 from data.cache import cached_folder, key_of
-from data.dataset import DataSet
+from data.dataset import DataSet, renumbered
 from data.loader import Joined
 from data.mixture import Mixture
 from data.vocabulary import GPT2Vocabulary, tokens_after_gpt2
@@ -173,13 +173,12 @@ def check_saved_weights(cfg: Root, chain: Chain, data: DataSet) -> None:
 
 def check_classes(checkpoint: Checkpoint, data: DataSet) -> None:
     """Check that the data numbers its classes as the data of a checkpoint's run did. Raises TrainingError."""
-    pairs = zip(checkpoint.progress.get("classes", ()), data.class_names(), strict=False)
-    for number, (trained, now) in enumerate(pairs):
-        if trained != now:
-            raise TrainingError(
-                f"class {number} was {trained!r} in the data of {checkpoint.folder}, and is {now!r} in this data: give "
-                "it images of the same classes, in folders of the same names"
-            )
+    trained, now = checkpoint.progress.get("classes", []), data.class_names()
+    if (number := renumbered(trained, now)) is not None:
+        raise TrainingError(
+            f"class {number} was {trained[number]!r} in the data of {checkpoint.folder}, and is {now[number]!r} in "
+            "this data: give it images of the same classes, in folders of the same names"
+        )
 
 
 def reads_weights(cfg: Root, chain: Chain) -> bool:
